@@ -1,8 +1,8 @@
-"""Training from Python, and what the command does once its settings are read.
+"""Training from Python, and the part of the command after its settings are read.
 
-Problem: workers and scorers are other processes, which cannot see the objects of a script. Choice: code that is given
-as an object is written into the run folder and named in the configuration (`with_code`), so a run from Python and one
-from the command are the same from there on. Left out: callbacks, which run in the caller's process and stay objects.
+Workers and scorers are other processes, which cannot access the objects of a script. So code given as an object is
+written into the run folder and named in the configuration (`with_code`), and from there on a run from Python and one
+from the command are the same. Callbacks stay objects, because they run in the caller's process.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from rltrain.run.fit import Trainer
 
 log = logging.getLogger(__name__)
-# The forms of a run's settings: a loaded configuration, a mapping (nested, or with dotted keys), key=value words, or a
+# Forms of a run's settings: a loaded configuration, a mapping (nested, or with dotted keys), key=value arguments, or a
 # YAML file.
 Settings = LoadedConfig | Mapping[str, Any] | Sequence[str] | str | Path
-# Code of the user's own: a function or class, or FILE.py:NAME; and the keys that the arguments stand for.
+# User code: a function or class, or FILE.py:NAME; and the keys that the arguments stand for.
 Code = Callable[..., Any] | str
 _CODE = {
     "reward": "custom_reward_function.path",
@@ -47,9 +47,9 @@ _CODE = {
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run.
+    """Result of a run.
 
-    The methods read metrics.jsonl. They raise DataError where there is none, StorageError where it cannot be read.
+    The methods read metrics.jsonl. They raise DataError if it is missing, StorageError if it cannot be read.
     """
 
     folder: Path
@@ -58,21 +58,21 @@ class RunResult:
     """0, or if a signal stopped the run 75 (SIGTERM) or 130 (Ctrl-C)."""
 
     def table(self) -> pd.DataFrame:
-        """One row per step, one column per metric: the newest value; NaN where a step has no such metric."""
+        """Return one row per step, one column per metric: the newest value; NaN if a step lacks the metric."""
         import pandas as pd
 
         from rltrain.run.report.table import read_metrics
 
-        # A step may have two lines: its own, and that of a validation.
+        # A step may have two lines: one of the step and one of a validation.
         lines = pd.DataFrame(read_metrics(self.folder))
         return lines.groupby("step").last() if "step" in lines else lines
 
     def newest(self) -> dict[str, float]:
-        """Every metric's last value."""
+        """Return the last value of every metric."""
         return {str(name): float(values.dropna().iloc[-1]) for name, values in self.table().items() if values.count()}
 
     def best(self, metric: str) -> tuple[int, float]:
-        """The step with the largest value of the metric, and that value. Raises DataError if no step has it."""
+        """Return the step with the largest value of the metric, and that value. Raises DataError if no step has it."""
         table = self.table()
         if metric not in table or not table[metric].count():
             near = difflib.get_close_matches(metric, map(str, table.columns), n=3)
@@ -92,19 +92,19 @@ def train(
 ) -> RunResult:
     """Train as the command does: ``rltrain.train({"algorithm.adv_estimator": "grpo", ...}, reward=my_reward)``.
 
-    The settings are checked, keys without effect are named, and an earlier run of the same folder is continued. Code of
-    your own is a Python object or ``"FILE.py:NAME"``; see docs/api.md. Raises RltrainError for errors that a user can
-    mend, with the text that the command prints.
+    The settings are checked, keys without effect are logged, and an earlier run in the same folder is resumed. User
+    code is a Python object or ``"FILE.py:NAME"``; see docs/api.md. Raises RltrainError for errors that a user can fix,
+    with the text that the command prints.
     """
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
-    # Outside of the main thread this changes no handlers, so that a run may be started from a thread too.
+    # Outside of the main thread this changes no handlers, so a run may also be started from a thread.
     with listen() as stop:
         try:
             folder = run(loaded, look_over(loaded), stop, objects)
         except BaseException as error:
-            # Ray makes errors of its own of what a signal handler raises.
-            # A run that was stopped is no error for a script: it gets the exit code to end with.
+            # Ray replaces the exception of a signal handler by another error. For a script, a stopped run is not an
+            # error: it gets the exit code.
             if not (stop.at_once or isinstance(error, Interrupted)):
                 raise
             return RunResult(_folder(loaded), stop.exit_code)
@@ -120,21 +120,22 @@ def build(
     sampler: Code | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Trainer:
-    """A trainer with its workers started and its models loaded. Use it as a context.
+    """Return a trainer whose workers run and whose models are loaded. Use it as a context manager.
 
-    The arguments are those of `train`.
+    It takes the arguments of `train`.
     """
     with importing():
         from rltrain.run.build import build as put_together
 
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
-    # The log is the trainer's: it ends with the trainer, not with this call.
+    # The log belongs to the trainer: it ends with the trainer, not with this call.
     return put_together(loaded, callbacks=objects, notes=look_over(loaded))
 
 
 def evaluate(config: Settings, *, reward: Code | None = None, callbacks: Sequence[Any] = ()) -> dict[str, float]:
-    """The validation metrics of the newest checkpoint of the run folder, else of ``actor_rollout_ref.model.path``.
+    """Return the validation metrics of the newest checkpoint in the run folder, else of
+    ``actor_rollout_ref.model.path``.
 
     Only the policy is loaded, for its engines: no optimizer, no critic, no reference, no training data.
     """
@@ -143,7 +144,7 @@ def evaluate(config: Settings, *, reward: Code | None = None, callbacks: Sequenc
 
 
 def read(config: Settings) -> LoadedConfig:
-    """The configuration in any of its forms, loaded. Raises ConfigError."""
+    """Return the loaded configuration from any of its forms. Raises ConfigError."""
     if isinstance(config, LoadedConfig):
         return config
     if isinstance(config, Mapping):
@@ -152,7 +153,7 @@ def read(config: Settings) -> LoadedConfig:
 
 
 def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
-    """The configuration with the names of the user's code.
+    """Return the configuration with the names of the user's code.
 
     An object is written into the run folder, because all processes can read it there.
     """
@@ -162,7 +163,7 @@ def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
             continue
         name = value if isinstance(value, str) else save_object(argument, value, _folder(loaded) / "objects")
         if argument == "reward":
-            # A reward function has two keys, as in verl. Split from the right, because a path may have a colon and a
+            # A reward function has two keys, as in verl. Split from the right, because a path may contain a colon and a
             # name cannot.
             path, _, function = name.rpartition(":")
             changes |= {_CODE[argument]: path, "custom_reward_function.name": function}
@@ -172,7 +173,10 @@ def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
 
 
 def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[LoadedConfig, list[Any]]:
-    """Names go into the configuration. Objects stay: callbacks run in this process alone."""
+    """Add callbacks given by name to the configuration. Return it with the other callbacks.
+
+    Objects stay as they are, because callbacks run only in this process.
+    """
     names = [callback for callback in callbacks if isinstance(callback, str)]
     if names:
         loaded = changed(loaded, {"trainer.callbacks": [*loaded.config.trainer.callbacks, *names]})
@@ -180,7 +184,7 @@ def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[Lo
 
 
 def look_over(loaded: LoadedConfig) -> list[str]:
-    """Raise ConfigError with every rule that the settings break; returns what is said of those that change nothing."""
+    """Raise ConfigError with all broken rules of the settings. Return notes on keys without effect."""
     check(loaded)
     return join_by_reason(
         [*loaded.warnings, *(loaded.as_written(note, follow=False) for note in without_effect(loaded))]
@@ -188,9 +192,9 @@ def look_over(loaded: LoadedConfig) -> list[str]:
 
 
 def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> Path:
-    """Say what is about to run and run it; returns the folder of its metrics.
+    """Log the model, devices and notes, and run the training. Return the folder of its metrics.
 
-    Raises RltrainError, and Interrupted where ``stop`` has ended it.
+    Raises RltrainError, and Interrupted if ``stop`` has ended it.
     """
     with logs.session():
         trainer, model = loaded.config.trainer, loaded.config.actor_rollout_ref.model.path
@@ -207,24 +211,24 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         run_trainer = put_together(loaded, stop, callbacks)
         with _pictured(run_trainer, stop), run_trainer:
             finished = run_trainer.fit()
-        # Raised behind the `with`, after all has ended the orderly way: inside, workers would be killed as after an
+        # Raised after the `with`, once everything has ended in order: inside it, workers would be killed as after an
         # error.
         if not finished:
             raise stop.interrupted()
         try:
             show_report(run_trainer.folder)
-        except (RltrainError, OSError) as error:  # the run has got to its end all the same
+        except (RltrainError, OSError) as error:  # the run itself has finished
             log.warning("the report of the run cannot be shown: %s", error)
         if words := run_trainer.watchers.last_words():
             log.warning("%s", words)
-        if stop.loses:  # as trainer.save_at_end says
+        if stop.loses:  # with trainer.save_at_end=False
             log.warning("%s", stop.kept())
         return run_trainer.folder
 
 
 @contextmanager
 def _pictured(run_trainer: Trainer, stop: Stop) -> Iterator[None]:
-    """Behind a run that has made steps, also where it has failed, write its page; not where a signal leaves no time."""
+    """Write the report page after a run that has made steps, even if it failed, unless a signal leaves no time."""
     before = run_trainer.num_steps
     try:
         yield
@@ -236,7 +240,7 @@ def _pictured(run_trainer: Trainer, stop: Stop) -> Iterator[None]:
 
                     page = write_page(run_trainer.folder)
                 log.info("the run as a page: %s", page)
-            except Exception as error:  # noqa: BLE001 - whatever befalls a page, the run is what it is
+            except Exception as error:  # noqa: BLE001 - an error of the page must not fail the run
                 log.warning("the page of the run cannot be written: %s: %s", type(error).__name__, error)
 
 

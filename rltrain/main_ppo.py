@@ -18,16 +18,16 @@ from rltrain.base.secrets import masked_text
 from rltrain.base.stop import Stop, listen
 from rltrain.config.help import help_text
 
-# What Python and packages may take to end once the run has.
+# Seconds that Python and packages may take to exit after the run.
 _LEAVE_S = 60
-_left: list[int] = []  # the exit code, once the run is over
-# Hydra's flags, which users of verl know: those that name files, and others -> what to do instead.
+_left: list[int] = []  # the exit code, after the run
+# Hydra's flags, which users of verl know: flags that name files, and others -> what to do instead.
 _NAMING = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
 _HYDRA = {
     ("--cfg", "-c"): "--print-config prints the configuration",
     ("--multirun", "-m"): "start one run for each setting, in a loop of your shell",
 }
-# Flags of earlier versions -> the way to do it now.
+# Removed flags -> the replacement.
 _REMOVED = {
     "--from": "--from was removed: give --config RUN/config.yaml --lengths RUN",
     "--sweep": "--sweep was removed: type one command for each combination",
@@ -36,14 +36,14 @@ _REMOVED = {
 
 
 def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, Stop], int] | None = None) -> int:
-    """Returns the exit code; see errors.py for what each means. program: another one that takes the same words."""
+    """Run the command and return its exit code; see errors.py. program: another program with the same arguments."""
     lenient_output()
     code = _main(argv, program or _run)
     tell_supervisor(ended=code)
-    # Looked up and not imported: where nothing has imported it there is no tracker, and --help need not load it.
+    # Looked up instead of imported: if it is not imported there is no tracker, and --help need not load it.
     tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "controller.lifeline"))
-    # The package of a tracker that hangs would wait for it when Python ends, maybe for ever, and Ray for a Ray that is
-    # gone or does not answer, which it would then call a failure of its own.
+    # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a Ray that is gone or does
+    # not respond, and report that as a failure.
     _flush()
     if (tracking and tracking.hanging()) or (lifeline and (lifeline.lost() or lifeline.hanging())):
         os._exit(code)
@@ -51,10 +51,10 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, even if a thread of somebody's callback or tracker goes on for ever.
+    """End this process, even if a thread of a callback or tracker never ends.
 
-    What packages do when Python ends is done. Modules are not taken apart then: that takes more than a second, and a
-    library's thread that is still there may crash in it, which would look like a run that was killed.
+    Exit handlers of packages run. Modules are not torn down, because that takes more than a second, and a remaining
+    thread of a library may crash in it, which would look like a killed run.
     """
     _left.append(code)
     late = threading.Timer(_LEAVE_S, os._exit, [code])
@@ -70,7 +70,7 @@ def _end() -> None:
 
 
 def _flush() -> None:
-    """What cannot be written to a terminal or pipe that is gone is given up: Python would change the exit code."""
+    """Flush the output streams. Discard output to a closed terminal or pipe, which would change Python's exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -85,13 +85,13 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
         try:
             return program(_parse(sys.argv[1:] if argv is None else argv), stop)
         except BaseException as error:
-            # Ray makes errors of its own of what a signal handler raises.
+            # Ray replaces the exception of a signal handler by another error.
             raised = stop.interrupted() if stop.at_once else system_error(error) or error
             if not isinstance(raised, RltrainError):
                 tell_supervisor(error=masked_text(f"{type(raised).__name__}: {raised}"))
                 raise
         tell_supervisor(error=str(raised), passing=raised.passing)
-        # What the run has printed stands above the error, also where both go to one file.
+        # The run's output must precede the error, even if both go to one file.
         _flush()
         with suppress(OSError):
             sys.stderr.write(_message(raised))
@@ -99,7 +99,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
 
 
 def _message(error: RltrainError) -> str:
-    """What the terminal shows. A run that somebody stopped is no error."""
+    """Return the terminal output for an error. A run that was stopped is not an error."""
     first = "" if isinstance(error, Interrupted) else "error: "
     return first + "\n       ".join(str(error).splitlines()) + "\n"
 
@@ -130,7 +130,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
 
 
 def dry_run(arguments: argparse.Namespace) -> int:
-    """Print the dry run, or with a flag such as --device the estimate for those devices, and return the exit code."""
+    """Print the dry run, or with a flag such as --device the estimate for these devices. Return the exit code."""
     if any(getattr(arguments, name) is not None for name in ESTIMATE_FLAGS):
         from rltrain.run.estimate import estimate
 
@@ -150,20 +150,22 @@ def _write(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # a reader such as head has seen enough; nothing must be written at exit either
+    except BrokenPipeError:  # a reader such as head has closed the pipe; nothing must be written at exit either
         _flush()
 
 
 def _meant(flag: str) -> str:
-    """Settings have no dashes."""
+    """Return a hint for a setting that was typed as a flag: settings have no dashes."""
     key, _, value = flag.lstrip("-").partition("=")
     return f" A setting is typed {key}={value or 'VALUE'}." if "." in key or "_" in key or value else ""
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """The flags; what is left are ``overrides``. What is wrong with flags is in ``problems``, so that it is told
-    together with what is wrong with settings."""
-    # Help is ours, because it takes a section. Abbreviations would make a mistyped flag do something else.
+    """Return the flags, with the remaining arguments as ``overrides`` and errors as ``problems``.
+
+    Problems are returned so that they are reported together with problems of the settings.
+    """
+    # --help is defined here, because it takes a section. With abbreviations a mistyped flag would do something else.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION")
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
@@ -195,7 +197,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         for word in words
         if word.startswith("-")
     ]
-    # Bytes that the locale's encoding does not know reach a program as halves of surrogate pairs.
+    # Bytes that are invalid in the locale's encoding become halves of surrogate pairs.
     arguments.problems += [
         f"{plain(word)}: the marks in it are bytes that are no text in the encoding of this locale "
         f"({sys.getfilesystemencoding()}). Write it in that, or set PYTHONUTF8=1 where it is UTF-8."
@@ -217,5 +219,5 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    atexit.register(_end)  # before any package has registered its own: the first one is called last
+    atexit.register(_end)  # before packages register their handlers: the first one is called last
     leave(main())

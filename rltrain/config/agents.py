@@ -1,4 +1,4 @@
-"""Whether anybody answers a turn of the policy, and the settings that say who."""
+"""Settings of conversations: whether a run has several turns, and the keys that configure the replies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SINGLE_TURN, TOOLS, ENVIRONMENT = NAMES = ("single_turn_agent", "tool_agent", "e
 
 
 def several_turns(rollout: RolloutConfig) -> bool:
-    """Whether anybody can answer a turn."""
+    """Return whether a turn of the policy can get a reply."""
     turns = rollout.multi_turn
     return turns.enable is not False and bool(turns.place or rollout.agent.own or turns.enable)
 
 
 def who_answers(rollout: RolloutConfig) -> str:
-    """The settings that say who answers a turn, for messages."""
+    """Return the settings of the tools, environment or agent that reply, for messages."""
     places = [f"{key}={place}" for key, place in rollout.multi_turn.places.items()]
     if agents := rollout.agent.own:
         places.append(f"{AGENT_KEY if rollout.agent.default_agent_loop == agents[0] else LOOPS_KEY}={agents[0]}")
@@ -25,5 +25,5 @@ def who_answers(rollout: RolloutConfig) -> str:
 
 
 def needs_rows(cfg: Config) -> bool:
-    """Whether workers need the rows of prompts besides their tokens."""
+    """Return whether workers need the rows of prompts in addition to their tokens."""
     return cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)

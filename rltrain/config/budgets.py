@@ -1,10 +1,10 @@
-"""How much one forward may hold, pass by pass: the only place that knows which keys say so.
+"""Budgets of one forward per pass, and the keys that set them.
 
 A pass over samples is cut into micro-batches by tokens or by a number of samples, per device. Padded micro-batches of
-``…micro_batch_size_per_gpu`` samples hold as many tokens as that many longest sequences; where ``…use_dynamic_bsz`` is
-not written, such a size is read as this many tokens. Packing fills them with more samples in less time, and they need
-no more memory than the size was tuned for. Totals over all ranks, which verl also has, are refused: the same command
-would mean something else on another number of devices.
+``…micro_batch_size_per_gpu`` samples hold as many tokens as that many longest sequences. Where ``…use_dynamic_bsz`` is
+not set, such a size is read as this many tokens. Packing fills them with more samples in less time, and they need no
+more memory than the size was tuned for. Totals over all ranks, which verl also has, are refused: the same command would
+mean something else on another number of devices.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import roles_of
 
-# What a judge is told beside question and answer: a template, and a ground truth.
+# Tokens of a message to a judge besides question and response: a template and a ground truth.
 _JUDGE_WORDS = 1024
 
 
 @dataclass(frozen=True)
 class PassBudget:
-    """What one forward on one data-parallel rank may hold: tokens, or samples."""
+    """Budget of one forward on one data-parallel rank: tokens, or samples."""
 
     max_tokens: int | None
     max_samples: int | None
     num_longest: int | None = None
-    """The tokens are those of this many sequences of the greatest length."""
+    """Number of longest sequences from which the tokens were computed."""
     max_rows: int | None = None
-    """Patches (or tiles) of images, where prompts have some."""
+    """Patches (or tiles) of images, if prompts have some."""
 
     def __str__(self) -> str:
         if not self.max_tokens:
@@ -41,26 +41,26 @@ class PassBudget:
         return f"{self.max_tokens:,} tokens{images}{size}"
 
     def with_images(self, most_rows: int) -> PassBudget:
-        """This budget where the images of a prompt have up to ``most_rows`` patches (or tiles).
+        """Return this budget if the images of a prompt have up to ``most_rows`` patches (or tiles).
 
         A number of longest sequences was tuned for as many prompts with their images. A number of tokens needs no
-        bound of its own: no micro-batch of it holds more images than one that encodes them per answer.
+        separate bound: no micro-batch of it holds more images than one that encodes them per response.
         """
         return replace(self, max_rows=self.num_longest * most_rows) if self.num_longest and most_rows else self
 
 
 def decide(config: Config, keys: BudgetKeys) -> tuple[PassBudget, str]:
-    """The budget that ``keys`` say, and the key that says it ("" where none does)."""
+    """Return the budget that ``keys`` set, and the key that sets it ("" if none does)."""
     by_tokens, size_keys = get(config, keys.switch), keys
     while True:
         samples, tokens = get(config, size_keys.samples), get(config, size_keys.tokens)
         if samples is not None and by_tokens is not True:
             by_samples = PassBudget(None, samples)
-            # Per group of ranks that share a sequence, as verl counts samples.
+            # Samples are counted per group of ranks that share a sequence, as in verl.
             packed = PassBudget(samples * longest_sequence(config), None, samples)
             return packed if by_tokens is None else by_samples, size_keys.samples
         if tokens is not None and by_tokens is not False:
-            # A group that shares sequences has the room of all its devices.
+            # A group that shares sequences has the memory of all its devices.
             return PassBudget(tokens * ranks_per_sequence(config, keys), None), size_keys.tokens
         if size_keys.like is None:
             return PassBudget(None, 1), ""
@@ -68,37 +68,37 @@ def decide(config: Config, keys: BudgetKeys) -> tuple[PassBudget, str]:
 
 
 def ranks_per_sequence(config: Config, keys: BudgetKeys) -> int:
-    """How many ranks share a sequence in the pass of ``keys``."""
+    """Return the number of ranks that share a sequence in the pass of ``keys``."""
     return get(config, f"{keys.sharing}.ulysses_sequence_parallel_size") if keys.sharing else 1
 
 
 def budgets(config: Config) -> dict[str, PassBudget]:
-    """The budget of each pass, by the pass's name. One that no key says is refused by `budget_problems`."""
+    """Return the budget of each pass, by name. `budget_problems` refuses a missing one."""
     return {name: decide(config, step_pass.keys)[0] for name, step_pass in PASSES.items()}
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt with the longest answer."""
+    """Return the tokens of the longest prompt with the longest response."""
     return config.data.max_prompt_length + config.data.max_response_length
 
 
 def longest_text(config: Config) -> int:
-    """Tokens of the longest prompt with the longest answer that an engine writes, of a validation too."""
+    """Return the tokens of the longest prompt with the longest generated response, including validation."""
     most = config.actor_rollout_ref.rollout.val_kwargs.max_tokens or 0
     return config.data.max_prompt_length + max(config.data.max_response_length, most)
 
 
 def budget_problems(config: Config) -> Iterator[str]:
-    """Budgets that the longest sequence exceeds, and sizes that are missing."""
+    """Yield errors for budgets below the longest sequence, and for missing sizes."""
     longest, reported_keys = longest_sequence(config), set()
     for name, keys in _used(config).items():
         (budget, key), group = decide(config, keys), ranks_per_sequence(config, keys)
         if not key:
-            # Where the pass that gives the default is cut by samples too, its own missing size is the one to mend.
+            # If the pass that gives the default is cut by samples too, report only its missing size.
             if not keys.like or get(config, PASSES[keys.like].keys.switch) is not False:
                 yield f"{keys.switch}=False needs {keys.samples} (samples per forward on one device). Try 4."
-        # The reward model's own chat template makes sequences of other lengths. A group of 0 is refused elsewhere; here
-        # it would only end the list of problems in a division by 0.
+        # The reward model's chat template changes the lengths. A group of 0 is refused elsewhere; here it would only
+        # cause a division by 0.
         elif budget.max_tokens is not None and 0 < budget.max_tokens < longest and group > 0 and name != "reward":
             over = f" over {group} devices" if group > 1 else ""
             if key not in reported_keys:
@@ -110,16 +110,16 @@ def budget_problems(config: Config) -> Iterator[str]:
 
 
 def judge_lengths(config: Config) -> tuple[int, int]:
-    """Most tokens of a message to a judge on the run's devices, and of its reply."""
+    """Return the maximum tokens of a message to a judge on the run's devices, and of its reply."""
     rollout = config.reward_model.rollout
     return rollout.prompt_length or longest_sequence(config) + _JUDGE_WORDS, rollout.response_length
 
 
 def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:
-    """Keys of sizes that no pass of the run goes by, each with what its pass goes by."""
+    """Yield keys of sizes that no pass of the run uses, with the setting that is used instead."""
     used = _used(config)
     deciding = {decide(config, keys)[1] for keys in used.values()}
-    # The update is always made, and a pass that is not made has its own reason for being without effect.
+    # The update is always made, and a pass that is not made gives a separate reason for keys without effect.
     for keys in used.values():
         switch, (_, key) = get(config, keys.switch), decide(config, keys)
         setting = f"{keys.switch} is not set" if switch is None else f"{keys.switch}={switch}"
@@ -128,16 +128,20 @@ def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _used(config: Config) -> dict[str, BudgetKeys]:
-    """Of the passes whose roles the run has; in training the reference may be the actor without its adapters."""
+    """Return the keys of the passes whose roles the run has.
+
+    In training the reference may be the actor without its adapters.
+    """
     roles = roles_of(config)
     roles |= {"ref"} if "actor" in roles else set()
     return {name: step_pass.keys for name, step_pass in PASSES.items() if step_pass.role in roles}
 
 
 def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[int, int]:
-    """(size per rank, ranks) of ``key``, which counts the ``total`` of samples over all of them, as older verl does.
+    """Return (size per rank, ranks) of ``key``, whose ``total`` counts samples over all ranks as in older verl.
 
-    value: that of a key. Rounded down and at least 1, as in verl: which answers share a forward changes no result.
+    value: returns the value of a key. The size is rounded down and at least 1, as in verl: the samples of a forward do
+    not change the result.
     """
     keys = next((step_pass.keys for step_pass in PASSES.values() if step_pass.keys.samples == f"{key}_per_gpu"), None)
     sharing = value(f"{keys.sharing}.ulysses_sequence_parallel_size") if keys and keys.sharing else 1

@@ -1,7 +1,7 @@
-"""The rules that a config must keep. All broken ones are told at once; each names the key, its value and the way out.
+"""Validation of a config. All broken rules are reported together, each with key, value and a fix.
 
-Rules about one key stand at its field (`fields.Rules`), and `_each_key` applies them all. The functions here are for
-what a field cannot say: values that must fit each other.
+Rules of one key are declared at its field (`fields.Rules`), and `_each_key` applies them. The functions here check
+values that must fit each other.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rltrain.config.step_passes import roles_of
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
-# Parts of the names of keys that are an upper limit.
+# Parts of the names of keys that hold an upper limit.
 _LIMITS = ("clip", "limit", "_s")
-# Of models that an evaluation does not load.
+# Sections of models that an evaluation does not load.
 _TRAINED = (_A + "ref.", "critic.", "distillation.")
-# Numbers of devices that work together, by the end of their keys, and what they make.
+# Suffixes of keys that count cooperating devices, with the object that they share.
 _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
     "tensor_model_parallel_size": "engines",
@@ -48,7 +48,7 @@ _SPANNING = {
 }
 
 
-# What a tokenizer is told besides the template's own arguments, and the key that decides it here.
+# Arguments of a tokenizer that are not the template's, with the reason why they are refused.
 _OF_TOKENIZER = {
     "add_generation_prompt": "it is always true, as the model is to answer", "tokenize": "it is decided here",
     "continue_final_message": "a new turn is always opened", "truncation": "see data.truncation",
@@ -61,17 +61,17 @@ _OF_TOKENIZER = {
 
 
 def check(loaded: LoadedConfig) -> None:
-    """Raise ConfigError with every rule that the config breaks."""
+    """Raise ConfigError with all rules that the config breaks."""
     if problems := broken_rules(loaded):
         raise ConfigError("\n".join(problems))
 
 
 def broken_rules(loaded: LoadedConfig) -> list[str]:
-    """One line for every rule that the config breaks."""
-    # Every rule must bear values that another one refuses, since all of them run.
+    """Return one line for every rule that the config breaks."""
+    # Every rule must accept values that another rule refuses, because all of them run.
     rules = [_each_key, _lists, _words_for_steps, uneven, _lora, budget_problems, reward_problems, engine_problems]
     rules += [folder_problems, _names, _run]
-    # An evaluation is mostly the command of a run with one key more, and what only a step would need may stay in it.
+    # An evaluation is mostly the command of a training run with one more key, so keys that only a step needs may stay.
     if "actor" in roles_of(loaded.config):
         rules += [
             _mixing,
@@ -84,20 +84,20 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
             asked_of_scorers,
         ]
         rules += [tail_problems, replay_problems, distillation_problems, profile_problems]
-    # The keys that the user wrote are named; where several follow one of them, it is told once.
+    # Name the keys that the user wrote. If several follow one key, report it once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
 
 
 def missing_files(config: Config) -> list[str]:
-    """Local files and folders that the config names and that are not there."""
+    """Return an error for each local file or folder that the config names and that does not exist."""
     data = config.data
-    # A class of the user's own may make rows of anything.
+    # A user's dataset class may make rows of anything.
     files = {} if data.custom_cls else {"data.train_files": data.train_files, "data.val_files": data.val_files}
     named = [(key, path) for key, paths in files.items() for path in as_list(paths)]
     code = [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     code += [(key, name.rpartition(":")[0]) for key in plugin_keys() if is_plugin(name := get(config, key) or "")]
     code += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
-    # A module is looked for when it is imported.
+    # A module is searched when it is imported.
     named += [(key, file) for key, place in code if (file := plugin_file(place)) is not None]
     # Anything else may be a name on the hub.
     if (adapter := config.actor_rollout_ref.model.lora_adapter_path or "").startswith(("/", ".", "~")):
@@ -112,14 +112,14 @@ def missing_files(config: Config) -> list[str]:
 
 
 def as_list(value: Any) -> list[str]:
-    """A list key that may be null or a bare string."""
+    """Return a list key that may be null or a bare string as a list."""
     if value is None:
         return []
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 def nearest_file(path: Path) -> str:
-    """ " Did you mean …?" where something next to a path that is not there has almost its name, or nothing."""
+    """Return " Did you mean …?" with a similar name in the folder of a missing path, or ""."""
     if not path.parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
@@ -127,7 +127,7 @@ def nearest_file(path: Path) -> str:
 
 
 def _each_key(config: Config) -> Iterator[str]:
-    """The names and bounds that stand at the fields."""
+    """Yield errors for names and bounds declared at the fields."""
     for key in all_keys().values():
         value, rules = get(config, key.name), key.rules
         for item in value if isinstance(value, list) else [value]:
@@ -138,7 +138,7 @@ def _each_key(config: Config) -> Iterator[str]:
                 yield f"{key.name}={as_text(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
             elif rules.plugin:
                 yield f"{key.name}={item}: name the file and what is in it, FILE.py:NAME."
-        # Scripts write 0 for what they do not use, such as the alpha of no adapters.
+        # Scripts write 0 for unused keys, such as the alpha of no adapters.
         section = key.name.rpartition(".")[0]
         unused = not value and not all(is_met(config, section, condition) for condition in rules.only_with)
         if isinstance(value, int | float) and not rules.within(value) and not unused:
@@ -153,7 +153,7 @@ def _each_key(config: Config) -> Iterator[str]:
 
 
 def _lists(config: Config) -> Iterator[str]:
-    """Lists, dictionaries and ranges whose items have rules of their own."""
+    """Yield errors for items of lists, dictionaries and ranges."""
     for name in config.trainer.callbacks:
         if ":" not in name:
             callbacks = f"trainer.callbacks={config.trainer.callbacks}"
@@ -179,14 +179,14 @@ def _lists(config: Config) -> Iterator[str]:
 
 
 def _words_for_steps(config: Config) -> Iterator[str]:
-    """Numbers of steps in whose place one word may stand."""
+    """Yield errors for keys that take a number of steps or a word."""
     for name in ("test_freq", "save_freq"):
         if isinstance(freq := getattr(config.trainer, name), str) and freq != EPOCH:
             yield f"trainer.{name}={freq}: give a number of steps, {EPOCH}, or -1 for never."
 
 
 def _precision(config: Config) -> Iterator[str]:
-    """What learns needs steps that do not vanish."""
+    """Yield errors for trained weights in half precision, whose small steps would vanish."""
     trained = {_A + "actor.fsdp_config": True, "critic.model.fsdp_config": has_critic(config)}
     for section in (section for section, is_trained in trained.items() if is_trained):
         if get(config, key := f"{section}.model_dtype") in HALF:
@@ -194,13 +194,13 @@ def _precision(config: Config) -> Iterator[str]:
 
 
 def _uneven_batches(config: Config) -> Iterator[str]:
-    """Where the prompts of a step do not make whole mini-batches, or rounds do not make a step."""
+    """Yield errors if mini-batches do not divide a step, or rounds cannot fill it."""
     prompts, filtering = config.data.train_batch_size, config.algorithm.filter_groups
     for section, used in ((_A + "actor", True), ("critic", has_critic(config))):
         key = f"{section}.ppo_mini_batch_size"
         mini = get(config, key)
         if used and min(prompts, mini) > 0 and prompts % mini:
-            # The largest divisor up to what was asked: it never makes a mini-batch larger than the user wanted.
+            # The largest divisor that does not exceed the given size.
             fitting = next(size for size in range(min(mini, prompts), 0, -1) if prompts % size == 0)
             yield (
                 f"data.train_batch_size={prompts} is not a multiple of {key}={mini}, so some prompts would be left out "
@@ -215,7 +215,7 @@ def _uneven_batches(config: Config) -> Iterator[str]:
 
 
 def uneven(config: Config) -> Iterator[str]:
-    """Everything that must divide and does not: nothing is ever rounded."""
+    """Yield errors for numbers that must divide others and do not. Nothing is rounded."""
     trains = "actor" in roles_of(config)
     if trains:
         yield from _uneven_batches(config)
@@ -226,7 +226,7 @@ def uneven(config: Config) -> Iterator[str]:
         if not spanning or (not trains and key.startswith(_TRAINED)):
             continue
         size = get(config, key)
-        size = min(size, devices) if key.endswith("fsdp_size") else size  # more than there are means all
+        size = min(size, devices) if key.endswith("fsdp_size") else size  # a larger size means all devices
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
         elif size > 0 and here % size and size % here:
@@ -238,7 +238,7 @@ def uneven(config: Config) -> Iterator[str]:
 
 
 def _comparison(config: Config) -> Iterator[str]:
-    """What compares the answers to one prompt needs several that differ, unless it takes the score of one alone."""
+    """Yield errors for estimators and filters that compare responses to one prompt and cannot do so."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     filtering, estimator = algorithm.filter_groups.enable, algorithm.estimator
     levels = [name for name in ("mean_level", "std_level") if getattr(algorithm.adv_norm, name)]
@@ -274,7 +274,7 @@ def _comparison(config: Config) -> Iterator[str]:
 
 
 def _entropy(config: Config) -> Iterator[str]:
-    """What follows the entropy of the policy needs the pass that measures it."""
+    """Yield errors for settings that need the entropy of the old_log_prob pass, without that pass."""
     actor = config.actor_rollout_ref.actor
     control, share = actor.adaptive_entropy, actor.top_entropy_quantile
     readers = {
@@ -290,7 +290,7 @@ def _entropy(config: Config) -> Iterator[str]:
 
 
 def _correction(config: Config) -> Iterator[str]:
-    """The small languages of the rollout correction are read once, by their own parsers."""
+    """Yield errors of the parsers of the rollout correction's keys."""
     correction = config.algorithm.rollout_correction
     parsers = {"rollout_is_threshold": correction.importance_bounds, "rollout_rs": correction.rejection_rules}
     for name, parse in parsers.items():
@@ -302,7 +302,7 @@ def _correction(config: Config) -> Iterator[str]:
 
 
 def _lora(config: Config) -> Iterator[str]:
-    """The layers of adapters are named by text."""
+    """Yield errors for the layer names of adapters."""
     for section in (_A + "model", *(["critic.model"] if "actor" in roles_of(config) else [])):
         for key in ("target_modules", "exclude_modules") if get(config, f"{section}.uses_lora") else ():
             value = get(config, f"{section}.{key}")
@@ -320,7 +320,7 @@ def _lora(config: Config) -> Iterator[str]:
 
 
 def _mixing(config: Config) -> Iterator[str]:
-    """Weights of parts of the data."""
+    """Yield errors for the weights of parts of the data."""
     mixing, sampler = config.data.mixing, config.data.sampler.name
     for name, weight in mixing.items():
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
@@ -334,7 +334,7 @@ def _mixing(config: Config) -> Iterator[str]:
 
 
 def _shared_sequences(config: Config) -> Iterator[str]:
-    """Where the actor computes together with another model, they cut sequences alike."""
+    """Yield errors for models that compute together with the actor and divide sequences differently."""
     roles, key = config.actor_rollout_ref, _A + "ref.ulysses_sequence_parallel_size"
     actor, ref = roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size
     distillation, of_teacher = config.distillation, "distillation.teacher.ulysses_sequence_parallel_size"
@@ -356,7 +356,7 @@ def _shared_sequences(config: Config) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Names are folders and titles, and two of them must not lead to one folder."""
+    """Yield errors for names that are no folder names, or that lead to the folder of another name."""
     for key in ("trainer.project_name", "trainer.experiment_name"):
         name = get(config, key)
         parts = name.split("/")
@@ -373,7 +373,7 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _run(config: Config) -> Iterator[str]:
-    """What a run cannot do without, and what it would do for nothing."""
+    """Yield errors for missing keys that every run needs, and for settings with nothing to do."""
     trainer, steps = config.trainer, config.trainer.total_training_steps
     if not config.actor_rollout_ref.model.path:
         yield f"{_A}model.path is not set. Give a Hugging Face folder or hub name."

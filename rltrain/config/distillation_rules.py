@@ -1,4 +1,4 @@
-"""The rules of distillation: which losses a teacher can give, and what it cannot stand beside."""
+"""Rules of distillation: the available losses, and settings that exclude a teacher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _L = _D + "distillation_loss."
 
 
 def distillation_problems(config: Config) -> Iterator[str]:
-    """One line for every rule about a teacher that the config breaks."""
+    """Yield one line for every rule about a teacher that the config breaks."""
     distillation, loss, actor = config.distillation, config.distillation.distillation_loss, config.actor_rollout_ref
     if not distillation.enabled:
         return

@@ -1,4 +1,4 @@
-"""The rules of `actor_rollout_ref.rollout`: what the chosen engine cannot do, and what `tail` needs."""
+"""Rules of `actor_rollout_ref.rollout`: limits of the chosen engine, and requirements of `tail`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _R = "actor_rollout_ref.rollout."
 
 
 def engine_problems(config: Config) -> Iterator[str]:
-    """What the chosen engine cannot do, a line for each."""
+    """Yield one line for each setting that the chosen engine does not support."""
     rollout, engine = config.actor_rollout_ref.rollout, ENGINES.get(config.actor_rollout_ref.rollout.name)
     if rollout.tail == "exact" and engine and not engine.speculation:
         yield (
@@ -37,7 +37,7 @@ def engine_problems(config: Config) -> Iterator[str]:
 
 
 def _ways_to_sample(config: Config) -> Iterator[str]:
-    """What of penalties and stop texts the engine, or what stands beside them, does not take."""
+    """Yield errors for penalties and stop texts that the engine or another setting does not allow."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_response_length
     engine = ENGINES[rollout.name]
     for section, keys in ((_R, rollout), (f"{_R}val_kwargs.", rollout.val_kwargs)):
@@ -68,7 +68,7 @@ def _ways_to_sample(config: Config) -> Iterator[str]:
 
 
 def _turns(config: Config) -> Iterator[str]:
-    """What several turns need, and what they cannot stand beside."""
+    """Yield errors for settings of several turns."""
     rollout, turns = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.multi_turn
     path, loop = f"{_R}multi_turn.function_tool_path", f"{_R}agent.default_agent_loop"
     name = rollout.agent.default_agent_loop
@@ -87,13 +87,13 @@ def _turns(config: Config) -> Iterator[str]:
 
 
 def tail_problems(config: Config) -> Iterator[str]:
-    """What a step needs whose answers `rollout.tail` cuts short, and what it cannot stand beside."""
+    """Yield errors for the requirements of `rollout.tail`."""
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     tail = f"{_R}tail={rollout.tail}"
     if rollout.stops_early and config.algorithm.filter_groups.enable:
         yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
-    # With bypass_mode and ppo_clip the ratio of the loss is taken against the policy that sampled the token, which
-    # weighs each token already.
+    # With bypass_mode and ppo_clip, the loss takes its ratio against the policy that sampled the token, so each token
+    # is already weighted.
     weighted = (correction.bypass_mode and correction.loss_type == "ppo_clip") or correction.rollout_is == "token"
     if rollout.tail == "carry_over" and not weighted:
         yield (
@@ -103,7 +103,7 @@ def tail_problems(config: Config) -> Iterator[str]:
 
 
 def replay_problems(config: Config) -> Iterator[str]:
-    """What `router_replay` cannot stand beside."""
+    """Yield errors for settings that exclude `router_replay`."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     mode, engine = actor.router_replay.mode, ENGINES.get(rollout.name)
     key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
@@ -149,7 +149,7 @@ def replay_problems(config: Config) -> Iterator[str]:
 
 
 def _experts_of_engine(config: Config) -> Iterator[str]:
-    """Experts that are spread over the devices of an engine."""
+    """Yield errors for experts that are distributed over the devices of an engine."""
     rollout = config.actor_rollout_ref.rollout
     experts, devices = rollout.expert_parallel_size, rollout.tensor_model_parallel_size
     key = f"{_R}expert_parallel_size={experts}"
@@ -168,11 +168,11 @@ def _experts_of_engine(config: Config) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    """What the chosen engine cannot do."""
+    """Yield errors for values that the chosen engine does not support."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     engine = ENGINES.get(rollout.name)
     if engine is None:
-        return  # the name itself is refused elsewhere
+        return  # an unknown name is refused elsewhere
     size, (least, most) = rollout.tensor_model_parallel_size, engine.temperatures
     if size > 1 and not engine.tensor_parallel:
         yield (
@@ -188,7 +188,7 @@ def _engine(config: Config) -> Iterator[str]:
         )
     for key in (_R + "temperature", _R + "val_kwargs.temperature"):
         value = get(config, key)
-        # 0 is greedy, which every engine has.
+        # 0 is greedy, which every engine supports.
         if value > 0 and not least <= value <= most:
             yield f"{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
     yield from _ways_to_sample(config)
@@ -201,7 +201,7 @@ def _engine(config: Config) -> Iterator[str]:
             yield f"{_R}engine_kwargs.{name}={as_text(given)}: arguments of the engine have names, {form}."
     arguments = rollout.engine_kwargs.get(rollout.name)
     for name, value in (arguments if isinstance(arguments, dict) else {}).items():
-        # vLLM spells what is off as null, 1 or false.
+        # vLLM turns arguments off with null, 1 or false.
         off = value is None or value is False or (value == 1 and value is not True)
         if name in engine.refused_arguments and not off:
             key = f"{_R}engine_kwargs.{rollout.name}.{name}"

@@ -1,4 +1,7 @@
-"""Folders of answers in verl's format: each of its own, as the names of its files are numbers of steps."""
+"""Rules for the folders of responses in verl's format.
+
+Each needs a separate folder, because its files are named by the number of the step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from fnmatch import fnmatch
 from rltrain.config.schema import Config
 
 _TRAIN, _VAL = "trainer.rollout_data_dir", "trainer.validation_data_dir"
-# What a run writes there is moved aside, counted or removed by its name.
+# Names in the run folder that the run moves, counts or removes.
 _OF_THE_RUN = (
     ".", "samples", "tensorboard", "logs", "incidents", "objects", "global_step_*", "damaged_global_step_*",
     "earlier_*", "evaluation_*",
@@ -17,7 +20,7 @@ _OF_THE_RUN = (
 
 
 def folder_problems(config: Config) -> Iterator[str]:
-    """Folders whose files would take each other's place, or that of the run's own."""
+    """Yield errors for folders whose files would overwrite each other, or files of the run."""
     trainer = config.trainer
     named = {} if trainer.val_only or not trainer.rollout_data_dir else {_TRAIN: trainer.rollout_data_dir}
     if config.data.val_files and trainer.validation_data_dir:
@@ -30,7 +33,7 @@ def folder_problems(config: Config) -> Iterator[str]:
         return
     run = _real(trainer.default_local_dir)
     for key, name in named.items():
-        # The first part below the run folder: what is anywhere in a checkpoint goes with it.
+        # The first part below the run folder: all files in a checkpoint are removed with it.
         inside = os.path.relpath(_real(name), run).split(os.sep)[0]
         if any(fnmatch(inside, pattern) for pattern in _OF_THE_RUN):
             yield (

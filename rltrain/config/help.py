@@ -1,5 +1,7 @@
-"""The text of ``--help``: an index of sections, the keys of one, or all. Reads the schema alone: fast, and without a
-network."""
+"""The text of ``--help``: an index of sections, the keys of one section, or all keys.
+
+It reads only the schema, so it is fast and needs no network.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ Sections, with the number of their keys:
 
 
 def help_text(topic: str = "") -> str:
-    """What ``--help topic`` prints. topic: empty, "all", a section, a key, or the end of a name of either. Raises
-    ConfigError."""
+    """Return the output of ``--help topic``.
+
+    topic: empty, "all", a section, a key, or the end of the name of one. Raises ConfigError.
+    """
     if not topic:
         return "\n".join([_START.rstrip("\n"), *map(_index_line, sections())]) + "\n"
     if topic == "all":
@@ -50,9 +54,9 @@ def help_text(topic: str = "") -> str:
     topic = rename(topic)
     names = [*sections(), *all_keys()]
     matches = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
-    # The start that all keys of a model share is often left out.
+    # The common prefix of a model's keys is often omitted.
     for key in (topic, f"actor_rollout_ref.{topic}") if not matches else ():
-        # `...` is a value that no row names.
+        # `...` is a value that no row contains.
         if ruling := verdict(key, ...):
             return f"{key}: {'refused' if ruling.forbids else 'accepted, and has no effect'}: {ruling.why}\n"
     if not matches:
@@ -65,7 +69,7 @@ def help_text(topic: str = "") -> str:
 
 
 def _layer(section: str) -> str:
-    """One section's own keys, and an index of the sections in it."""
+    """Return the keys of one section, and an index of its subsections."""
     text = _section(section, _keys_of(section))
     if inner := [name for name in sections() if name.startswith(section + ".")]:
         text += "\nSections in it:\n" + "\n".join(_index_line(name, section + ".") for name in inner) + "\n"
@@ -82,8 +86,8 @@ def _entry(key: Key, name: str = "") -> str:
 
 
 def _rules(key: Key) -> Iterator[str]:
-    """The values a key may have, as sentences beside its help text."""
-    # Most help texts explain their values one by one, and a second list would only repeat them.
+    """Yield the allowed values of a key as sentences after its help text."""
+    # Most help texts explain each value, and a list would only repeat them.
     if any(as_text(choice) not in key.help for choice in key.choices):
         yield f"One of {', '.join(map(as_text, key.choices))}."
     if bounds := key.rules.bounds():
@@ -93,8 +97,10 @@ def _rules(key: Key) -> Iterator[str]:
 
 
 def _index_line(section: str, inside: str | None = None) -> str:
-    """Name, number of keys, and what the section is about. inside: leave out this start of the name, and do not
-    indent."""
+    """Return name, number of keys, and description of a section.
+
+    inside: prefix of the name to omit; then the line is not indented.
+    """
     leaf = "  " * section.count(".") + section.rpartition(".")[2] if inside is None else section.removeprefix(inside)
     count = len(_keys_of(section))
     width = 22 if inside is None else 35
@@ -102,12 +108,12 @@ def _index_line(section: str, inside: str | None = None) -> str:
 
 
 def _keys_of(section: str) -> list[Key]:
-    """The keys of a section itself, without those of sections in it."""
+    """Return the keys of a section, without the keys of its subsections."""
     return [key for key in all_keys().values() if key.name.rpartition(".")[0] == section]
 
 
 def _wrapped(line: str, indent: int) -> str:
-    # A narrower terminal would get a word or two per line.
+    # On a narrower terminal, a line would hold only a word or two.
     width = max(shutil.get_terminal_size().columns, 40)
     if len(line) <= width:
         return line

@@ -1,9 +1,9 @@
 """Files and dotted overrides -> one typed `Config`. All mistakes are reported together.
 
-Problem: commands come from verl and Hydra, with keys that have another name, no meaning or no counterpart here, and a
-key that is silently dropped costs a run. Choice: every key that was written is taken over, renamed with a warning,
-noted as without effect, or refused with what to type instead. OmegaConf gives types and ``${other.key}``. Left out:
-Hydra, of which we would use its syntax alone.
+Commands come from verl and Hydra, with keys that have another name, no meaning or no counterpart here, and a silently
+dropped key costs a run. So every given key is used, renamed with a warning, noted as without effect, or refused with
+the setting to use instead. OmegaConf provides types and ``${other.key}``. Hydra is not used, because only its syntax
+would be needed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ OmegaConf.register_resolver("engine_here", engine_here, replace=True)
 def load_config(
     overrides: Sequence[str], files: Sequence[str | Mapping[str, Any]] = (), problems: Sequence[str] = ()
 ) -> LoadedConfig:
-    """Defaults < each file (or what one would hold) < each ``key=value``; later wins. Raises ConfigError with every
-    problem found, after those that were found before (``problems``)."""
+    """Load defaults < each file (or its content) < each ``key=value``; later values win.
+
+    Raises ConfigError with all problems found, after the given ``problems``.
+    """
     reader, unread = Reader(problems=list(problems)), False
     for file in files:
         reader.direct.clear()
@@ -56,8 +58,7 @@ def load_config(
     reader.hand_over()
     config: Any = None
     try:
-        # Only now do defaults that follow other keys get their values, and a value of the wrong type may show only
-        # here.
+        # Only now are defaults that follow other keys resolved, and a value of the wrong type may show only here.
         config = OmegaConf.to_object(reader.tree)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
@@ -66,16 +67,18 @@ def load_config(
     notes = (*reader.renamed.values(), *reader.notes)
     loaded = LoadedConfig(config, frozenset(reader.explicit), notes, reader.written)
     if reader.problems:
-        # Rules that settings of an unread file may satisfy are not judged.
+        # With an unread file, rules are not checked, because its settings may satisfy them.
         further = [] if unread else _further(loaded, reader.wrong)
         raise ConfigError("\n".join([*dict.fromkeys(reader.problems), *further]))
     return loaded
 
 
 def _further(loaded: LoadedConfig, wrong: Set[str]) -> list[str]:
-    """The rules that are broken beside other problems, so that all are told at once. wrong: keys whose value did not
-    fit; they have their defaults, and what follows from those would be no news."""
-    from rltrain.config.check import broken_rules  # which reads what this module loads
+    """Return the broken rules, to report them together with other problems.
+
+    wrong: keys with invalid values. They have their defaults, so rules about them are not reported.
+    """
+    from rltrain.config.check import broken_rules  # imports this module
 
     if loaded.config is None:
         return []
@@ -83,7 +86,7 @@ def _further(loaded: LoadedConfig, wrong: Set[str]) -> list[str]:
 
 
 def changed(loaded: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
-    """The configuration with other values of some keys; ``loaded`` stays as it is."""
+    """Return the configuration with other values of some keys. ``loaded`` is not changed."""
     tree = OmegaConf.structured(loaded.config)
     for key, value in changes.items():
         OmegaConf.update(tree, key, value)
@@ -92,17 +95,17 @@ def changed(loaded: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The resolved configuration as plain values, secrets masked."""
+    """Return the resolved configuration as plain values, with masked secrets."""
     return masked(asdict(config))
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration, secrets masked."""
+    """Return the resolved configuration as YAML, with masked secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def masked_command(words: Sequence[str]) -> str:
-    """A command line as it can be typed again, but for the secrets in it."""
+    """Return a command line that can be typed again, with masked secrets."""
     masked_words, follows_secret = [], False
     for word in words:
         key, equals, text = word.partition("=")
@@ -114,7 +117,7 @@ def masked_command(words: Sequence[str]) -> str:
         try:
             # A mapping in flow syntax may hold secrets next to plain values, and only its parsed form has names.
             value = safe_load(flow(text))
-        except (YAMLError, ValueError, RecursionError):  # the reader reports it
+        except (YAMLError, ValueError, RecursionError):  # reported by the reader
             value = text
         shown = masked(value, "secret" if ".url_headers" in key else key.lstrip("+"))
         masked_words.append(word if shown == value else f"{key}={shown}")
@@ -122,7 +125,7 @@ def masked_command(words: Sequence[str]) -> str:
 
 
 def _warn_of_secret(word: str) -> list[str]:
-    """The environment variable to use instead of a secret that was typed as ``key=value``."""
+    """Return advice to use an environment variable for a secret given as ``key=value``."""
     if "${oc.env:" in word or masked_command([word]) == shlex.join([word]):
         return []
     key = word.partition("=")[0].lstrip("+")

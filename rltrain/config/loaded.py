@@ -1,4 +1,4 @@
-"""A configuration that has been read: its values, and what is known of how they were written."""
+"""A loaded configuration: its values, and the spelling of its keys."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ _KEYS = re.compile(r"\b[a-z]\w*(?:\.\w+)+")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration that was read, and how it was written."""
+    """A configuration as loaded, with the user's spelling of keys."""
 
     config: Config
-    """Resolved."""
+    """The resolved configuration."""
     explicit: frozenset[str] = frozenset()
-    """The keys the user set, in our spelling."""
+    """Keys set by the user, in rltrain's spelling."""
     warnings: tuple[str, ...] = ()
-    """Renames, and keys without effect."""
+    """Notes on renamed keys and keys without effect."""
     written: Mapping[str, str] = field(default_factory=dict)
     """The user's spelling of each key that was set by another name."""
 
     def as_written(self, text: str, *, follow: bool = True) -> str:
-        """A message with the keys as the user wrote them: by the user's name, and (``follow``) in place of a key that
-        has the value of another one, that one."""
+        """Return a message with the user's spelling of keys.
+
+        follow: replace a key that takes its value from another key by that key.
+        """
 
         def origin(match: re.Match[str]) -> str:
             key = match[0]

@@ -1,7 +1,7 @@
-"""Keys that reduce the memory of a device, by phase and owner. The dry run names them for a phase that does not fit,
-and the error of a full device for the phase that failed.
+"""Keys that reduce the memory of a device, by phase and owner.
 
-Left out: a search for values with which a phase fits. The dry run with the changed key computes that.
+The dry run suggests them for a phase that does not fit, and so does the out-of-memory error. No fitting values are
+searched; rerun the dry run with the changed key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rltrain.config.step_passes import offloads
 
 _R = "actor_rollout_ref.rollout."
 _SWITCHES = ("enable_gradient_checkpointing", "enable_activation_offload")
-# Phase -> owner -> keys. The budgets of passes, the offloads and the keys of the engine are not listed here.
+# Phase -> owner -> keys, without the budgets of passes, the offloads and the keys of the engine.
 _KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     "sync": {"gathered": (_R + "update_weights_bucket_megabytes",)},
     "gen": {"cache": (_R + "max_num_seqs",)},
@@ -57,13 +57,13 @@ def _less(config: Config, key: str) -> str:
 
 
 def _budget(config: Config, name: str) -> Iterator[str]:
-    """Yield the key that decides how much a forward of the pass holds, or the parallelism once that is at its least."""
+    """Yield the key that sets the budget of a forward of the pass, or the parallelism if the budget is minimal."""
     keys = PASSES[name].keys
     key, group = decide(config, keys)[1], ranks_per_sequence(config, keys)
     by_tokens = key.endswith("max_token_len_per_gpu")
     if key and get(config, key) > (-(-longest_sequence(config) // group) if by_tokens else 1):
         yield _less(config, key)
     elif keys.sharing and config.trainer.nnodes * config.trainer.n_gpus_per_node % (2 * group) == 0:
-        # The number of tokens is one device's, so more devices need less memory only if it falls.
+        # The number of tokens is per device, so more devices need less memory only if it falls.
         tokens = f" with {_less(config, key)}" if by_tokens else ""
         yield f"{keys.sharing}.ulysses_sequence_parallel_size={2 * group}{tokens}"

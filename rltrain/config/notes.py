@@ -1,10 +1,8 @@
-"""Notes on keys of ours that the user set: those that change nothing in the chosen mode, and those by which a run
-learns otherwise than verl's would.
+"""Notes on keys of the schema: keys without effect in the chosen mode, and keys that differ in meaning from verl.
 
-Most of the former is said at the fields themselves: the conditions of `fields.Rules.only_with`. What is left here are
-the few facts that a table holds already (engines, declarations of estimators and losses), and those that compare
-values. The latter all stand in docs/from-verl.md; here are those that a command shows. Of keys that the schema lacks
-`verl.keys` speaks.
+Most keys without effect are declared at the fields (`fields.Rules.only_with`). Here are the ones that follow from other
+tables (engines, declarations of estimators and losses) or from comparing values. docs/from-verl.md has all differences
+from verl; here are the ones that a command shows. Notes on keys that the schema lacks come from `verl.keys`.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ from rltrain.config.verl.table import rows
 _A = "actor_rollout_ref."
 _OFF_AT_ZERO = ("_coef", "critic_warmup")
 _WITHOUT = ": no effect: "
-# What clip_ratio_low and clip_ratio_high are in verl's own files, where they are set and so win over clip_ratio.
+# Value of clip_ratio_low and clip_ratio_high in verl's config files, where they are set and so override clip_ratio.
 _VERL_CLIP = 0.2
 
 
 def without_effect(loaded: LoadedConfig) -> list[str]:
-    """One line for each key the user set that changes nothing in the chosen mode."""
+    """Return one line for each key the user set that changes nothing in the chosen mode."""
     notes = unused_keys(loaded)
     return [notes[key] for key in sorted(notes)]
 
 
 def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
-    """Return the keys that were set and change nothing in the chosen mode, each with its line."""
+    """Return the keys the user set that change nothing in the chosen mode, each with its line."""
     notes: dict[str, str] = {}
     for source in (
         _not_read,
@@ -55,9 +53,9 @@ def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
-        # The first reason wins, so general ones come late; which size decides matters only in a pass that is made.
+        # The first reason wins, so general ones come late. The size that decides matters only in a pass that is made.
         for key, why in source(loaded):
-            # Nobody misses what is 0: scripts turn a KL off in all its places.
+            # No note for 0: scripts turn a KL off in all its places.
             off = key.endswith(_OFF_AT_ZERO) and get(loaded.config, key) == 0
             if (key in loaded.explicit or free_form_parent(key) in loaded.explicit) and not off:
                 notes.setdefault(key, f"{key}{_WITHOUT}{why}")
@@ -65,7 +63,10 @@ def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
 
 
 def join_by_reason(notes: Sequence[str]) -> list[str]:
-    """One line for all keys that are without effect for the same reason; another spelling of such a key is no news."""
+    """Return one line for all keys that have no effect for the same reason.
+
+    Notes on other spellings of such keys are dropped.
+    """
     lines: dict[str, list[str]] = {}
     for note in notes:
         keys, without, why = note.partition(_WITHOUT)
@@ -79,13 +80,13 @@ def join_by_reason(notes: Sequence[str]) -> list[str]:
 
 
 def compares_nothing(config: Config) -> bool:
-    """Whether the advantage is the score itself, because a prompt has one answer where answers are compared."""
+    """Return whether the advantage is the score itself, because a prompt has only one response."""
     takes_one = config.algorithm.estimator.takes_one and not config.distillation.is_alone
     return takes_one and config.actor_rollout_ref.rollout.n < 2
 
 
 def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
-    """One line for each key the user set by which a run learns otherwise than verl's would."""
+    """Yield one line for each key the user set that makes a run learn differently than in verl."""
     actor = loaded.config.actor_rollout_ref.actor
     if compares_nothing(loaded.config):
         estimator = f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator}"
@@ -121,7 +122,7 @@ def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def _of_loss(loaded: LoadedConfig) -> Iterator[str]:
-    """Means and modes of the policy loss."""
+    """Yield notes on the aggregation and mode of the policy loss."""
     actor, correction = loaded.config.actor_rollout_ref.actor, loaded.config.algorithm.rollout_correction
     loss, mode, version = actor.policy_loss.loss_mode, actor.loss_agg_mode, loaded.config.trainer.verl_version
     own = loss_traits(loss).aggregation
@@ -142,7 +143,7 @@ def _of_loss(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def _of_rows(loaded: LoadedConfig) -> Iterator[str]:
-    """Keys by which versions of verl learn otherwise than each other and than rltrain, as the table has them."""
+    """Yield notes of table rows on keys that differ between versions of verl, or between verl and rltrain."""
     written = {*loaded.explicit, *loaded.written.values()}
     for row in rows("differs"):
         value = get(loaded.config, row.key)
@@ -163,14 +164,14 @@ def _conditions(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    """Keys that other estimators or losses read, but not the chosen one."""
+    """Yield keys that the chosen estimator or loss does not read, but others do."""
     algorithm, actor = loaded.config.algorithm, loaded.config.actor_rollout_ref.actor
     estimator, loss = algorithm.adv_estimator, actor.policy_loss.loss_mode
     for section, table, chosen, name in (
         ("algorithm.", ESTIMATORS, estimator_traits(estimator), f"adv_estimator={estimator}"),
         (_A + "actor.", POLICY_LOSSES, loss_traits(loss), f"loss_mode={loss}"),
     ):
-        # A function of the user's own may read any key, so nothing is said of it.
+        # A user's function may read any key, so there is no note on it.
         every = {key for traits in table.values() for key in traits.reads or ()}
         for key in every - set(every if chosen.reads is None else chosen.reads):
             readers = " or ".join(reader for reader, traits in table.items() if key in (traits.reads or ()))
@@ -178,7 +179,7 @@ def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unused_by_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    """Keys that the chosen engine does not read, and arguments of other engines."""
+    """Yield keys that the chosen engine does not read, and arguments of other engines."""
     name, section = loaded.config.actor_rollout_ref.rollout.name, _A + "rollout."
     prefix = f"{section}engine_kwargs.{name}."
     for key in loaded.explicit:

@@ -1,9 +1,7 @@
-"""The passes of a step that run on devices, and the roles whose models compute them: one row each, which everything
-that speaks of them reads.
+"""Passes of a step that run on devices, and the roles whose models compute them, one table row each.
 
-Problem: timers, budgets, residency, the memory forecast, metrics and messages each need to know the same passes, and
-under names of their own a new pass would have to be added to all of them. Choice: the name of a pass is that of its
-timer, everywhere. Left out: which of them a run makes, which is `StepPasses`.
+Timers, budgets, residency, the memory forecast, metrics and messages all use this table, so a new pass is added once.
+The name of a pass is the name of its timer. `StepPasses` decides which passes a run makes.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from rltrain.config.schema import Config
 
 _A, _T = "actor_rollout_ref.", "distillation.teacher"
 Role = Literal["actor", "ref", "teacher", "critic", "reward_model", "judge"]
-# The phase in which the judge's engine has its weights and writes.
+# Phase in which the judge's engine has its weights and generates.
 JUDGE_PHASE = "judge"
 
 
@@ -25,32 +23,32 @@ class ModelRole:
     """A model of a run."""
 
     section: str
-    """Of the config. Where the model learns, its ``optim`` is there."""
+    """Section of the config. For a trained model it contains ``optim``."""
     fsdp: str
-    """The section that says where it rests."""
+    """Section with the model's sharding and offloading."""
     is_needed: Callable[[Config], bool]
-    """Whether a training has it."""
+    """Returns whether training uses the model."""
     in_evaluation: bool = False
-    """So has an evaluation."""
+    """An evaluation uses it too."""
     reads_texts: bool = False
-    """It has a tokenizer of its own; others read the tokens of the policy."""
+    """It has a separate tokenizer; the others read the tokens of the policy."""
     phases: tuple[str, ...] = ()
-    """That need it beside its passes over samples."""
+    """Phases that need it in addition to its passes over samples."""
 
 
 def has_reference(config: Config) -> bool:
-    """Whether something is compared with a reference."""
+    """Return whether a run uses a reference policy."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def has_critic(config: Config) -> bool:
-    """Whether advantages are learnt from that need a value function."""
+    """Return whether the advantages need a value function."""
     return config.algorithm.needs_critic and not config.distillation.is_alone
 
 
 ROLES: dict[Role, ModelRole] = {
     "actor": ModelRole(_A + "actor", _A + "actor.fsdp_config", lambda config: True),
-    # Adapters that are off are a reference too.
+    # With LoRA, the policy without its adapters is the reference.
     "ref": ModelRole(_A + "ref", _A + "ref.fsdp_config", lambda config:
                      has_reference(config) and not config.actor_rollout_ref.model.uses_lora),
     "teacher": ModelRole(_T, _T + ".fsdp_config", lambda config: config.distillation.enabled),
@@ -64,19 +62,22 @@ ROLES: dict[Role, ModelRole] = {
 
 @dataclass(frozen=True)
 class BudgetKeys:
-    """The keys that say how much one forward of a pass may hold."""
+    """Keys that set the budget of one forward of a pass."""
 
     switch: str
     tokens: str
     samples: str
     sharing: str | None
-    """The section that says how many ranks share a sequence."""
+    """Section with the number of ranks that share a sequence."""
     like: str | None
-    """The pass whose sizes are the default."""
+    """Pass whose sizes are the default."""
 
 
 def _keys(section: str, forward: str, sharing: str | None, like: str | None = None) -> BudgetKeys:
-    """forward: what the keys begin with; those of log-prob passes have it in the switch too."""
+    """Return the keys of a pass.
+
+    forward: prefix of the keys. For log-prob passes the switch has it too.
+    """
     switch = "log_prob_use_dynamic_bsz" if forward == "log_prob_" else "use_dynamic_bsz"
     tokens = f"{forward or 'forward_'}max_token_len_per_gpu"
     samples = f"{section}.{forward}micro_batch_size_per_gpu"
@@ -88,12 +89,12 @@ class Pass:
     """A pass over the samples of a step."""
 
     role: Role
-    """Whose model computes it."""
+    """Role of the model that computes it."""
     keys: BudgetKeys
     rate: str | None = None
-    """The name of its FLOP/s in ``perf/tflops`` and ``perf/mfu``; None: they are not counted."""
+    """Name of its FLOP/s in ``perf/tflops`` and ``perf/mfu``; None: not measured."""
     updates: bool = False
-    """It learns: gradients, and steps of the role's optimizer."""
+    """It is an update: it computes gradients and optimizer steps."""
 
 
 # In the order of a step.
@@ -110,21 +111,21 @@ UPDATES = tuple(name for name, step_pass in PASSES.items() if step_pass.updates)
 
 
 def device_phases() -> tuple[str, ...]:
-    """What the device of a worker does: weights to the engine, answers, a judge's replies, and passes."""
+    """Return the phases on a worker's device: weight sync, generation, judging, and passes."""
     return ("sync", "gen", JUDGE_PHASE, *PASSES)
 
 
 def step_phases() -> tuple[str, ...]:
-    """What a step does, in order: generation and estimators too, whose seconds are the driver's."""
+    """Return all phases of a step in order, including those timed on the driver."""
     measures = [name for name, step_pass in PASSES.items() if not step_pass.updates and name != "reward"]
     return ("gen", "reward", "gen_max", *measures, "adv", *UPDATES)
 
 
 def passes_of(role: Role) -> tuple[str, ...]:
-    """The passes that the model of ``role`` computes."""
+    """Return the passes that the model of ``role`` computes."""
     return tuple(name for name, step_pass in PASSES.items() if step_pass.role == role)
 
 
 def updates_of(role: Role) -> tuple[str, ...]:
-    """The passes in which it learns."""
+    """Return the passes that update the model of ``role``."""
     return tuple(name for name in passes_of(role) if PASSES[name].updates)

@@ -1,4 +1,4 @@
-"""What would be wrong with the keys of profiles."""
+"""Rules of the profiling keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rltrain.config.schema import Config
 
 
 def profile_problems(config: Config) -> Iterator[str]:
-    """Steps, phases and ranks that a run does not have."""
+    """Yield errors for steps, phases and ranks that a run does not have."""
     trainer = config.trainer
     last = trainer.total_training_steps
     for step in trainer.profile_steps or ():

@@ -1,6 +1,6 @@
-"""Reads settings under any known spelling; collects notes and errors about the rest.
+"""Reader of settings in any known spelling, which collects notes and errors.
 
-Known keys go into a tree of types as they come. The others are kept and judged at the end, when all values are known.
+Known keys go into a typed tree at once. Other keys are judged at the end, when all values are known.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ _NUMBERS_AS_TEXT = (".rollout_is_threshold", ".rollout_rs_threshold")
 
 @functools.cache
 def _defaults() -> bytes:
-    """The tree of the defaults, pickled: OmegaConf takes tens of times as long to read the dataclasses, and several
+    """Return the pickled tree of defaults: OmegaConf takes tens of times as long to read the dataclasses, and several
     times as long to copy a tree."""
     return pickle.dumps(OmegaConf.structured(Config))
 
 
 @dataclass
 class Reader:
-    """Takes settings over one by one."""
+    """Collector of settings, one key at a time."""
 
     tree: DictConfig = field(default_factory=lambda: pickle.loads(_defaults()))
     explicit: set[str] = field(default_factory=set)
-    """The keys that were set, in our spelling."""
+    """Keys that were set, in rltrain's spelling."""
     wrong: set[str] = field(default_factory=set)
-    """Keys whose value did not fit."""
+    """Keys with invalid values."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """What is said of those."""
+    """Notes on renamed keys."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
-    """Their other spelling, where there is one."""
-    # Keys that the schema lacks, in our spelling -> (as written, value). Judged when all values are known, so that a
-    # later setting takes an earlier one back.
+    """The other spelling of keys that were set by another name."""
+    # Keys that the schema lacks, in rltrain's spelling -> (as written, value). Judged when all values are known,
+    # because a later setting may revoke an earlier one.
     foreign: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    # Keys that were written with Hydra's mark of a new key.
+    # Keys that were written with Hydra's mark of a new key, "+".
     added: set[str] = field(default_factory=set)
-    # Keys that have their default because null was written, in our spelling -> as written.
+    # Keys that have their default because null was written, in rltrain's spelling -> as written.
     nulls: dict[str, str] = field(default_factory=dict)
-    # Keys that one source has set by our name, which the same source's other spellings do not overrule.
+    # Keys that one source has set by rltrain's name. Other spellings in the same source do not override them.
     direct: set[str] = field(default_factory=set)
 
     def set(self, written: str, value: Any) -> None:
-        """Take over one key, in any spelling. A mapping is taken over key by key."""
+        """Store one key, in any spelling. A mapping is stored key by key."""
         for key, leaf in leaves_of({written: value}):
             self._set_leaf(key, leaf)
 
@@ -87,14 +87,14 @@ class Reader:
                 self.renamed[other_spelling] = f"{other_spelling}: no effect: {key} is set too"
             self._assign(key, written, value)
         elif (value is None and self.written.get(key) != written) or target(value) == key:
-            pass  # a name that is not used, as in the files of versions that know both, or that repeats our name
+            pass  # an unused name, as in files for both versions, or one that repeats our name
         elif key in self.direct and OVERRIDES not in written:
             self.renamed[written] = f"{written}: no effect: {key} is set too"
         else:
             self.set_as(key, written, value)
 
     def set_as(self, key: str, written: str, value: Any) -> None:
-        """Take over one key of ours that was written by another name."""
+        """Store one key that was written by another name."""
         row = next((row for row in rows("renamed") if row.key == written and row.note), None)
         more = f"; {row.note}" if row and row.condition.holds(value) else ""
         self.renamed[written] = f"{written} is called {key} here{more}"
@@ -123,7 +123,7 @@ class Reader:
                 self.wrong.add(written)
                 return
         try:
-            # A structured tree refuses keys that the schema lacks; only free-form dictionaries may get them.
+            # A structured tree refuses keys that the schema lacks. Only free-form dictionaries accept them.
             OmegaConf.update(self.tree, key, value, force_add=free_form_parent(key) is not None)
         except OmegaConfBaseException:
             self.problems.append(f"{written}={as_text(value)}: {_expected(schema_key, key, value)}.")
@@ -131,7 +131,7 @@ class Reader:
         self.explicit.add(key)
 
     def modernise(self) -> None:
-        """Take over what earlier versions of verl said with other keys, and switches that stand for several keys."""
+        """Translate keys of earlier versions of verl, and switches that stand for several keys."""
         self._repoint()
         old = {key: value for key, (_, value) in self.foreign.items() if is_old(key, value)}
         for key in old:
@@ -142,11 +142,11 @@ class Reader:
                 self.notes += [note] if note else []
         except ConfigError as error:
             self.problems.append(str(error))
-            # The rules of today would be no news of these.
+            # Rules of the current keys would only repeat the problem.
             self.wrong.add("algorithm.rollout_correction.rollout_")
         for key, (written, value) in list(self.foreign.items()):
             names = next((row.to.split() for row in rows("turns on") if fnmatchcase(key, row.key)), ())
-            if not names or value != 1:  # as True is
+            if not names or value != 1:  # True equals 1
                 continue
             section = key.rpartition(".")[0]
             turned_on = [name for name in names if is_known(f"{section}.{name}")]
@@ -166,7 +166,7 @@ class Reader:
             self.notes.append(note)
 
     def _repoint(self) -> None:
-        """Let interpolations name keys of the schema, and read those of sizes and switches that `modernise` takes."""
+        """Make interpolations name keys of the schema, and resolve interpolations in keys that `modernise` reads."""
         tree: Any = OmegaConf.to_container(self.tree, resolve=False)
         for key in self.explicit:
             value = functools.reduce(lambda part, name: dict(part or {}).get(name), key.split("."), tree)
@@ -179,9 +179,9 @@ class Reader:
                 self.foreign[key] = (written, new)
 
     def _share(self, key: str, written: str, total: Any) -> None:
-        """Take over a size that counts samples over all ranks."""
+        """Store a size that counts samples over all ranks."""
         own_key = f"{key}_per_gpu"
-        if total is None:  # as in a file of verl's, where the size is not given
+        if total is None:  # as in verl's files, where the size is not given
             return
         if isinstance(total, bool) or not isinstance(total, int) or total < 1:
             self.problems.append(f"{written}={as_text(total)}: give a number of samples, at least 1, or {own_key}.")
@@ -190,14 +190,14 @@ class Reader:
         else:
             try:
                 size, ranks = share_of_rank(key, total, self._value)
-            except TypeError:  # a number of devices is none, which is told elsewhere
+            except TypeError:  # a number of devices is invalid, which is reported elsewhere
                 return
             rounded = "" if size * ranks == total else " (rounded, as in verl)"
             self.renamed[written] = f"{written}={total} over {count(ranks, 'rank')} is {own_key}={size} here{rounded}"
             self._assign(own_key, own_key, size)
 
     def hand_over(self) -> None:
-        """Join path and name of the user's own classes, and give these the keys of data that nobody here knows."""
+        """Join path and name of the user's classes, and pass unknown keys of data to them."""
         for (path, name), key in classes().items():
             (written, place), (stated, value) = (self.foreign.pop(setting, (setting, None)) for setting in (path, name))
             if place and value:
@@ -218,7 +218,7 @@ class Reader:
                     self.notes.append(f"{written}: nobody reads it but your own class")
 
     def judge(self, config: Config | None) -> None:
-        """Adds what is to be said of foreign keys to the notes and to the problems."""
+        """Add notes and problems on keys that the schema lacks."""
         keys_by_reason: dict[tuple[str, bool], list[str]] = {}
         self.problems += recipes_named({key: self._value(key) for key in self.explicit})
         self.problems += [
@@ -232,13 +232,13 @@ class Reader:
                 elif ruling.applies:
                     keys_by_reason.setdefault((ruling.why, False), []).append(written)
             elif not (key in sections() and is_off(value)):
-                # Nothing is lost with an unknown key that is turned off; one that is near a key of ours is mistyped.
+                # An unknown key that is turned off does no harm. One that resembles a key of the schema is mistyped.
                 if is_off(value) and (releases_with(written, key) or not similar_keys(key)):
                     keys_by_reason.setdefault(("not known here, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
         for (why, refused), keys in keys_by_reason.items():
-            # A section of verl's has up to thirty keys, and one sentence says it of all.
+            # A section of verl has up to thirty keys, which share one sentence.
             several = f" and {len(keys) - 3} more" if len(keys) > 4 else ""
             named = ", ".join(keys[:3] if several else keys) + several
             (self.problems if refused else self.notes).append(
@@ -248,15 +248,15 @@ class Reader:
     def _value(self, key: str) -> Any:
         try:
             return OmegaConf.select(self.tree, key)
-        except OmegaConfBaseException:  # it follows a key that is not there, which is told elsewhere
+        except OmegaConfBaseException:  # it follows a missing key, which is reported elsewhere
             return None
 
     def override(self, word: str) -> None:
-        """Take over one ``key=value``."""
+        """Store one ``key=value``."""
         key, equals, text = word.partition("=")
-        # Hydra's mark of a new key. Here it is always allowed, so that verl's commands run.
+        # Hydra's mark of a new key. It is always allowed here, so that verl's commands run.
         added, key = key.startswith("+"), key.lstrip("+").strip()
-        if key.startswith("~"):  # Hydra's mark of a key that is left out
+        if key.startswith("~"):  # Hydra's mark of a removed key
             self._leave_out(key[1:])
             return
         if not equals or not key:
@@ -284,7 +284,7 @@ class Reader:
             self.problems.append(f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it.")
 
     def _leave_out(self, written: str) -> None:
-        """Give a key, or all keys of a section, their defaults."""
+        """Reset a key, or all keys of a section, to the default."""
         key = rename(written) if is_known(rename(written)) else rename(f"{written}.")[:-1]
 
         def below(name: str) -> bool:
@@ -315,28 +315,28 @@ class Reader:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """The value that the text of a word stands for; ``${other.key}`` is kept for later. A text key takes the whole
-    text: 007 is a name and no number, and " #1" is a part of it."""
+    """Return the value of a word; ``${other.key}`` stays. A text key takes the whole text: 007 is a name and not a
+    number, and " #1" belongs to it."""
     word, schema_key = text.strip(), all_keys().get(rename(key))
     takes_text = schema_key and schema_key.type_name.startswith(("str", "Any")) and word.lower() not in _NULLS
-    # A chat template begins with braces too.
+    # A chat template starts with braces too.
     if not (schema_key and takes_text) or (word.startswith(OPENINGS) and not word.startswith(_TEMPLATE)):
         return parsed(word)
     return word if schema_key.choices else text
 
 
 def _null_is_a_value(key: Key) -> bool:
-    """Whether null means something of its own, which the help text tells. Elsewhere it means the default."""
+    """Return whether null has a meaning given in the help text. For other keys it means the default."""
     follows = isinstance(key.default, str) and key.default.startswith("${")
     return key.type_name.endswith("None") and key.default is not None and not follows
 
 
 def _plain(key: Key, value: Any) -> Any:
-    """A value in the form that the schema has."""
+    """Return a value in the form of the schema."""
     if value is False and key.name.endswith("_freq"):
         return -1  # never
     if key.type_name == "int | str" and isinstance(value, str) and value.isdecimal():
-        return int(value)  # in quotes in a file
+        return int(value)  # quoted in a file
     if isinstance(value, float) and str(value) in key.choices:
         return str(value)
     # A list of one is often typed without brackets.
@@ -346,7 +346,7 @@ def _plain(key: Key, value: Any) -> Any:
 
 
 def _other_type(key: Key, value: Any) -> str:
-    """What a value should have been that OmegaConf would turn into another one; "" where it would not."""
+    """Return the expected type of a value that OmegaConf would silently convert; "" if it would not."""
     if key.type_name.startswith("bool") and value is not None and not (isinstance(value, str) and "${" in value):
         return "" if as_text(value).lower() in _SWITCHES else "expected true or false"
     if key.type_name.startswith("list") and isinstance(value, list) and any(isinstance(x, list | dict) for x in value):
@@ -357,16 +357,16 @@ def _other_type(key: Key, value: Any) -> str:
 
 
 def _contradicted(why: str, config: Config | None) -> str:
-    """Why a key that usually has no effect is refused beside the other settings, or nothing."""
+    """Return why a key that usually has no effect conflicts with other settings, or ""."""
     if not (config and why == sentence("no_server") and config.custom_reward_function.path):
         return ""
     model = config.reward_model
-    # With a rule_weight the two scores are added, so the user knows that the model is no server to ask.
+    # With a rule_weight the two scores are added, so the user does not expect the model to be a server.
     return sentence("generative") if model.classifies and model.rule_weight is None else ""
 
 
 def _expected(schema_key: Key | None, key: str, value: Any) -> str:
-    """What a value of the wrong type or choice should have been."""
+    """Return the expected value for one of the wrong type or choice."""
     if (ruling := verdict(key, value)) and ruling.refused:
         return ruling.why
     if schema_key and schema_key.choices:
@@ -378,7 +378,7 @@ def _expected(schema_key: Key | None, key: str, value: Any) -> str:
 
 
 def _unknown(written: str, key: str) -> str:
-    """Return the error for a key that neither the schema nor a row answers."""
+    """Return the error for a key that neither the schema nor the table knows."""
     if key in sections():
         return f"'{written}' is a section, not a value. Its keys: --help {key}."
     if releases := releases_with(written, key):
@@ -387,7 +387,7 @@ def _unknown(written: str, key: str) -> str:
     near = [elsewhere] if elsewhere else similar_keys(key)
     around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
     hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."
-    # A user with a script of verl needs to know whether the key is verl's or that of a fork.
+    # A user of a verl script needs to know whether the key belongs to verl or to a fork.
     read = (
         "" if elsewhere or "." not in key else f": none of verl {', '.join(sentence('releases').split())} has this key"
     )
@@ -395,5 +395,5 @@ def _unknown(written: str, key: str) -> str:
 
 
 def _ends(key: str) -> list[int]:
-    """The ends of the sections around a key, innermost first."""
+    """Return the end positions of the sections around a key, innermost first."""
     return [dot.start() for dot in re.finditer(r"\.", key)][::-1]

@@ -1,4 +1,4 @@
-"""The rules of rewards: what scorers and reward model cannot be together, and what learning needs of them."""
+"""Rules of rewards: conflicts between scorers and reward model, and requirements of learning."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ _LEAST_SCORER_MEMORY_MB = 256
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    """One line for every rule about scorers and reward model that the config breaks."""
+    """Yield one line for every broken rule about scorers and the reward model."""
     yield from _reward_model(config)
     yield from _scorers(config)
     yield from _judge(config)
 
 
 def reward_terms(config: Config) -> Iterator[str]:
-    """An estimator that compares the numbers of a scorer one by one replaces every other way to put rewards
-    together."""
+    """Yield errors for an estimator that compares a scorer's numbers one by one.
+
+    It excludes every other way to combine rewards.
+    """
     algorithm, model = config.algorithm, config.reward_model
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if weights is not None and len(weights) != len(keys):
@@ -45,7 +47,7 @@ def reward_terms(config: Config) -> Iterator[str]:
 
 
 def asked_of_scorers(config: Config) -> Iterator[str]:
-    """Who reads the numbers of a scorer needs one."""
+    """Yield errors for settings that read the numbers of a scorer, without a scorer."""
     algorithm, sampler = config.algorithm, config.data.sampler.name
     metric = algorithm.filter_groups.metric
     asking = {
@@ -67,7 +69,7 @@ def _needs_scorer(model: RewardModelConfig, setting: str) -> str:
 def _reward_model(config: Config) -> Iterator[str]:
     model, buffer = config.reward_model, config.reward_model.overlong_buffer
     if model.classifies and model.rule_weight is None and config.custom_reward_function.path:
-        # verl 0.5 takes the model's score, its main the function's, which there asks the model over HTTP.
+        # verl 0.5 takes the model's score. Its main branch takes the function's, which calls the model over HTTP.
         yield (
             f"reward_model.enable=True and custom_reward_function.path={config.custom_reward_function.path} both score "
             "answers, and which one decides depends on the version of verl. Set reward_model.rule_weight=0 for the "
@@ -166,14 +168,14 @@ def _served_judge(reward: RewardConfig, url: str) -> Iterator[str]:
             f"{judge.max_concurrency} requests. Lower the former or raise the latter."
         )
     if judge.api_key_env is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", judge.api_key_env):
-        # Somebody may have written the key itself here, so it is not repeated.
+        # The key itself may be written here, so it is not printed.
         yield "reward.judge.api_key_env is no name of an environment variable: write its name, such as JUDGE_API_KEY."
 
 
 def _is_address(url: str) -> bool:
     try:
         address = urlsplit(url)
-        # Reading `port` raises ValueError too, where it is no number.
+        # Reading `port` raises ValueError too, if it is not a number.
         return address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
     except ValueError:
         return False

@@ -1,8 +1,8 @@
-"""What one training step computes: decided once from config and declarations, then only read.
+"""The passes of one training step, decided once from config and declarations.
 
-Problem: whether a step makes a pass over its samples follows from several keys together (the KL in the loss or in the
-reward, the estimator, the rollout correction), and driver and workers must agree on it. Choice: one frozen record
-beside the `Plan`, shown by ``--dry-run`` and handed to both sides. Left out: counts and budgets, which are the plan's.
+Whether a step makes a pass follows from several keys together (the KL in the loss or in the reward, the estimator, the
+rollout correction), and driver and workers must agree on it. So one frozen record, next to the `Plan`, is shown by
+``--dry-run`` and passed to both. Counts and budgets are in the plan.
 """
 
 from __future__ import annotations
@@ -32,122 +32,132 @@ OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
 
 @dataclass(frozen=True)
 class StepPasses:
-    """The passes of a step and what they yield."""
+    """The passes of a step and their results."""
 
     roles: frozenset[Role]
-    """Whose models are loaded. Without the actor nothing learns: an evaluation has the policy's weights for the engines
-    alone."""
+    """Roles whose models are loaded.
+
+    An evaluation has no actor: only its engines get the policy's weights.
+    """
     estimator: EstimatorTraits
     old_log_probs: OldLogProbs
-    """The samples that the old_log_prob pass covers. Unless something needs them earlier, it leaves out the first
-    mini-batch: the update's own forward supplies its log-probs, because no optimizer step comes before it. With
-    ``bypass`` the engine's log-probs are the old ones and there is no pass; nor is there one where nothing reads old
-    log-probs, and the update's forward measures what the pass would have."""
+    """Samples that the old_log_prob pass covers.
+
+    Unless something needs them earlier, it skips the first mini-batch: no optimizer step comes before it, so the
+    update's forward provides its log-probs. With ``bypass`` the engine's log-probs are the old ones and there is no
+    pass. Nor is there one if nothing reads old log-probs; then the update's forward computes the metrics of the pass.
+    """
     bypass: bool
     reference: bool
-    """The reference's weights are loaded, for its own pass (``ref``) or for the exact KL within the update."""
+    """The reference's weights are loaded, for a separate pass (``ref``) or for the exact KL within the update."""
     ref: bool
     ref_log_probs: bool
-    """The ref pass yields log-probs; with ``kl_in_reward`` it also yields the KL per token."""
+    """The ref pass computes log-probs; with ``kl_in_reward`` it also computes the KL per token."""
     kl_in_reward: bool
     exact_kl_in_reward: bool
     sampled_kl_in_loss: bool
     exact_kl_in_loss: bool
     teacher: bool
-    """A teacher's log-probs of the drawn tokens come from a pass of its own."""
+    """A separate pass computes a teacher's log-probs of the sampled tokens."""
     exact_teacher: bool
-    """The update runs the teacher, and compares whole distributions."""
+    """The update runs the teacher and compares whole distributions."""
     rewarded: bool
-    """Something is learnt from rewards, and not from a teacher alone."""
+    """Rewards are a training signal, not only a teacher."""
     importance_weights: bool
     rejects: bool
-    """Both: the rollout correction weighs or rejects tokens of the loss; with ``bypass`` both follow from the policy as
-    it is updated, otherwise from the old log-probs."""
+    """The rollout correction rejects tokens of the loss, as ``importance_weights`` weighs them.
+
+    With ``bypass`` both follow from the policy as it is updated, otherwise from the old log-probs.
+    """
     policy_loss: str
-    """The loss that runs."""
+    """The policy loss in use."""
     aggregation: str
-    """How its token losses become one."""
+    """Aggregation of token losses."""
     selects: bool
-    """It treats some tokens of the mini-batch differently."""
+    """The loss treats some tokens of the mini-batch differently."""
     weighs_groups: bool
-    """It weighs an answer by the others to its prompt in the mini-batch."""
+    """The loss weighs a response by the others of its group in the mini-batch."""
     reads_engine: bool
-    """The actor's loss compares the policy with the engine's log-probs, beside what the rollout correction does."""
+    """The actor's loss compares the policy with the engine's log-probs, besides the rollout correction."""
     learns_entropy: bool
     """The actor's loss may have an entropy bonus."""
     masks_certain: bool
-    """Of each mini-batch only the tokens with the highest entropy enter the policy loss."""
+    """Only the tokens of each mini-batch with the highest entropy enter the policy loss."""
     skips_silent: bool
     """Samples without advantage are left out of the update."""
     first_actor_step: int
-    """Until then only the critic learns."""
+    """First step that updates the actor. Before it only the critic learns."""
     router_replay: RouterReplay = "disabled"
-    """Whose choice of experts is replayed in the update, and where it is the engine's in the old_log_prob pass."""
+    """Source of the experts that are replayed in the update. Engine choices are replayed in the old_log_prob
+    pass too.
+    """
     balances_experts: bool = False
-    """The actor's loss has a part on the balance of experts."""
+    """The actor's loss has a load-balancing term of experts."""
     reference_moves: bool = False
-    """It takes over the policy every now and then."""
+    """The reference is updated from the policy at intervals."""
     images: bool = False
-    """Some prompt of the run has some, or an answer may, so every forward of the policy calls the vision tower."""
+    """Prompts or responses of the run may have images, so every forward of the policy calls the vision tower."""
     images_in_training: bool = False
-    """A training prompt has some, or an answer may, so reference and critic call theirs, and towers learn. Evaluation:
-    as ``images``."""
+    """Training prompts or responses may have images.
+
+    Then reference and critic call their towers, and towers learn. In an evaluation: as ``images``.
+    """
     images_between_turns: bool = False
-    """Tools, environments and agents may show some."""
+    """Tools, environments and agents may return images."""
 
     @property
     def trains(self) -> bool:
-        """Whether anything learns."""
+        """True if a model is trained."""
         return "actor" in self.roles
 
     @property
     def values(self) -> bool:
-        """Whether a critic values every token, and learns."""
+        """True if a critic computes values, and is trained."""
         return self.estimator.values
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether every prompt is also answered greedily."""
+        """True if every prompt also gets a greedy response."""
         return self.estimator.greedy_baseline
 
     @property
     def token_advantages(self) -> bool:
-        """Whether every token of an answer has an advantage of its own."""
+        """True if every token of a response has a separate advantage."""
         return self.estimator.per_token or self.estimator.per_turn
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the loss needs to know something of a whole mini-batch before its first forward."""
+        """True if the loss needs information on a whole mini-batch before its first forward."""
         return self.reads_policy_ahead or self.masks_certain
 
     @property
     def reads_policy_ahead(self) -> bool:
-        """Whether that follows from the policy as it is then."""
+        """True if that information depends on the current policy."""
         return self.selects or self.weighs_groups
 
     @property
     def rejects_early(self) -> bool:
-        """Whether rejected tokens are known before the update, so that its denominators leave them out."""
+        """True if rejected tokens are known before the update, so that its denominators exclude them."""
         return self.rejects and not self.bypass
 
     def updates_actor(self, step: int) -> bool:
-        """Whether the actor learns in ``step``."""
+        """Return whether ``step`` updates the actor."""
         return step >= self.first_actor_step
 
     def waits_for_update(self, step: int) -> bool:
-        """Whether the first mini-batch of ``step`` gets its old log-probs from the update's own forward."""
+        """Return whether the first mini-batch of ``step`` gets its old log-probs from the update's forward."""
         return self.old_log_probs == "all but the first mini-batch" and self.updates_actor(step)
 
     def num_without_old_log_probs(self, step: int, num_mini_batches: int) -> int:
-        """How many mini-batches of ``step``, from the first, come to the update without old log-probs."""
+        """Return the number of leading mini-batches of ``step`` without old log-probs at the update."""
         if self.old_log_probs == "none" and not self.bypass:
             return num_mini_batches
         return int(self.waits_for_update(step))
 
     def needs(self, role: Role) -> tuple[str, ...]:
-        """The phases of a step that need the model of ``role`` on the device."""
+        """Return the phases of a step that need the model of ``role`` on the device."""
         phases = (*ROLES[role].phases, *passes_of(role)) if role in self.roles else ()
-        # Without its adapters it is the reference; an exact KL needs the policy's own distribution.
+        # Without its adapters it is the reference. An exact KL needs the policy's distribution.
         if role == "actor":
             is_reference = self.trains and self.reference and "ref" not in self.roles
             phases = ("sync", *phases, *(("ref",) if self.exact_kl_in_reward or is_reference else ()))
@@ -156,7 +166,7 @@ class StepPasses:
         return phases
 
     def describe(self, num_mini_batches: int) -> str:
-        """The phases of a step by the names of their timers."""
+        """Return the phases of a step as text, by the names of their timers."""
         uses = {"teacher": self.exact_teacher, "exact KL": self.exact_kl_in_loss}
         uses["importance weights"] = self.importance_weights
         uses["rejection"] = self.rejects
@@ -174,7 +184,7 @@ class StepPasses:
         )
 
     def makes(self, name: str, num_mini_batches: int) -> bool:
-        """Whether a step makes the pass ``name``."""
+        """Return whether a step makes the pass ``name``."""
         if name == "old_log_prob":
             return self.old_log_probs == "all" or (self.old_log_probs != "none" and num_mini_batches > 1)
         # The reference may be the actor without its adapters.
@@ -183,7 +193,7 @@ class StepPasses:
 
 
 def _aggregation(config: Config, loss: LossTraits) -> str:
-    """Return how token losses become one. Versions of verl differ for gspo: before 0.9 the key is not read."""
+    """Return the aggregation of token losses. Versions of verl differ for gspo: before 0.9 the key is not read."""
     mode, version = config.actor_rollout_ref.actor.loss_agg_mode, config.trainer.verl_version
     if not version or loss is not loss_traits("gspo"):
         return mode or loss.aggregation
@@ -191,9 +201,10 @@ def _aggregation(config: Config, loss: LossTraits) -> str:
 
 
 def make_step_passes(config: Config, images: bool = False, images_in_training: bool | None = None) -> StepPasses:
-    """Decide the passes of ``config``. images: whether prompts have any, which their files say alone.
+    """Decide the passes of ``config``.
 
-    images_in_training: whether training prompts have any (None: as ``images``).
+    images: whether prompts have images, which is known only from their files. images_in_training: whether training
+    prompts have images (None: as ``images``).
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction, distillation = algorithm.rollout_correction, config.distillation
@@ -203,7 +214,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
     policy_loss = REINFORCE_LOSS if reinforce else actor.policy_loss.loss_mode if rewarded else TEACHER_LOSS
     loss = loss_traits(policy_loss)
     if images_in_training is None or config.trainer.val_only:
-        # A checkpoint may have a tower that was trained.
+        # A checkpoint may contain a trained tower.
         images_in_training = images
     shown = config.actor_rollout_ref.rollout.multi_turn.images
     between_turns = several_turns(config.actor_rollout_ref.rollout) and (images_in_training if shown is None else shown)
@@ -215,7 +226,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
     old_log_probs: OldLogProbs = "all"
     if correction.bypass_mode:
         old_log_probs = "none"
-    # bypass_mode comes first: it needs no pass, whatever else asks for one early.
+    # bypass_mode comes first: it needs no pass, even if a setting would need one early.
     elif actor.recompute_old_log_prob == "auto" and not needs_all_old_log_probs(config):
         old_log_probs = "all but the first mini-batch" if reads_old_log_probs(config) else "none"
     return StepPasses(
@@ -224,7 +235,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         old_log_probs=old_log_probs,
         bypass=correction.bypass_mode,
         reference=has_reference(config),
-        # The exact KL of the loss needs no pass of its own: the update runs the reference.
+        # The exact KL of the loss needs no separate pass: the update runs the reference.
         ref=algorithm.use_kl_in_reward or sampled_kl_in_loss,
         ref_log_probs=sampled_kl_in_loss or (algorithm.use_kl_in_reward and not exact_kl_in_reward),
         kl_in_reward=algorithm.use_kl_in_reward,
@@ -234,8 +245,8 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         teacher=distillation.enabled and not distillation.compares_all,
         exact_teacher=distillation.compares_all,
         rewarded=rewarded,
-        # With bypass_mode and ppo_clip the loss's own ratio is taken against the engine; weights on top would count the
-        # difference twice.
+        # With bypass_mode and ppo_clip, the ratio of the loss is taken against the engine; additional weights would
+        # count the difference twice.
         importance_weights=bool(correction.rollout_is) and (reinforce or not correction.bypass_mode),
         rejects=bool(correction.rollout_rs),
         policy_loss=policy_loss,
@@ -245,12 +256,12 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         reads_engine=actor.off_policy_mask_threshold is not None,
         learns_entropy=learns_entropy,
         masks_certain=masks_certain,
-        # KL, entropy bonus, teacher and balance of experts have a gradient in every sample; whitening makes a 0
-        # something else; and the tokens of all samples say which entropy is high, and which experts are busy.
+        # KL, entropy bonus, teacher and load balancing have a gradient in every sample; whitening changes a 0; and the
+        # tokens with high entropy and the load of experts are determined over all samples.
         skips_silent=loss.silent_at_zero
         and not (actor.use_kl_loss or learns_entropy or estimator.whitens or distillation.enabled or masks_certain)
         and not (actor.router_aux_loss_coef or actor.router_bias_update_rate),
-        # Without a critic nothing would learn in the steps of a warm-up.
+        # Without a critic, the steps of a warm-up would train nothing.
         first_actor_step=math.ceil(config.trainer.critic_warmup) if estimator.values else 0,
         router_replay=actor.router_replay.mode,
         balances_experts=bool(actor.router_aux_loss_coef),
@@ -262,21 +273,21 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
 
 
 def roles_of(config: Config) -> frozenset[Role]:
-    """See `StepPasses.roles`."""
+    """Return `StepPasses.roles`."""
     loaded = {role: row for role, row in ROLES.items() if row.in_evaluation or not config.trainer.val_only}
     return frozenset(role for role, row in loaded.items() if row.is_needed(config))
 
 
 def rests_on_host(config: Config, role: Role) -> bool:
-    """Whether the model of ``role`` leaves the device in the phases that do not need it."""
+    """Return whether the model of ``role`` is offloaded in the phases that do not need it."""
     # The engines of an evaluation get the policy's weights once, and nothing else needs them.
     return role not in roles_of(config) or bool(get(config, f"{ROLES[role].fsdp}.param_offload"))
 
 
 def offloads(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Keys that send something to the host, and the phases in which it is on the device all the same.
+    """Yield offloading keys, and the phases in which the offloaded state is on the device anyway.
 
-    What costs least time comes first.
+    The key that costs the least time comes first.
     """
     passes = make_step_passes(config)
     for role, row in ROLES.items():
@@ -289,12 +300,12 @@ def offloads(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def needs_all_old_log_probs(config: Config) -> bool:
-    """Whether something needs the old log-probs of every sample before the update begins.
+    """Return whether the old log-probs of every sample are needed before the update.
 
-    That is the KL in the reward, an estimator that reads the old policy, the denominators under rejection, the mean
-    importance weight, a selection over the mini-batch, a bonus that follows the entropy, a balance of experts that are
-    replayed, a second epoch over the batch
-    (in which a sample may be on another rank), or an alarm that is to stop the run before it learns.
+    They are needed by the KL in the reward, an estimator that reads the old policy, denominators under rejection, the
+    mean importance weight, a selection over the mini-batch, a bonus that follows the entropy, load balancing of
+    replayed experts, a second epoch over the batch (in which a sample may be on another rank), and an alarm that stops
+    the run before the update.
     """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     rewarded, loss = not config.distillation.is_alone, loss_traits(actor.policy_loss.loss_mode)
@@ -312,8 +323,10 @@ def needs_all_old_log_probs(config: Config) -> bool:
 
 
 def reads_old_log_probs(config: Config) -> bool:
-    """Whether the update reads what the old_log_prob pass makes: the log-probs, which the distance from a teacher alone
-    does not read unless it is a cost, or the choice of experts."""
+    """Return whether the update reads results of the old_log_prob pass.
+
+    These are the log-probs, which a teacher alone does not need unless it is used as a cost, or the router indices.
+    """
     actor, loss = config.actor_rollout_ref.actor, config.distillation.distillation_loss
     return (
         not config.distillation.is_alone

@@ -1,1 +1,1 @@
-"""The life of one run: it is put together, fitted, watched, saved and reported."""
+"""The life of a run: assembly, steps, callbacks, checkpoints and reports."""

@@ -1,6 +1,6 @@
-"""Puts the algorithm of a run over its workers.
+"""Assembly of the algorithm over the workers of a run.
 
-Tests give a worker group that lives in their own process, so this starts nothing but the models.
+Tests pass a worker group that lives in their process, so nothing but the models is loaded here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_trainer(
     pool: Any,
     on_phase: Callable[[str], None] = lambda name: None,
 ) -> PPOTrainer:
-    """Load the models on ``group`` and put the algorithm over it.
+    """Load the models on ``group`` and build the algorithm on top of it.
 
     group: has the interface of `WorkerGroup`, with a `HybridWorker` per rank. pool: has the interface of `RewardPool`
     (None: only a reward model scores). on_phase(name): called when a phase begins.
@@ -56,9 +56,10 @@ def make_trainer(
 def make_evaluation(
     cfg: Config, plan: Plan, data: Data, group: Any, pool: Any, folder: Path | None, on_phase: Callable[[str], None]
 ) -> Validation:
-    """A validation without the algorithm: ``group`` loads the policy for its engines alone.
+    """Build a validation without the algorithm. ``group`` loads the policy for its engines only.
 
-    folder: the checkpoint whose weights it has (None: those of the model's folder). The others: as of `make_trainer`.
+    folder: the checkpoint to load weights from (None: use the model folder). The other arguments are those of
+    `make_trainer`.
     """
     models, rewards = _load(cfg, plan, data, group, pool)
     for note in models.policy.load(str(folder / "actor"), True) if folder else ():
@@ -67,7 +68,7 @@ def make_evaluation(
 
 
 def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[StepModels, Rewards]:
-    """The models that the workers have loaded, and rewards."""
+    """Load the models on the workers. Return them with the rewards."""
     sizes = group.call(Models.init_models, plan.passes)[0]
     log.info("%s, %s parameters", count(group.world, "worker"), f"{int(sizes['num_parameters']):,}")
     model = RewardModel(group) if cfg.reward_model.classifies else None
@@ -79,12 +80,12 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
 
 
 def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:
-    """What draws the prompts of a run. Raises ConfigError for a sampler that cannot be used.
+    """Return the sampler of the training prompts. Raises ConfigError for a sampler that cannot be used.
 
-    ``trial``: it also draws a batch, and is to be thrown away.
+    trial: also draw one batch from a plugin, to test it. Discard the sampler then.
     """
-    # The order draws a round of generation, which under dynamic sampling is another number of prompts than a step
-    # learns from.
+    # The order draws prompts for a round of generation. With dynamic sampling that is not the number of prompts of a
+    # step.
     settings = plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle
     mixing = cfg.data.mixing
     order = mixed_order(rows, mixing, *settings) if mixing else BatchOrder(len(rows), *settings)

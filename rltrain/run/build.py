@@ -1,7 +1,7 @@
-"""The one place that puts a trainer together: the command and `rltrain.build` come through here.
+"""Construction of a trainer, for the command line and for `rltrain.build`.
 
-Reads, checks and plans before anything is started or written; then `start_run` does the rest. Tests that need no Ray
-put the algorithm over a group of their own with `make_trainer`.
+Settings are read, checked and planned before anything is started or written; `start_run` does the rest. Tests that need
+no Ray call `make_trainer` with a worker group of the test.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 def build(
     loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[Any] = (), notes: Sequence[str] = ()
 ) -> Trainer:
-    """A trainer with its data read, its workers started and its models loaded; see `Trainer`. Raises RltrainError.
+    """Return a trainer whose data is read, whose workers run and whose models are loaded. Raises RltrainError.
 
-    callbacks: objects, besides those that ``trainer.callbacks`` names. stop: the signals received so far, if the caller
-    listens to signals already. notes: what is said of the settings. Nothing is started if an earlier run of the folder
-    has made all steps.
+    callbacks: objects in addition to ``trainer.callbacks``. stop: the signals received so far, if the caller already
+    handles signals. notes: notes on the settings, which are logged. If an earlier run in the same folder has made all
+    steps, nothing is started.
     """
     stop = stop or Stop()
     cfg = loaded.config
@@ -56,7 +56,7 @@ def build(
     limits = (cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, incidents, cfg.trainer.hang_timeout_s)
     deadlines = Deadlines(*limits)
     with ExitStack() as closing, ExitStack() as reading:
-        # Entered first, so that it ends last and train.log has what the other ends say.
+        # Entered first, so that it ends last and train.log has the messages of the other exits.
         closing.enter_context(logs.session())
         reading.enter_context(watching(deadlines, local=False, reads=True, kept=stop.kept))
         reading.enter_context(working())
@@ -76,13 +76,12 @@ def build(
         closing.callback(folder.release)
         tell_supervisor(folder=str(folder.path))
         logs.open_train_log(folder.path)
-        # Before Ray: a checkpoint that does not fit this run is refused within seconds, not after the models are
-        # loaded.
+        # Before Ray is started, so that a checkpoint that does not fit this run is refused within seconds.
         identity = data.rows["train"].identity() if train else None
         images = plan.passes.images_in_training
 
         def find() -> Start:
-            stop.searching()  # the one that was found before is damaged
+            stop.searching()  # called again only if the previous checkpoint is damaged
             start = find_start(cfg, folder, identity, images=images)
             stop.reached(start.step, plan.total_steps, start.step)
             return start
@@ -99,7 +98,7 @@ def build(
         check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
         reading.close()
         started = begin_ray(cfg, stop, closing)
-        # A cluster that this run has joined is others' too, and outlives it.
+        # A cluster that this run joined is shared with others and outlives the run.
         closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg), kept=stop.kept))
         log.info("Ray's logs: %s", ray_logs())
         with working(), stop.telling():
@@ -107,7 +106,7 @@ def build(
 
 
 def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
-    """Start Ray, or join the cluster, until ``closing`` ends; whether this has done so: the caller may have before."""
+    """Start Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
     with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if started := start_ray(cfg):
             closing.enter_context(ended_after_us(not cluster_address(cfg)))
@@ -116,7 +115,7 @@ def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
 
 
 def _tell(findings: Findings, notes: Sequence[str] = ()) -> None:
-    """Raise all problems at once, before anything that takes long or changes the disk; log what is worth a look."""
+    """Raise all problems as one error, before anything slow or any write to disk. Log the notes."""
     if findings.problems:
         raise ConfigError("\n".join(findings.problems))
     for note in [*notes, *findings.notes]:

@@ -1,7 +1,7 @@
-"""A resumed run with other settings: the changes are logged and the old settings kept.
+"""Changed settings of a resumed run: they are logged, and the old config files are kept.
 
-Most keys may change between two starts. A few keys make the later steps another experiment. Such a run is refused if
-neither experiment has a name, because then it continues only by accident.
+Most keys may change between two starts. A few keys turn the later steps into another experiment. Such a run is refused
+if it has no explicit name, because then it resumes by accident.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _NAMES = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
 _ACTOR = "actor_rollout_ref.actor."
-# With another value of these, the steps that follow are of another experiment than those before.
+# Keys that define the experiment. If one changes, the later steps belong to another experiment.
 _EXPERIMENT = (
     "algorithm.",
     "custom_reward_function.",
@@ -61,24 +61,24 @@ _EXPERIMENT = (
         )
     ),
 )
-# The course of a run, which no step depends on.
+# Keys that do not change what a step computes.
 _AROUND = ("trainer.", "ray_kwargs.")
 _MISSING = object()
 
 
 def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
-    """Log the settings in which a resumed run differs from the run before; returns those that training depends on.
+    """Log the settings that changed since the last start. Return the changes that training depends on.
 
-    Raises ConfigError if it is another experiment and neither of them has a name.
+    Raises ConfigError if the experiment has changed and the run has no explicit name.
     """
-    # Weights alone start a new run, which has nothing to agree with; behind an evaluation no step follows.
+    # Starting from weights only is a new run, with nothing to compare. An evaluation makes no step.
     if start.folder is None or start.weights_only or loaded.config.trainer.val_only:
         return []
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
     if not changes:
         return []
     of_experiment = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
-    # Whoever names a run or a path means it. Without a name, two unrelated runs share the default folder.
+    # An explicit name or path shows intent. Without one, unrelated runs share the default folder.
     if of_experiment and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
         raise ConfigError(
             f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(of_experiment)}), "
@@ -101,7 +101,7 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
 
 
 def tell_finished(run: Path, num_steps: int, changes: list[str]) -> None:
-    """Say that a run has all its steps. changes: settings of those steps that are others now."""
+    """Log that the run has all its steps. changes: settings that differ from the ones of these steps."""
     log.info(
         "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs), in %s",
         num_steps,
@@ -116,17 +116,17 @@ def tell_finished(run: Path, num_steps: int, changes: list[str]) -> None:
 
 
 def write_config(run: RunFolder, loaded: LoadedConfig) -> None:
-    """config.yaml, secrets masked."""
+    """Write config.yaml with masked secrets."""
     _write(run, "config.yaml", to_yaml(loaded.config))
 
 
 def _write(run: RunFolder, name: str, text: str) -> None:
-    """Write a file of the run; one that says otherwise is kept as name.1.yaml, name.2.yaml and so on."""
+    """Write a file of the run. A file with other content is kept as name.1.yaml, name.2.yaml and so on."""
     file = run.path / name
     with suppress(FileNotFoundError):
         if patiently(file, file.read_bytes) != text.encode():
             number = 1
-            # Renamed and never overwritten: the settings of earlier steps must be found later.
+            # Renamed, never overwritten: the settings of earlier steps must stay available.
             while (earlier := run.path / f"{file.stem}.{number}{file.suffix}").exists():
                 number += 1
             os.rename(file, earlier)
@@ -134,24 +134,29 @@ def _write(run: RunFolder, name: str, text: str) -> None:
 
 
 def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
-    """(key, value then, value now) per difference to the config.yaml of ``run``; keys unknown to it only if set now."""
+    """Return (key, old value, new value) of each difference to the config.yaml of ``run``.
+
+    Keys that the old file does not have count only if they are set now.
+    """
     try:
         before = OmegaConf.load(run / "config.yaml")
-    # A record that is gone or damaged is no reason to refuse the run that it describes.
+    # A missing or damaged record is no reason to refuse the run.
     except (OSError, YAMLError, OmegaConfBaseException):
         return []
     now = OmegaConf.create(to_dict(loaded.config))
     changes = []
     for key in all_keys():
         earlier, current = (_effective_value(settings, key) for settings in (before, now))
-        # A key that a newer version has brought has its default in both runs, unless it is set now.
+        # A key that was added by a newer version had its default in the old run, unless it is set now.
         if earlier != current and (earlier is not _MISSING or key in loaded.explicit):
             changes.append((key, "(not known)" if earlier is _MISSING else earlier, current))
     return changes
 
 
 def _effective_value(tree: Any, key: str) -> Any:
-    """The value of a key; where it is null, the one that the loss takes then: earlier versions wrote it out."""
+    """Return the value of a key. If it is null, return the default of the loss, which earlier versions wrote to the
+    file.
+    """
     value = OmegaConf.select(tree, key, default=_MISSING)
     if value is not None or not key.endswith(".loss_agg_mode"):
         return value
@@ -160,7 +165,7 @@ def _effective_value(tree: Any, key: str) -> Any:
 
 
 def write_run_files(folder: RunFolder, loaded: LoadedConfig, plan: Plan, hosts: list[str]) -> None:
-    """config.yaml (secrets masked), plan.json, env.json: what this run was. hosts: those of the workers."""
+    """Write config.yaml (with masked secrets), plan.json and env.json. hosts: the workers' hosts."""
     write_config(folder, loaded)
     _write(folder, "plan.json", json.dumps(asdict(plan), indent=1, default=str))
     ours = {"hosts": hosts, "ray_logs": ray_logs(), "started_in": os.getcwd()}

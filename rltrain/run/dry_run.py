@@ -1,8 +1,8 @@
-"""``--dry-run``: what a run would do and whether it would start, within seconds and without Ray or a worker.
+"""``--dry-run``: checks whether a run would start and describes it, within seconds, without Ray or workers.
 
-Choice: it calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
-`check_columns`, `find_start`), so that the two do not drift apart; every problem is collected instead of ending at the
-first. Left out: what only a start can show, such as other nodes and rows beyond the first 20,000.
+It calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
+`check_columns`, `find_start`), so that the two cannot diverge. All problems are collected; the first one does not end
+the check. Not checked: facts that only a start can reveal, such as other nodes, and rows after the first 20,000.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ from rltrain.run.scorers import check_columns
 from rltrain.run.splits import Data, encode_split, load_data, splits_of
 from rltrain.trainer.plan import ImageSizes, Plan, make_plan
 
-# Rows of a split that are read and tokenised as in a run, and those whose answers the built-in scorers grade;
-# `python -m rltrain.data_preprocess.lint` looks at all.
+# Rows per split that are read and tokenised as in a run, and rows whose answers the built-in scorers grade. `python -m
+# rltrain.data_preprocess.lint` reads all rows.
 MOST_ROWS, _GRADED_ROWS = 20_000, 100
 
 
 def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
-    """What to print, and whether a run would refuse or run out of memory. notes: what is said of the settings."""
+    """Return the text to print, and whether a run would be refused or run out of memory.
+
+    notes: notes on the settings.
+    """
     cfg = loaded.config
     findings = preflight(loaded)
     rows, num_prompts, num_too_long = _read(cfg, findings)
@@ -63,7 +66,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
             sampler_of(cfg, plan, rows["train"], trial=True)
         goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, findings)
         parts += goes_on
-        if findings.models_found:  # or transformers would ask for each of them again and again
+        if findings.models_found:  # else transformers would request each missing model repeatedly
             memory, too_large = look_at_memory(cfg, plan)
             parts[1:1] = [*about_seconds(cfg, plan, device_bytes(cfg)), *memory]
     except RltrainError as error:
@@ -75,13 +78,13 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
     read_as = [note for note in notes if note not in without_effect]
     for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", findings.notes)):
         if lines:
-            # The title says it already.
+            # The title already says "no effect".
             parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
-    # A file may be looked at twice, and `preflight` names keys as they were written.
+    # A file may be checked twice, and `preflight` names keys as the user wrote them.
     problems = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in findings.problems)
     refused = f"a run would refuse: {count(len(problems), 'problem')}"
     lacking = [loaded.as_written(too_large, follow=False)] if too_large else []
-    # A run does not look: this takes seconds, and is foretold and not known.
+    # A run does not check this: it takes seconds, and it is only an estimate.
     for title, lines in ((refused, list(problems)), ("a run would run out of memory", lacking)):
         if lines:
             parts.append("\n  ".join([title, *(line.replace("\n", "\n    ") for line in lines)]))
@@ -90,9 +93,9 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
 
 
 def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, findings: Findings) -> list[str]:
-    """Whether the run folder can be had, what a run would go on from, and whether there is room for checkpoints.
+    """Check access to the run folder, the checkpoint to resume from, and disk space for checkpoints.
 
-    rows: those of a run, or none where they are not known.
+    Returns a line on the checkpoint, if there is one. rows: the rows of the run; empty if not all were read.
     """
     cfg = loaded.config
     # Not a `RunFolder`, which would create the folder and take its lock.
@@ -114,12 +117,12 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fin
 
 
 def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None, int]:
-    """Rows by split, number of training prompts (None: unknown), number of prompts left out.
+    """Return the rows by split, the number of training prompts (None: unknown), and the number of dropped prompts.
 
     Problems are added to ``findings``.
     """
     data = cfg.data
-    if data.custom_cls:  # it alone can say how many rows it makes
+    if data.custom_cls:  # only the class knows how many rows it makes
         try:
             read = _load(cfg, findings) if findings.tokenizer_works else None
         except RltrainError as error:
@@ -138,7 +141,7 @@ def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None,
         if sizes[split] > MOST_ROWS:
             findings.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
         try:
-            # As `scan_rows` has it, 0 are all.
+            # For `scan_rows`, 0 means all rows.
             _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, findings)
         except RltrainError as error:
             findings.problems.append(str(error))
@@ -148,7 +151,7 @@ def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None,
     if stores and (cfg.trainer.val_only or "train" in stores):
         findings.images = ImageSizes.of(stores)
         look_at_images(cfg, findings)
-    # Only then the count after the filter is that of the run.
+    # Only then is the count after the filter the one of the run.
     if is_whole:
         return rows, len(stores["train"]), stores["train"].num_dropped
     return rows, sizes.get("train"), 0
@@ -163,8 +166,8 @@ def _read_split(
     stores: dict[str, PromptStore],
     findings: Findings,
 ) -> None:
-    """Put the usable rows of a split into ``rows``, and its prompts into ``stores`` if a run would take them all."""
-    # Of more rows than are looked at, the first ones and not some of them.
+    """Add the usable rows of a split to ``rows``, and its prompts to ``stores`` if a run would accept all of them."""
+    # If there are more rows than are read, take the first ones instead of a random subset.
     seed = cfg.data.seed if cfg.data.shuffle and most < MOST_ROWS else None
     usable, problems = scan_rows(files, max_rows=most, seed=seed, keys=keys_of(cfg.data))
     if not len(usable):
@@ -172,7 +175,7 @@ def _read_split(
     else:
         rows[split] = usable
     findings.problems += [bad_rows(problems)] if problems else []
-    # Rows that are right by themselves may still have prompts that are not.
+    # Valid rows may still have invalid prompts.
     if len(usable) and findings.tokenizer_works:
         fitting, store = encode_split(cfg, split, usable, chat_encoder(cfg))
         if not problems:
@@ -187,8 +190,8 @@ def _load(cfg: Config, findings: Findings) -> Data:
 
 
 def _count(split: str, names: Sequence[str], findings: Findings) -> int | None:
-    """Rows of the files; None without any, and where one cannot be read: that is added to ``findings``."""
-    if not names or not all(map(matching, names)):  # `preflight` has named what is not there
+    """Return the number of rows of the files; None without files, or if one cannot be read (added to ``findings``)."""
+    if not names or not all(map(matching, names)):  # `preflight` has reported missing files
         return None
     try:
         return sum(num_rows(file) for name in names for file in files_of(name))
@@ -198,7 +201,7 @@ def _count(split: str, names: Sequence[str], findings: Findings) -> int | None:
 
 
 def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
-    """What the scorers say of one row of each data source, with the ground truth as the answer: one call each."""
+    """Score one row per data source with the ground truth as the response, one call each. Return the report."""
     custom, judge, lines = custom_reward(cfg), cfg.reward.judge, []
     if not cfg.reward_model.runs_scorers:
         return []
@@ -208,17 +211,17 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
-    # Reversed, so that a source of both splits is tried with its row of the training data, which comes last.
+    # Reversed, so that the training row of a source that is in both splits is used, which comes last.
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
-        # What each worker of the pool has, in this process: the pool itself would need Ray.
+        # The scorer of a pool worker, in this process: the pool itself would need Ray.
         scorer = rule_scorer(cfg) if judges else make_scorer(cfg)
         assert isinstance(scorer, ScoringSlot | RemoteScorer)
         try:
             for source, row in firsts.items():
                 started = time.perf_counter()
                 answer, how = str(row.ground_truth), "the ground truth as the answer"
-                # A scorer of our own may want a form; a function of the user's is asked once.
+                # A built-in scorer may need a certain form. A user's function is called only once.
                 if isinstance(scorer, ScoringSlot) and not custom and row.reward_style == "rule":
                     answer, how = _in_best_form(scorer, row)
                 score = scorer.score_truth((source, answer, row.ground_truth, row.extra_info))
@@ -230,7 +233,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
                 scorer.prepare("")  # an import and a signature need no row
         finally:
             scorer.close()
-        if not judges:  # whose number is asked for too
+        if not judges:  # with a judge, a column may come from the judge
             check_columns(cfg, scores)
     except RltrainError as error:
         found.problems.append(str(error))
@@ -242,7 +245,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
 
 
 def _in_best_form(scorer: ScoringSlot, row: PromptRow) -> tuple[str, str]:
-    """The ground truth, written down as its scorer likes it most, and what is said of that."""
+    """Return the ground truth in the form that its scorer accepts best, and a description of the form."""
     form = best_form(scorer, row)[1]
     truth = row.ground_truth[0] if isinstance(row.ground_truth, list) and row.ground_truth else row.ground_truth
     how = "the ground truth as the answer" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
@@ -258,7 +261,10 @@ def _said(score: Score) -> str:
 
 
 def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
-    """What the linter finds in the first rows. Only built-in scorers grade them: a user's function may cost money."""
+    """Return the linter's findings on the first rows.
+
+    Only built-in scorers grade them, because a user's function may cost money.
+    """
     first = [split.select(range(min(_GRADED_ROWS, len(split)))) for split in rows.values()]
     if not first:
         return []

@@ -1,9 +1,9 @@
-"""What earlier starts of a run have left in its folder: read where the run goes on, else moved aside.
+"""Output of earlier starts in a run folder: completed if the run resumes, else moved aside.
 
-Problem: a run that begins anew, or behind a checkpoint, makes steps once more, and what it writes of them has the names
-of what is there, which may be all that is left of hours. Choice: before anything is written, that is renamed into
-``earlier_1``, ``earlier_2`` and so on, which view and report read as they read a run. Left out: checkpoints, which are
-never overwritten, and logs, which are added to.
+A run that starts anew, or resumes from an earlier checkpoint, repeats steps, and its output has the names of existing
+files, which may be all that is left of hours of work. So before anything is written, these files are moved into
+``earlier_1``, ``earlier_2`` and so on. `view` and `report` read these folders like run folders. Checkpoints are not
+moved, because they are never overwritten; neither are logs, which are appended to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rltrain.run.report.table import METRICS
 from rltrain.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
-# What a run that begins anew would write in the place of another's. Trackers with runs of their own keep them apart.
+# Files that a new run would overwrite. Trackers with separate runs keep them apart.
 _OF_A_RUN = (
     METRICS, DETAILS, PAGE, "profile", "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json",
     "config*.yaml",
@@ -37,13 +37,13 @@ _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
 
 
 def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, validates: bool = False) -> None:
-    """Move what the run that begins after ``step`` would overwrite into ``earlier_N`` beside it.
+    """Move the files that the run starting after ``step`` would overwrite into ``earlier_N`` in their folder.
 
-    anew: nothing in the folder ``run`` is of this run, though it may begin behind a step of another. validates: it
-    begins with a validation of ``step``. Raises DiskError or StorageError where something cannot be moved.
+    anew: nothing in ``run`` belongs to this run, although it may start from a checkpoint of another run. validates: the
+    run starts with a validation of ``step``. Raises DiskError or StorageError if a file cannot be moved.
     """
     anew = anew or not step
-    # Of step 0 there is a validation alone, which a run from there makes again whenever it makes it.
+    # Step 0 has only a validation, which a run from step 0 always repeats.
     first = {"train": step + 1, "val": step + 1 - (validates or not step)}
     with disk_errors(run):
         aside = _free(run)
@@ -63,10 +63,11 @@ def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, v
 
 
 def evaluation_folder(cfg: TrainerConfig, run: RunFolder, step: int) -> RunFolder:
-    """Where an evaluation of ``step`` writes: what it finds is no part of the run whose weights it has.
+    """Return the folder for the output of an evaluation of ``step``.
 
-    That is ``evaluation_1``, ``evaluation_2`` and so on in the folder of ``run``, or where nothing has run that folder
-    itself. The answers of ``step`` in ``trainer.validation_data_dir`` are moved aside.
+    It is ``evaluation_1``, ``evaluation_2`` and so on in the folder of ``run``, because its results do not belong to
+    the run whose weights it loads. If the folder holds no run, it is the folder itself. Responses of ``step`` in
+    ``trainer.validation_data_dir`` are moved aside.
     """
     _set_data_aside(cfg.validation_data_dir, step, step, last=step)
     if not any(file for pattern in _OF_A_RUN for file in run.path.glob(pattern)):
@@ -87,7 +88,7 @@ def _set_data_aside(name: str | None, first: int, step: int, last: float = math.
 
 
 def _made_again(folder: Path, pattern: re.Pattern[str], first: int, last: float = math.inf) -> list[Path]:
-    """The files of ``folder`` that are of steps from ``first`` to ``last``."""
+    """Return the files in ``folder`` of the steps from ``first`` to ``last``."""
     try:
         names = patiently(folder, lambda: sorted(os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):
@@ -110,11 +111,11 @@ def _move(path: Path, aside: Path) -> None:
 def _cut(file: Path, step: int, aside: Path) -> None:
     lines = _lines(file)
     head = [line for line in lines if _step_of(line) <= step]
-    # A line that a kill has cut off has no step and goes too; `complete` leaves empty ones.
+    # A line cut off by a kill has no step and is moved too. `complete` leaves empty lines.
     if later := [line for line in lines if line.strip() and _step_of(line) > step]:
         aside.mkdir(exist_ok=True)
         (aside / file.name).write_text("".join(f"{line}\n" for line in later), encoding="utf-8")
-    # A kill while the file is written would take the lines of all steps.
+    # Written to a second file, because a kill during the write would lose the lines of all steps.
     anew = file.with_suffix(".tmp")
     anew.write_text("".join(f"{line}\n" for line in head), encoding="utf-8")
     anew.replace(file)
@@ -127,19 +128,21 @@ def _tell(folder: Path, aside: Path, step: int | None) -> None:
 
 
 def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
-    """Add the line of ``step`` where it is missing: a run was killed behind the checkpoint and before its line."""
+    """Append the line of ``step`` if it is missing: the run was killed after the checkpoint, before its line."""
     if metrics and not any(_step_of(line) == step for line in _lines(file)):
         with disk_errors(file), file.open("a", encoding="utf-8") as lines:
-            # In front too, as the kill may have cut a line off.
+            # A newline in front too, because the kill may have cut a line off.
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
 
 def owes_validation(cfg: Config, run: Path, step: int, plan: Plan) -> bool:
-    """Whether the run in the folder ``run`` has ``step`` to validate before all else: it is asked for no more than
-    that, or a signal has cut the validation of the step that it resumes from short."""
+    """Return whether the run must validate ``step`` first.
+
+    This holds for an evaluation, and if a signal interrupted the validation of the step that the run resumes from.
+    """
     due = cfg.trainer.validates_after(step, plan.total_steps, plan.steps_per_epoch)
     due = bool(cfg.data.val_files) and step > 0 and due
-    # A checkpoint of another run has no line here.
+    # A checkpoint of another run has no line in this file.
     lines = [line for line in _lines(run / METRICS) if _step_of(line) == step] if due else []
     return cfg.trainer.val_only or (bool(lines) and not any('"val-core/' in line for line in lines))
 
@@ -153,5 +156,5 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        # After every step, so that such a line is never kept.
+        # Sorts after every step, so that such a line is never kept.
         return sys.maxsize

@@ -1,7 +1,7 @@
-"""Seconds of a step on devices that need not exist: ``--dry-run --device H100 --nodes 8``.
+"""Estimate of the step time on devices that need not exist: ``--dry-run --device H100 --nodes 8``.
 
-Reads config.json of the model, and neither weights nor data. A plain dry run checks weights, data and reward, and
-prints one line of this for the accelerators of this machine.
+Reads the model's config.json, and neither weights nor data. A plain dry run checks weights, data and reward, and prints
+one line of this estimate for the accelerators of this machine.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     if arguments.nodes is not None:
         words.append(f"trainer.nnodes={arguments.nodes}")
     chip = named_chip(arguments.device) if arguments.device else None
-    if chip:  # first, so that a trainer.device of the user wins
+    if chip:  # first, so that the user's trainer.device wins
         words.insert(0, f"trainer.device={chip.kind}")
-    # The data decides nothing but the lengths.
+    # Only the lengths depend on the data.
     loaded = load_config(["data.train_files=none", *words], arguments.config, arguments.problems)
     check(loaded)
     cfg = loaded.config
@@ -64,16 +64,17 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
 
 
 def about_seconds(cfg: Config, plan: Plan, device_bytes: int | None) -> list[str]:
-    """Return a line on the seconds of a step for a dry run; none if the chip is unknown, on a CPU, or without a step.
+    """Return a line with the step time for a dry run, or nothing.
 
-    device_bytes: memory of a device (None: unknown).
+    Nothing is returned on a CPU, for an unknown chip, and if the run makes no step. device_bytes: memory of a device
+    (None: unknown).
     """
     chip = chip_here(get_device(cfg.trainer.device))
     if chip is None or not plan.passes.trains or cfg.data.max_response_length * _MEAN < 1:
         return []
     try:
         found = foretell(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
-    except RltrainError:  # the model or the room of the engine, which the dry run reports as a problem
+    except RltrainError:  # a fault of the model or the engine's memory, which the dry run reports as a problem
         return []
     return [
         f"about {found.step_s:,.0f} s a step, of which {found.seconds['gen']:,.0f} s are generation, with responses of "
@@ -92,10 +93,10 @@ def named_chip(name: str) -> Chip:
 
 
 def chip_here(device: Device) -> Chip | None:
-    """Return the chip of this machine's devices; None on a CPU and if they or their peaks are unknown."""
+    """Return the chip of this machine's devices. None on a CPU, or if the devices or their peaks are unknown."""
     try:
         return device.chip() if device.count and not device.is_cpu else None
-    except (AssertionError, RuntimeError):  # devices that are visible, but not usable with this torch or driver
+    except (AssertionError, RuntimeError):  # devices are visible, but not usable with this torch or driver
         return None
 
 

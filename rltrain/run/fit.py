@@ -1,8 +1,8 @@
-"""A run: the steps of the algorithm, with validation, saving and trackers between them. `build` puts it together.
+"""The training loop: steps of the algorithm, with validation, saving and trackers between them.
 
-Problem: a signal or an error may come at any point, and as little as possible shall be lost. Choice: per step the order
-is update, save, validate, log; `Stop.finishing` is set exactly while something unsaved exists, and metrics are logged
-even if saving fails. Left out: going on after an error within the same process; the same command resumes.
+`build` constructs it. A signal or an error may come at any point and must lose as little as possible. So the order in a
+step is update, save, validate, log. `Stop.finishing` is set exactly while something is unsaved, and metrics are logged
+even if saving fails. After an error the process ends; the same command resumes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 class Trainer(Watcher):
     """A run that `rltrain.build` has started: make single steps, or `fit` all of them.
 
-    Use it as a context or call `close`: this finishes the trackers and ends scorers, workers, and Ray if `build` has
-    started Ray. config: the settings. plan: the numbers that follow from the settings. ppo: the algorithm with its
-    roles. num_steps: steps made so far, including those before a resume. watchers: whoever watches the run.
+    Use it as a context manager or call `close`: this finishes the trackers and stops scorers, workers, and Ray if
+    `build` has started it. config: the settings. plan: the numbers derived from the settings. ppo: the algorithm with
+    its roles. num_steps: steps made so far, including those before a resume. watchers: callbacks that observe the run.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Trainer(Watcher):
         self._closing = closing
         self._stop = stop
         self._ppo, self._saver, self._validation, self._archive = ppo, saver, validation, archive
-        # A signal has cut the validation of `num_steps` short, and `fit` makes up for it.
+        # A signal interrupted the validation of `num_steps`; `fit` repeats it.
         self._owes_validation = owes_validation
         self._under_way = num_steps
         self.watchers = watchers or Watchers()
@@ -68,7 +68,7 @@ class Trainer(Watcher):
 
     @property
     def ppo(self) -> PPOTrainer:
-        """The algorithm. Raises ConfigError where the run had made all its steps before, and in an evaluation."""
+        """The algorithm. Raises ConfigError in an evaluation, and if all steps were made before."""
         return self._started[0]
 
     @property
@@ -83,7 +83,7 @@ class Trainer(Watcher):
         return self._ppo, self._saver
 
     def step(self) -> Metrics:
-        """Make the next step of the plan; returns its metrics, which the trackers get as well."""
+        """Make the next step of the plan. Return its metrics, which are also sent to the trackers."""
         ppo, _ = self._started
         metrics = self._make(ppo, self.num_steps + 1)
         self.num_steps += 1
@@ -91,42 +91,40 @@ class Trainer(Watcher):
         return metrics
 
     def validate(self) -> Metrics:
-        """Answer the validation prompts with the current policy. Returns the metrics; the trackers get them too."""
+        """Validate the current policy. Return the metrics, which are also sent to the trackers."""
         metrics = self._validate()
         self.watchers.on_metrics(self.num_steps, metrics)
         return metrics
 
     @property
     def validation(self) -> Validation:
-        """What answers the validation prompts. Raises ConfigError as `ppo` does."""
+        """The validation. Raises ConfigError as `ppo` does."""
         return self._validation or self._started[0].validation
 
     def answer(self, rows: Rows, file: Path) -> None:
-        """Answer the validation prompts ``rows`` as `validate` does, and write answers and scores into ``file``.
+        """Generate responses to the validation prompts ``rows`` as `validate` does, and write them with scores to
+        ``file``.
 
-        Raises ConfigError where no answers are kept (trainer.samples_freq), DiskError where they cannot be written.
+        Raises ConfigError if no samples are saved (trainer.samples_freq), DiskError if the file cannot be written.
         """
         if not self._archive:
             raise ConfigError("no answers are kept: trainer.samples_freq is off. Set trainer.samples_freq=1.")
         self._archive.write(self.validation.answer(rows, self.num_steps), file)
 
     def save(self) -> Path:
-        """Write a checkpoint of the current step; returns its folder."""
+        """Write a checkpoint of the current step. Return its folder."""
         ppo, saver = self._started
         saver.save(self.num_steps, ppo.progress)
         saver.finish()
         return self.folder / f"global_step_{self.num_steps}"
 
     def fit(self) -> bool:
-        """Make all remaining steps, with validation and saving.
-
-        Returns False if a signal has stopped the run before the end.
-        """
+        """Make all remaining steps, with validation and saving. Return False if a signal stopped the run."""
         if self.num_steps >= self.plan.total_steps and not self._owes_validation:
             return True
         with listen(self._stop), working(), self._stop.telling():
             try:
-                # Nothing is learnt in an evaluation, so a signal ends it at once.
+                # An evaluation has nothing to save, so a signal ends it at once.
                 return bool(self.validate()) if self.config.trainer.val_only else self._fit(*self._started)
             except Exception:
                 if not self._stop.at_once:
@@ -134,10 +132,10 @@ class Trainer(Watcher):
                 raise
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
-        """Tell ``stop`` what is saved."""
+        """Report the saved step to `Stop`."""
         self._stop.reached(self.num_steps, self.plan.total_steps, step)
         if step == self._under_way:
-            # Everything is saved, so from here on a signal may end the run at once, in the middle of a validation.
+            # Everything is saved, so a signal may now end the run at once, even during a validation.
             self._stop.finishing = ""
         return {}
 
@@ -146,7 +144,7 @@ class Trainer(Watcher):
         # Steps that the caller made with `step` are in no checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
         done, untested = first_step, self._owes_validation
-        # Nothing is learnt here, so a signal ends it at once.
+        # Nothing is unsaved here, so a signal ends the validation at once.
         first = untested or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
             val_metrics = self._validate()
@@ -154,8 +152,7 @@ class Trainer(Watcher):
             saver.best.observe(first_step, val_metrics)
             untested = self._owes_validation = untested and not val_metrics
         for step in range(first_step + 1, total + 1):
-            # Asked between steps: a step that has begun is worth finishing, one that has not costs nothing to leave
-            # out.
+            # Checked between steps: a step that has begun is worth finishing, the next one is not.
             if stop.requested or saver.best.stalled():
                 break
             started, self._under_way = time.perf_counter(), step
@@ -172,26 +169,26 @@ class Trainer(Watcher):
             try:
                 untested = self._keep_and_test(ppo, saver, metrics)
                 metrics["timing_s/wall"] = time.perf_counter() - started
-            finally:  # what was measured is not lost with a save that fails
+            finally:  # metrics are logged even if saving fails
                 self.watchers.on_metrics(step, metrics)
-        # The signal may have come after the question above whether a save is due.
+        # The signal may have come after the check whether a save is due.
         saver.finish()
         if stop.requested and trainer.save_at_end and saver.last_step < done:
             saver.save(done, ppo.progress)
             saver.finish()
         if stalled := "" if stop.requested else saver.best.stalled():
             log.info("%s", stalled)
-        # A run that lacks its last validation has not got to its end, though all steps are made.
+        # A run without its last validation has not finished, even with all steps made.
         return bool(stalled) or (done == total and not untested)
 
     def _keep_and_test(self, ppo: PPOTrainer, saver: Saver, metrics: Metrics) -> bool:
-        """Save and validate where that is due; ``metrics`` gets what was found.
+        """Save and validate if due, and add the results to ``metrics``.
 
-        Returns whether a validation was due and a signal has cut it short.
+        Returns whether a validation was due and was interrupted by a signal.
         """
         trainer, stop, step, total = self.config.trainer, self._stop, self.num_steps, self.plan.total_steps
         last, untested = step == total, False
-        # Saved first: validation wakes the engine, which then keeps its weights for the next step.
+        # Saved first, because validation wakes the engine, which then keeps its weights for the next step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
             self.watchers.on_phase("save_checkpoint")
@@ -203,7 +200,7 @@ class Trainer(Watcher):
             with self._rescued(ppo, saver, step):
                 val_metrics = {} if stop.requested else self._validate()
             metrics |= val_metrics
-            # A validation that a signal has cut short returns nothing.
+            # An interrupted validation returns nothing.
             untested = not val_metrics
             try:
                 saver.best.observe(step, val_metrics)
@@ -219,13 +216,14 @@ class Trainer(Watcher):
 
     @contextmanager
     def _rescued(self, ppo: PPOTrainer, saver: Saver, step: int) -> Iterator[None]:
-        """Save step ``step``, the newest, where answers and rewards fail in what follows it."""
-        # The progress before the step, because a step draws prompts and adapts the KL weight before a reward can fail.
+        """Save ``step``, the newest step, if generation or scoring fails in the body."""
+        # The progress before the step, because a step draws prompts and adapts the KL coefficient before a reward can
+        # fail.
         before = ppo.progress
         try:
             yield
-        # All come before any update of a step, so the weights are still those of the step before and worth saving.
-        # After an error of the workers they may be half updated.
+        # All of these come before any update of a step, so the weights are still those of the previous step and worth
+        # saving. After an error of the workers they may be half updated.
         except (RewardError, JudgeError, AgentError, StepLeft) as error:
             if isinstance(error, StepLeft):
                 ppo.actor.give_up()
@@ -234,30 +232,30 @@ class Trainer(Watcher):
             except (DiskError, StorageError, WorkerLost) as unsaved:
                 if isinstance(error, StepLeft):
                     raise
-                # What it came from is what ends the run: a supervisor decides by it, and a person mends it first.
+                # The original error ends the run: a supervisor acts on it, and it must be fixed first.
                 log.warning("step %d could not be saved: %s", step, unsaved)
             raise
 
     def _make(self, ppo: PPOTrainer, step: int) -> Metrics:
         self.watchers.before_step(step)
         try:
-            # A copy, because what comes later belongs to the step's line and not to its checkpoint.
+            # A copy, because later metrics belong to the line of the step, not to its checkpoint.
             return dict(self.watchers.on_step(ppo.step(step)))
         finally:
             self.watchers.after_step(step)
 
     def _validate(self) -> Metrics:
-        """The metrics of a validation; empty where a signal has cut it short."""
+        """Return the metrics of a validation; empty if a signal interrupted it."""
         answered = self.validation.run(self.num_steps, self._stop)
         return self.watchers.on_validation(answered) if answered else {}
 
     def close(self) -> None:
-        """End what `build` has started. A second call does nothing."""
+        """Stop everything that `build` started. A second call does nothing."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
-        # `pop_all` leaves an empty stack behind, so a second call finds nothing to end.
+        # `pop_all` leaves an empty stack, so a second call finds nothing to close.
         self._closing.pop_all().__exit__(kind, error, where)

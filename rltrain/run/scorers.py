@@ -1,4 +1,4 @@
-"""Starts the scorers of a run, and tries them on its rows before a model is loaded."""
+"""Start of the scorers of a run, with a trial on its rows before models are loaded."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def start_pool(
     deadlines: Deadlines,
     stopped: Callable[[], None],
 ) -> RewardPool | None:
-    """The rule scorers on the nodes of ``groups``, tried on one row of every data source; None where a reward model
-    alone decides.
+    """Start the rule scorers on the nodes of ``groups`` and try them on one row per data source.
 
-    splits: references of the rows of ``data``. What scorers print goes to ``reward.log`` in ``folder``. deadlines: of
-    the trial; they get the scorers' stacks. stopped(): raises what ends a wait.
+    Returns None if only a reward model scores. splits: references to the rows of ``data``. Output of scorers goes to
+    ``reward.log`` in ``folder``. deadlines: the trial's deadlines; they also collect the scorers' stacks. stopped():
+    raises an error to end a wait.
     """
     if not cfg.reward_model.runs_scorers:
         return None
 
     if cfg.reward.judge.url or cfg.reward_model.judges:
-        check_judge(cfg)  # here, where it is one error of the configuration
+        check_judge(cfg)  # here, so that it is a single config error
     watch = PoolWatch(
         death_watch(),
         stopped,
@@ -59,13 +59,13 @@ def start_pool(
 
 
 def _rows_to_try(cfg: Config, rows: Rows, tools: RowTools) -> list[int]:
-    """The first row of every data source; of a source whose trajectories may score themselves none."""
+    """Return the first row of every data source, except of sources whose trajectories may score themselves."""
     custom = cfg.custom_reward_function.path is not None or cfg.reward.is_elsewhere
     return [row for row in rows.data_sources().values() if custom or not tools.scores_itself(rows[row])]
 
 
 def check_columns(cfg: Config, scores: Sequence[Score], split: str = "train") -> None:
-    """Raise ConfigError if the config names numbers that no scorer returns, judging by one row per data source."""
+    """Raise ConfigError if the config names numbers that no scorer returns for the tried rows."""
     algorithm = cfg.algorithm
     columns = [("reward.weights", name) for name in cfg.reward.weights]
     if split == "train":
@@ -73,7 +73,7 @@ def check_columns(cfg: Config, scores: Sequence[Score], split: str = "train") ->
         if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:
             columns.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
     for key, name in columns:
-        # A score that failed tells nothing about its names, as the ground truth need not look like an answer.
+        # A failed score has no names: the ground truth need not look like a response.
         missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
         if missing:
             have = ", ".join(["score", *sorted(missing[0].extras)])

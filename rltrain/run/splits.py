@@ -1,4 +1,4 @@
-"""The data of a run: the rows and the tokenised prompts of both splits."""
+"""The data of a run: rows and tokenised prompts of both splits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Data:
-    """The rows and the tokenised prompts of each split ("train", "val"), and the encoder that made them."""
+    """Rows and tokenised prompts of each split ("train", "val"), and the encoder that made the prompts."""
 
     rows: dict[str, Rows]
     prompts: dict[str, PromptStore]
@@ -30,12 +30,12 @@ class Data:
 
     @cached_property
     def images(self) -> ImageSizes | None:
-        """Sizes of the images, or None where no prompt has any."""
+        """Sizes of the images, or None if no prompt has images."""
         return ImageSizes.of(self.prompts)
 
 
 def load_data(cfg: Config) -> Data:
-    """Read, check and tokenise the prompts of both splits, for an evaluation those of the validation alone.
+    """Read, check and tokenise the prompts of both splits. An evaluation reads the validation split only.
 
     ``rows`` holds only the rows of the prompts that pass the filter.
     """
@@ -59,7 +59,7 @@ def load_data(cfg: Config) -> Data:
 
 
 def splits_of(cfg: Config) -> list[tuple[str, Any, int]]:
-    """Split, files, and the most rows (0 or less: all) of the data that the run reads."""
+    """Return (split, files, maximum number of rows) of each split that the run reads. 0 or less means all rows."""
     data = cfg.data
     train = ("train", data.train_files, data.train_max_samples)
     validation = ("val", data.val_files, data.val_max_samples)
@@ -67,7 +67,7 @@ def splits_of(cfg: Config) -> list[tuple[str, Any, int]]:
 
 
 def encode_split(cfg: Config, split: str, found: Rows, encoder: ChatEncoder) -> tuple[Rows, PromptStore]:
-    """The rows of the prompts that pass the filter, and these prompts, tokenised. Raises DataError."""
+    """Return the tokenised prompts that pass the filter, and their rows. Raises DataError."""
     data = cfg.data
     store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
     if not len(store):
@@ -75,8 +75,8 @@ def encode_split(cfg: Config, split: str, found: Rows, encoder: ChatEncoder) -> 
             f"{found.paths}: no prompt is left for data.{split}_files. Raise "
             f"data.max_prompt_length={data.max_prompt_length}."
         )
-    # Rows and prompts must be numbered alike: a batch carries one row number, which finds the tokens and the ground
-    # truth.
+    # Rows and prompts must have the same numbering: a batch carries one row number, which finds both the tokens and the
+    # ground truth.
     rows = found.select(store.row_index)
     check_vocabulary(rows, store, encoder)
     check_limit_images(rows, store, cfg.actor_rollout_ref.rollout.limit_images)

@@ -1,7 +1,7 @@
-"""Starts the workers of a run, and what is around them: scorers, trackers, the writer of samples.
+"""Start of the workers of a run and of its scorers, trackers and sample writer.
 
-An ExitStack records how to end each of these, and the `Trainer` unwinds it, so that the order is right however the run
-ends. An evaluation is started likewise, without what steps and their checkpoints need.
+An ExitStack records how to stop each of these, and the `Trainer` unwinds it, so that the order is right however the run
+ends. An evaluation starts in the same way, without steps and their checkpoints.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _WORKER = "rltrain.workers.hybrid:HybridWorker"
 
 @dataclass(frozen=True)
 class Ready:
-    """All that is known of a run before anything of it is started."""
+    """The specification of a run before anything is started."""
 
     loaded: LoadedConfig
     plan: Plan
@@ -62,41 +62,41 @@ class Ready:
     folder: RunFolder
     start: Start
     find: Callable[[], Start]
-    """Finds another start; see `verified`."""
+    """Finds another checkpoint to start from; see `verified`."""
 
 
 def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack, deadlines: Deadlines) -> Trainer:
-    """Workers, models, scorers and trackers of a run that has steps to make or validation prompts to answer.
+    """Start workers, models, scorers and trackers. Return the trainer of the run.
 
-    closing: ends what was begun; the trainer takes it over.
+    closing: holds the exits of everything that was started; the trainer takes it over.
     """
     loaded, plan, data, folder, start = ready.loaded, ready.plan, ready.data, ready.folder, ready.start
     cfg, device = loaded.config, get_device(loaded.config.trainer.device)
-    # Rows and prompts go into the object store once, not per process. Images that a class has made go with prompts.
+    # Rows and prompts are stored once, not once per process. Images that a dataset class made go with the prompts.
     splits = {name: share(_as_scored(cfg, rows)) for name, rows in data.rows.items()}
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
         groups = reserve(cfg, device)
-    # The stack unwinds in reverse: trackers, writer, scorers and workers end before their devices are given back.
+    # The stack unwinds in reverse: trackers, writer, scorers and workers end before their devices are released.
     closing.callback(unless_lost(free), groups)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
     watchers = Watchers()
 
     def on_wait() -> None:
-        """Called wherever the driver waits, for workers or for scorers."""
+        """Check the cluster, callbacks and signals. Called wherever the driver waits for workers or scorers."""
         raise_if_lost()
         watchers.on_wait()
         stop.raise_if_asked()
 
-    # A scorer that does not work is better known before models are loaded.
+    # Before models are loaded, so that a broken scorer fails early.
     with logs.waiting("trying the scorers on a row of every data source"):
         pool = start_pool(cfg, plan.num_reward_workers, splits, data, groups, folder.path, deadlines, on_wait)
     rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), watchers.on_failure)
     group = WorkerGroup("hybrid", groups, device, threads, *rest)
-    # After an error an orderly end would wait for workers that hang.
+    # After an error, an orderly stop would wait for workers that hang.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
-    # With a signal that stops at once, scorers end with Ray too: an answer that is being scored would be waited for.
+    # If a signal stops at once, scorers end with Ray: a shutdown would wait for the response being scored.
     closing.callback(unless_lost(lambda: pool.shutdown() if pool and not stop.at_once else None))
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
@@ -104,7 +104,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     start = verified(start, group, folder, ready.find)
     owes = owes_validation(cfg, folder.path, start.step, plan)
     with logs.waiting(f"starting {workers}"):
-        # A Config object would arrive as a reference too; only the data is big enough to be shared.
+        # A Config object would arrive as a reference too; only the data is large enough to be shared.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if needs_rows(cfg) else None})
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
@@ -115,7 +115,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         else:
             validation = make_evaluation(cfg, plan, data, group, pool, start.folder, watchers.on_phase)
     saver = _resume(ready, start, ppo, watchers) if ppo else None
-    # Only once the run can start: a start that is refused leaves the files of the run before as they are.
+    # Only once the run can start: a refused start leaves the files of the previous run unchanged.
     if ppo:
         set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
     else:
@@ -126,9 +126,9 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         writer = WriterProcess(splits, prompts, data.encoder.backend)
         watchers.add(archive := Archive(cfg, folder.path, writer, tracker))
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
-    # As a context and not as a callback, because a tracker must learn whether the run failed.
+    # As a context and not as a callback, because a tracker must know whether the run failed.
     closing.enter_context(tracker)
-    # Callbacks see the archive's metrics; the notice comes last, because a step has ended when all of them have.
+    # Callbacks see the archive's metrics. The notice comes last, because a step ends when all others have run.
     watchers.add(callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
         watchers.add(closing.enter_context(Details(folder.path, plan)), Notice(stop, lambda: saver.under_way_s))
@@ -138,7 +138,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
 
 
 def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> Saver:
-    """Bring a training to where it starts; returns what saves it, a watcher by then."""
+    """Restore the training state from ``start``. Return the saver, which is registered as a watcher."""
     cfg, sizes = ready.loaded.config, ppo.model_sizes
     total, trained = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
     identity = ready.data.rows["train"].identity()
@@ -147,7 +147,7 @@ def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> 
         ppo.reference,
     )  # fmt: skip
     watchers.add(saver)
-    # Of the weights as they were loaded, and of the checkpoint that the workers have found whole.
+    # With the sizes of the loaded weights and of the verified checkpoint.
     saver.check_room(start.step, ready.plan.total_steps, start.size)
     with logs.waiting(f"loading {start.folder}") if start.folder else nullcontext():
         saver.load(start)
@@ -162,5 +162,5 @@ def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:
 
 
 def _as_scored(cfg: Config, rows: Rows) -> Rows:
-    """The rows as those who score and write answers read them: with images where a judge is to see them."""
+    """Return the rows for the scorers and the sample writer. They include images only if a judge reads them."""
     return rows if cfg.reward.judge.images else rows.without_pictures()

@@ -1,8 +1,8 @@
 """Every configuration key: type, default, rules (see `fields`), and the help text, which is the string under each
 field.
 
-Names and meanings are verl's. A default that starts with ``${`` follows another key. Keys of verl's that change nothing
-here are no fields but rows of ``verl/keys.tsv``.
+Names and meanings are verl's. A default that starts with ``${`` follows another key. Keys of verl that change nothing
+here are not fields but rows of ``verl/keys.tsv``.
 """
 
 from __future__ import annotations
@@ -45,26 +45,27 @@ _REMOTE = {"url": "reward.url is not set"}
 
 @dataclass
 class SamplerConfig:
-    """Which prompts come next."""
+    """Order of the prompts."""
 
     name: str = key("shuffle", among=("shuffle", "solve_rate"), plugin=True)
     """shuffle (in file order with data.shuffle=False), solve_rate (skips most prompts that were always or never solved
-    before), or a sampler of your own: FILE.py:NAME (verl's data.sampler.class_path and class_name)."""
+    before), or a user's sampler: FILE.py:NAME (verl's data.sampler.class_path and class_name)."""
     revisit: float = key(0.1, least=0, most=1, only_with="name=solve_rate")
-    """solve_rate: how often per epoch such a prompt is tried again."""
+    """solve_rate: number of times per epoch that such a prompt is tried again."""
 
 
 @dataclass
 class DataConfig:
     """Prompts: files, columns, lengths, order."""
 
-    # Any, because OmegaConf has no union of a text and a list; see `check.as_list`.
+    # Any, because OmegaConf has no union of text and list; see `check.as_list`.
     train_files: Any = key(None, only_with=TRAINS)
-    """Data file or list of data files to train on: Parquet, JSON lines, JSON, CSV (required, but for an evaluation)."""
+    """Data file or list of data files to train on: Parquet, JSON lines, JSON, CSV (required, except for an
+    evaluation)."""
     val_files: Any = None
     """Data file or list of data files to validate on; null: no validation."""
     train_batch_size: int = key(1024, least=1, only_with=TRAINS)
-    """Prompts per step. The incomplete tail of an epoch is left out."""
+    """Prompts per step. The incomplete last batch of an epoch is dropped."""
     gen_batch_size: int | None = key(
         None,
         least=1,
@@ -72,53 +73,54 @@ class DataConfig:
             "algorithm.filter_groups.enable or trainer.verl_version!=0.9": "it is the size of a fetch in verl 0.9"
         },
     )
-    """Prompts per round of generation with algorithm.filter_groups; without, prompts per step, in place of
-    train_batch_size (verl 0.5 to 0.8); null: train_batch_size."""
+    """Prompts per round of generation with algorithm.filter_groups. Without it: prompts per step, instead of
+    train_batch_size (verl 0.5 to 0.8). null: train_batch_size."""
     max_prompt_length: int = key(512, least=1)
-    """Longest prompt in tokens, chat template included."""
+    """Longest prompt in tokens, including the chat template."""
     max_response_length: int = key(512, least=1)
-    """Longest answer in tokens."""
+    """Longest response in tokens."""
     filter_overlong_prompts: bool = False
-    """Leave out rows whose prompt is longer than max_prompt_length."""
+    """Drop rows whose prompt is longer than max_prompt_length."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What to do with a prompt that is still too long: error, left (keep the end), right (keep the start), middle (keep
+    """Treatment of a prompt that is still too long: error, left (keep the end), right (keep the start), middle (keep
     both ends)."""
     prompt_key: str = "prompt"
     """Column with the chat messages."""
     image_key: str = "images"
-    """Column with the images of a prompt: each {bytes} or {path}, which is relative to the folder of the file."""
+    """Column with the images of a prompt: each {bytes} or {path}, relative to the folder of the file."""
     min_pixels: int | None = key(None, least=1)
-    """Smaller images are scaled up to so many pixels (width times height); null: the processor's own bound alone."""
+    """Smaller images are scaled up to this number of pixels (width times height); null: only the processor's bound."""
     max_pixels: int | None = key(None, least=1)
-    """Larger images are scaled down to so many pixels; null: the processor's own bound alone."""
+    """Larger images are scaled down to this number of pixels; null: only the processor's bound."""
     reward_fn_key: str = "data_source"
-    """Column that chooses the scorer."""
+    """Column that selects the scorer."""
     shuffle: bool = True
-    """Shuffle the prompts anew in every epoch. Batch k depends on data.seed and k alone."""
+    """Shuffle the prompts again in every epoch. Batch k depends only on data.seed and k."""
     custom_cls: str | None = key(None, plugin=True)
-    """A dataset class of your own that makes the rows: FILE.py:NAME (verl's data.custom_cls.path and name); null:
-    parquet files are read as they are."""
+    """A user's dataset class that makes the rows: FILE.py:NAME (verl's data.custom_cls.path and name); null: data files
+    are read as they are."""
     own_keys: dict[str, Any] = key({})
-    """Free-form: further keys of data that your own classes (custom_cls, sampler) find in their config. Keys of data
-    that are unknown here are put there."""
+    """Free-form: further keys of data for the user's classes (custom_cls, sampler), which find them in their config.
+    Unknown keys of data are put here."""
     sampler: SamplerConfig = section(SamplerConfig)
-    """Which prompts come next."""
+    """Order of the prompts."""
     mixing: dict[str, Any] = key({})
     """Free-form: the weight of each data_source or file (by its path or name) among the prompts of a batch, such as
-    {openai/gsm8k: 3, math.parquet: 1}; 0 leaves rows out. {}: all rows alike."""
+    {openai/gsm8k: 3, math.parquet: 1}; 0 excludes rows. {}: all rows have equal weight."""
     seed: int = 1
-    """Decides the order of prompts, and the sampling unless rollout.seed is set."""
+    """Seed of the order of prompts, and of sampling unless rollout.seed is set."""
     train_max_samples: int = -1
-    """Train on so many rows only, drawn by data.seed (the first ones with data.shuffle=False); 0 or less: all."""
+    """Train on only this number of rows, drawn with data.seed (the first ones with data.shuffle=False); 0 or
+    less: all."""
     val_max_samples: int = key(-1, only_with=VALIDATES)
-    """Validate on so many rows only, chosen likewise; 0 or less: all."""
+    """Validate on only this number of rows, chosen in the same way; 0 or less: all."""
     apply_chat_template_kwargs: dict[str, Any] = key({})
     """Free-form: arguments of the chat template, such as enable_thinking."""
 
 
 @dataclass
 class CheckpointConfig:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     save_contents: list[str] = key(
         ["model", "optimizer", "extra", "hf_model"], among=("model", "optimizer", "extra", "hf_model")
@@ -131,22 +133,23 @@ class AdaptiveEntropyConfig:
     """An entropy bonus with a target (Skywork-OR1)."""
 
     target_entropy: float | None = key(None, over=0)
-    """Mean entropy of a token to hold, in nats. The weight of the bonus begins at entropy_coeff and moves from step to
-    step; there is a bonus only in steps that begin at or below the target. null: the weight stays entropy_coeff."""
+    """Target of the mean entropy of a token, in nats. The weight of the bonus starts at entropy_coeff and changes from
+    step to step. The bonus applies only in steps that begin at or below the target. null: the weight stays
+    entropy_coeff."""
     delta_ent_coef: float = key(0.0001, least=0, only_with="target_entropy")
-    """By which the weight grows after a step that began below the target, and shrinks after one that began above."""
+    """Increase of the weight after a step that began below the target, and decrease after one that began above."""
     max_ent_coef: float = key(0.005, least=0, only_with="target_entropy")
     """Largest weight; the smallest is 0."""
 
     @property
     def enabled(self) -> bool:
-        """Whether the weight moves."""
+        """True if the weight is adapted."""
         return self.target_entropy is not None
 
 
 @dataclass
 class ActorConfig:
-    """The policy's update."""
+    """The update of the policy."""
 
     optim: OptimConfig = section(OptimConfig, only_with=TRAINS)
     """Optimizer."""
@@ -159,23 +162,22 @@ class ActorConfig:
     router_replay: RouterReplayConfig = section(RouterReplayConfig, only_with=TRAINS)
     """Routing replay."""
     ppo_mini_batch_size: int = key(256, least=1)
-    """Prompts per optimizer step, over all devices, with all their answers."""
+    """Prompts per optimizer step over all devices, with all their responses."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, least=1)
-    """Samples per forward and backward on one device (of a sequence-parallel group: on all of it). See
-    use_dynamic_bsz."""
+    """Samples per forward and backward on one device, or on a whole sequence-parallel group. See use_dynamic_bsz."""
     use_dynamic_bsz: bool | None = None
-    """Micro-batches are cut by tokens (True) or by samples (False); null: by as many tokens as
-    ppo_micro_batch_size_per_gpu of the longest sequences have, where it is set, else by ppo_max_token_len_per_gpu. The
-    other passes go by the same rule and, where they have no sizes of their own, by the actor's."""
+    """Cut micro-batches by tokens (True) or by samples (False). null: by the tokens of ppo_micro_batch_size_per_gpu
+    longest sequences if it is set, else by ppo_max_token_len_per_gpu. Other passes follow the same rule, and without
+    sizes of their section they use the actor's."""
     ppo_max_token_len_per_gpu: int = key(16384, least=1)
-    """Tokens per forward and backward on one device; times the sequence-parallel size for a group of devices."""
+    """Tokens per forward and backward on one device; a sequence-parallel group has this times its size."""
     ppo_epochs: int = key(1, least=1)
     """Passes over each batch."""
     recompute_old_log_prob: Literal["auto", "always"] = "auto"
-    """Old log-probs of the first mini-batch. auto: from the update's own forward, unless they are needed earlier;
-    always: from a pass."""
+    """Source of the old log-probs of the first mini-batch. auto: the update's forward, unless they are needed earlier;
+    always: a separate pass."""
     shuffle: bool = False
-    """Shuffle the prompts of a batch before it is cut into mini-batches, anew in every epoch over it."""
+    """Shuffle the prompts of a batch before it is cut into mini-batches, again in every epoch over it."""
     clip_ratio: float = key(
         0.2,
         least=0,
@@ -195,39 +197,38 @@ class ActorConfig:
     tau_pos: float = key(1.0, over=0)
     """sapo: temperature of the gate for positive advantages."""
     tau_neg: float = key(1.05, over=0)
-    """sapo: temperature of the gate for the other advantages."""
+    """sapo: temperature of the gate for other advantages."""
     freeze_vision_tower: bool = False
-    """Prompts with images: leave the vision tower of the policy, and of a critic, as it was loaded, with what projects
-    its features. Under LoRA it rests anyway unless target_modules names its layers."""
+    """Prompts with images: freeze the vision tower of the policy and of a critic, and the projection of its features.
+    With LoRA it is frozen anyway unless target_modules names its layers."""
     loss_agg_mode: Aggregation | None = None
-    """How token losses become one loss over the global mini-batch; null: the loss's own way (gspo, sapo, geo_mean
-    and real seq-mean-token-mean, luspo and topr seq-mean-token-sum, others token-mean), and token-mean for entropy and
-    KL."""
+    """Aggregation of token losses over the global mini-batch; null: the loss's default (gspo, sapo, geo_mean and real
+    seq-mean-token-mean, luspo and topr seq-mean-token-sum, others token-mean), and token-mean for entropy and KL."""
     loss_scale_factor: int | None = key(
         None,
         least=1,
         only_with={f"loss_agg_mode={_SUMS} or critic.loss_agg_mode={_SUMS}": f"only loss_agg_mode={_SUMS} uses it"},
     )
-    """seq-mean-token-sum-norm divides by this; null: data.max_response_length."""
+    """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     adaptive_entropy: AdaptiveEntropyConfig = section(AdaptiveEntropyConfig)
-    """Entropy at a target."""
+    """Entropy target."""
     router_aux_loss_coef: float = key(0.0, least=0)
-    """Models with experts: weight of the loss on their balance, N sum_e f_e P_e of a layer (Switch Transformer), mean
-    over layers. f is of the whole mini-batch: with router_replay it is known, else one more forward finds it. Model
-    cards train with 0.001; 0: none."""
+    """Models with experts: weight of the load-balancing loss, N sum_e f_e P_e of a layer (Switch Transformer), averaged
+    over layers. f is computed over the whole mini-batch: with router_replay it is known, otherwise it takes one more
+    forward. Model cards train with 0.001; 0: none."""
     router_bias_update_rate: float = key(0.0, least=0)
-    """Models whose routers have a correction bias (DeepSeek-V3, GLM-4-MoE): behind each optimizer step the bias of an
-    expert moves so far up where its load in the mini-batch was below the mean, and down where it was above (Wang et al.
-    2024). DeepSeek-V3 was trained with 0.001; 0: it stays."""
+    """Models whose routers have a correction bias (DeepSeek-V3, GLM-4-MoE): after each optimizer step, the bias of an
+    expert moves up by this if its load in the mini-batch was below the mean, and down if it was above (Wang et al.
+    2024). DeepSeek-V3 was trained with 0.001; 0: the bias is fixed."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = key(0.001, least=0, only_with="use_kl_loss")
     """Weight of that KL."""
     kl_loss_type: KLKind = key("low_var_kl", only_with="use_kl_loss")
-    """kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the exact KL over
-    the vocabulary."""
+    """Estimator: kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the
+    exact KL over the vocabulary."""
     use_bias_correction_kl: bool = key(
         False,
         only_with={
@@ -237,14 +238,14 @@ class ActorConfig:
     )
     """Multiply the KL of a token by pi / pi_old, which makes it unbiased when the policy has moved (DeepSeek-V3.2)."""
     off_policy_mask_threshold: float | None = key(None, least=0)
-    """Bad answers that the policy has moved away from by more than this, as the mean over tokens of log pi_engine -
-    log pi, leave the policy loss, not its denominators (DeepSeek-V3.2); null: none do."""
+    """Mask responses with a negative advantage in the policy loss, not in its denominators, if the mean over tokens of
+    log pi_engine - log pi exceeds this (DeepSeek-V3.2); null: mask none."""
     top_entropy_quantile: float = key(1.0, over=0, most=1, only_with=REWARDED)
-    """Share of the tokens of a global mini-batch that the policy loss learns from: those at which the policy that
-    sampled was least certain, by its entropy. The others stay in the denominators (Wang et al. 2025)."""
+    """Share of the tokens of a global mini-batch that enter the policy loss: those with the highest entropy of the
+    policy that sampled them. The others stay in the denominators (Wang et al. 2025)."""
     ulysses_sequence_parallel_size: int = key(1, least=1)
-    """Neighbouring devices that share each sequence (Ulysses) and so their token budgets. It must divide the attention
-    heads."""
+    """Neighbouring devices that share each sequence (Ulysses), and thus their token budgets. It must divide the
+    attention heads."""
 
 
 @dataclass
@@ -255,7 +256,7 @@ class RefModelConfig:
         "${actor_rollout_ref.model.path}",
         only_with=_WHOLE,
     )
-    """Hugging Face folder or hub name: the model that training starts from, or another one with its tokenizer."""
+    """Hugging Face folder or hub name: the initial model of the training, or another one with its tokenizer."""
 
 
 @dataclass
@@ -270,27 +271,28 @@ class RefConfig:
     )
     """Sharding; param_offload keeps the reference in host memory between its passes."""
     log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_REFERENCE_PASS)
-    """Samples per forward on one device; null: as the actor's."""
+    """Samples per forward on one device; null: as for the actor."""
     log_prob_use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_REFERENCE_PASS)
     """As actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_REFERENCE_PASS)
-    """Tokens per forward on one device; null: as the actor's."""
+    """Tokens per forward on one device; null: as for the actor."""
     ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
     """Devices that share each sequence. It may differ from the actor's, except with full KLs and with LoRA."""
     update_every_steps: int | None = key(None, least=1)
-    """Every so many steps the reference takes over the policy (update_mix); null: it never moves. It is then part of
-    the checkpoint."""
+    """Interval in steps at which the reference is updated from the policy (update_mix); null: never. A reference that
+    is updated is part of the checkpoint."""
     update_mix: float = key(1.0, over=0, most=1, only_with={"update_every_steps": "the reference never moves"})
-    """Share a of the policy in it: reference = a * policy + (1 - a) * reference. Below 1 it is held in float32."""
+    """Share a of the policy in the update: reference = a * policy + (1 - a) * reference. Below 1 the reference is
+    stored in float32."""
 
     def moves_after(self, step: int) -> bool:
-        """Whether the reference moves at the end of ``step`` (from 1)."""
+        """Return whether the reference is updated at the end of ``step`` (from 1)."""
         return bool(self.update_every_steps) and step % (self.update_every_steps or 1) == 0
 
 
 @dataclass
 class ActorRolloutRefConfig:
-    """Actor, rollout engine and reference, which share the devices."""
+    """Actor, rollout engine and reference on shared devices."""
 
     model: ModelConfig = section(ModelConfig)
     """Model."""
@@ -304,7 +306,7 @@ class ActorRolloutRefConfig:
 
 @dataclass
 class CustomRewardConfig:
-    """Your own reward function."""
+    """The user's reward function."""
 
     path: str | None = None
     """Python file with the function; null: the built-in scorer of each data_source."""
@@ -316,30 +318,30 @@ class CustomRewardConfig:
 
 @dataclass
 class RewardConfig:
-    """Where and how long scorers run."""
+    """Placement and limits of scorers."""
 
     num_workers: int | None = key(None, least=1)
-    """Processes that score answers; null: one per core that the devices' workers leave, at most 16 per node and 64 in
-    all."""
+    """Processes that score responses; null: one per core not used by the devices' workers, at most 16 per node and 64
+    in total."""
     timeout_s: float = key(10.0, least=0.01)
-    """Seconds that one answer may take; then its scorer is killed and the answer counts as failed."""
+    """Time limit in seconds for scoring one response; then its scorer is killed and the response counts as failed."""
     on_error: float = 0.0
-    """Score of an answer that could not be scored (counted in reward/error_rate)."""
+    """Score of a response that could not be scored (counted in reward/error_rate)."""
     weights: dict[str, Any] = key({})
-    """Free-form: the rule reward as a weighted sum of numbers the scorer returns (weights.acc=0.9 weights.format=0.1);
-    {}: its score."""
+    """Free-form: the rule reward as a weighted sum of numbers that the scorer returns (weights.acc=0.9
+    weights.format=0.1); {}: its score."""
     overlap: bool = True
-    """Score the answers to a prompt as soon as the last of them has ended, while others are still being generated."""
+    """Score the responses to a prompt as soon as the last of them has ended, while others are still being generated."""
     memory_limit_mb: int = key(4096, least=0)
-    """Address space of a scorer's process in MiB; an answer that exceeds it counts as failed. 0: no limit."""
+    """Address space of a scorer's process in MiB; a response that exceeds it counts as failed. 0: no limit."""
     allow_code_execution: bool = False
-    """Let scorers run programs that the model wrote. rewards.md of the documentation lists the limits."""
+    """Allow scorers to run programs that the model wrote. rewards.md of the documentation lists the limits."""
     allow_unsandboxed_code: bool = False
-    """Run them also on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
+    """Run them even on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
     url: str | None = None
-    """Address of a remote scorer (http://host:port/path); answers are sent there instead of being scored here."""
+    """Address of a remote scorer (http://host:port/path), which scores the responses instead of local processes."""
     url_concurrency: int = key(8, least=1, only_with=_REMOTE)
-    """Answers that each of num_workers (null: one per node) has under way at reward.url."""
+    """Concurrent requests to reward.url of each of num_workers (null: one per node), in responses."""
     url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
     """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in
     config.yaml."""
@@ -347,11 +349,11 @@ class RewardConfig:
         JudgeConfig,
         only_with={"judge.url or reward_model.judges": "neither reward.judge.url nor a generative reward model is set"},
     )
-    """A model that judges answers."""
+    """A model that judges responses."""
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether scoring is mostly waiting for a server."""
+        """True if scoring mostly waits for a server."""
         return self.url is not None or self.judge.url is not None
 
 
@@ -367,7 +369,7 @@ class RayConfig:
 
 @dataclass
 class Config:
-    """Everything a run can be told."""
+    """All settings of a run."""
 
     data: DataConfig = section(DataConfig)
     """Prompts."""
@@ -380,7 +382,7 @@ class Config:
     critic: CriticConfig = section(CriticConfig, only_with=WITH_CRITIC)
     """Value function (gae)."""
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, only_with=_WITH_SCORER)
-    """Your own reward function."""
+    """The user's reward function."""
     reward: RewardConfig = section(RewardConfig, only_with=_WITH_SCORER)
     """Scoring processes."""
     reward_model: RewardModelConfig = section(RewardModelConfig)

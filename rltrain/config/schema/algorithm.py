@@ -1,4 +1,4 @@
-"""Keys under algorithm: how advantages come from rewards."""
+"""Keys under algorithm: advantages from rewards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rltrain.config.schema.fields import key, section
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full"
 ]  # fmt: skip
-# Rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches says: as good as no limit.
-# Without any, a policy that solves everything or nothing would generate for ever.
+# Maximum rounds of dynamic sampling in a step, unless filter_groups.max_num_gen_batches is set. Without a limit, a
+# policy that solves everything or nothing would generate forever.
 _DEFAULT_ROUNDS = 100
-# Metrics that dynamic sampling compares whatever a scorer returns.
+# Metrics of dynamic sampling that are available with every scorer.
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 _ADAPTIVE = "type=adaptive"
 REWARDED = {
@@ -34,13 +34,13 @@ class KLControlConfig:
     """Weight of the KL in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """Whether the weight follows the KL that is measured."""
+    """fixed, or adaptive (the weight follows the measured KL)."""
     kl_coef: float = key(0.001, least=0)
-    """Weight (adaptive: at the start)."""
+    """Weight (adaptive: initial weight)."""
     horizon: int = key(10000, least=1, only_with=_ADAPTIVE)
     """Adaptive: samples over which the weight adapts."""
     target_kl: float = key(0.1, over=0, only_with=_ADAPTIVE)
-    """Adaptive: the KL to hold."""
+    """Adaptive: target of the KL."""
 
 
 @dataclass
@@ -48,56 +48,56 @@ class FilterGroupsConfig:
     """DAPO's dynamic sampling."""
 
     enable: bool = key(False, only_with={"actor_rollout_ref.rollout.n>1": "a prompt has one answer, and all are kept"})
-    """Generate again in place of groups whose answers all score alike."""
+    """Replace groups whose responses all have the same score by new generations."""
     metric: str = key("acc", only_with="enable")
-    """What is compared: acc (else the scorer's score), score (the scorer's, without penalties), seq_reward and
+    """Metric that is compared: acc (else the scorer's score), score (the scorer's, without penalties), seq_reward and
     seq_final_reward (with penalties), or another number of the scorer."""
     max_num_gen_batches: int = key(0, only_with="enable")
-    """Most rounds of generation in a step; 0 or less: 100. What is then still missing is filled with groups that were
-    thrown away."""
+    """Maximum rounds of generation in a step; 0 or less: 100. After the last round, missing groups are filled with
+    discarded ones."""
 
     @property
     def most_rounds(self) -> int:
-        """Rounds of generation in a step at most."""
+        """Maximum rounds of generation in a step."""
         return self.max_num_gen_batches if self.max_num_gen_batches > 0 else _DEFAULT_ROUNDS
 
 
 @dataclass
 class GiGPOConfig:
-    """GiGPO: turns that begin alike are compared."""
+    """GiGPO: comparison of turns in the same state."""
 
     step_advantage_w: float = key(1.0, least=0)
-    """gigpo: weight of what compares turns, beside what compares whole answers."""
+    """gigpo: weight of the comparison of turns, added to the comparison of whole responses."""
 
 
 @dataclass
 class AdvNormConfig:
-    """Advantages once more centred and scaled.
+    """Second normalisation of advantages.
 
-    Of whole answers, over the tokens of the batch or of a group, as AReaL's adv_norm.
+    It applies to one advantage per response, over the tokens of the batch or of a group, as AReaL's adv_norm.
     """
 
     mean_level: Literal["batch", "group"] | None = None
-    """Subtract the mean of the batch, or of the answers to a prompt; null: none."""
+    """Subtract the mean of the batch, or of the group; null: none."""
     std_level: Literal["batch", "group"] | None = None
-    """Divide by the standard deviation of the batch, or of the answers to a prompt; null: do not."""
+    """Divide by the standard deviation of the batch, or of the group; null: none."""
 
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Keep what lies within [low, high]."""
+    """A rule that keeps values within [low, high]."""
 
     over: str
-    """Name of what is bounded: token, seq_sum, seq_mean or seq_max."""
+    """Unit of the bounded value: token, seq_sum, seq_mean or seq_max."""
     measure: str
-    """Estimate of the KL: k1, k2 or k3; or binary_kl, see `correction`."""
+    """Estimator of the KL: k1, k2, k3, or binary_kl (see `correction`)."""
     low: float
     high: float
 
 
 @dataclass
 class RolloutCorrectionConfig:
-    """What to do about an engine whose policy is not quite the trainer's."""
+    """Correction of the mismatch between the engine's and the trainer's policy."""
 
     rollout_is: Literal["token", "sequence"] | None = key(None, only_with=_WEIGHS)
     """Importance weights of the policy loss, per token or per sequence; null: none."""
@@ -115,20 +115,20 @@ class RolloutCorrectionConfig:
     """Reject tokens or sequences: comma list of token_k1|k2|k3, seq_sum_k1|k2|k3, seq_mean_k1|k2|k3, seq_max_k2|k3, or
     these with binary_kl (KPop); null: none."""
     rollout_rs_threshold: str | None = key(None, only_with={"rollout_rs": "rollout_rs is null"})
-    """Bounds of rollout_rs, one for all or one each: k1 low_high in pi_engine / pi_trainer (x: 1/x to x); all
-    others the largest value."""
+    """Bounds of rollout_rs, one for all or one for each: k1 takes low_high of pi_engine / pi_trainer (x means 1/x to
+    x); all others take the largest value."""
     bypass_mode: bool = False
-    """Take the engine's log-probs as the old policy's, and make no old_log_prob pass."""
+    """Use the engine's log-probs as the old policy's, without an old_log_prob pass."""
     loss_type: Literal["ppo_clip", "reinforce"] = key("ppo_clip", only_with="bypass_mode")
-    """bypass_mode: ppo_clip (the policy loss, its ratio taken against the engine) or reinforce (-A w log pi)."""
+    """bypass_mode: ppo_clip (the policy loss, with its ratio taken against the engine) or reinforce (-A w log pi)."""
 
     def importance_bounds(self) -> tuple[float | None, float]:
-        """(low, high) of rollout_is_threshold; low is None for a plain truncation. Raises ValueError."""
+        """Return (low, high) of rollout_is_threshold; low is None for a plain truncation. Raises ValueError."""
         low, high = bounds(str(self.rollout_is_threshold))
         return low, high
 
     def rejection_rules(self) -> list[RejectionRule]:
-        """The rules of rollout_rs. Raises ValueError that says what is wrong."""
+        """Return the rules of rollout_rs. Raises ValueError with the reason."""
         names = [name.strip() for name in self.rollout_rs.split(",")] if self.rollout_rs else []
         limits = [limit.strip() for limit in str(self.rollout_rs_threshold or "").split(",")]
         limits = limits * len(names) if len(limits) == 1 else limits
@@ -160,11 +160,11 @@ class RolloutCorrectionConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """How advantages come from rewards."""
+    """Advantages from rewards."""
 
     adv_estimator: str = key("gae", among=tuple(ESTIMATORS), plugin=True, only_with=REWARDED)
     """gae (with a critic), grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax, opo, maxrl, lite_ppo,
-    optimal_token_baseline, grpo_passk, gpg, gpg_paper, gdpo, turn_rloo and gigpo (over turns), or your own:
+    optimal_token_baseline, grpo_passk, gpg, gpg_paper, gdpo, turn_rloo and gigpo (over turns), or a user's function:
     FILE.py:NAME. grpo_vectorized and rloo_vectorized are grpo and rloo."""
     gamma: float = key(1.0, least=0, most=1)
     """Discount of later rewards: of tokens (gae, reinforce_plus_plus) or of turns (turn_rloo, gigpo)."""
@@ -173,13 +173,13 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo, gigpo: divide by the standard deviation of the group; False: Dr. GRPO."""
     gdpo_reward_keys: list[str] = key([])
-    """gdpo: numbers the scorer returns that are compared one by one."""
+    """gdpo: numbers of the scorer that are compared one by one."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: weight of each; null: 1 each."""
     gigpo: GiGPOConfig = section(GiGPOConfig)
     """Comparison of turns."""
     adv_norm: AdvNormConfig = section(AdvNormConfig)
-    """Normalisation behind the estimator."""
+    """Normalisation after the estimator."""
     reward_scaling: float = key(1.0, over=0)
     """Advantages come from (score + reward_bias) * reward_scaling."""
     reward_bias: float = 0.0
@@ -191,8 +191,8 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = section(KLControlConfig, only_with="use_kl_in_reward")
     """Weight of that KL."""
     mask_truncated: bool = False
-    """DAPO's overlong filtering: answers cut at the limit leave the loss (of critic, KL and entropy too) and what it is
-    divided by, tokens and answers alike. Their rewards stay in the baseline of their group."""
+    """DAPO's overlong filtering: exclude responses cut at the limit from the loss (of critic, KL and entropy too) and
+    from its denominators, which count tokens and responses. Their rewards stay in the baseline of their group."""
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
@@ -200,17 +200,17 @@ class AlgorithmConfig:
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantages need a value function."""
+        """True if the advantages need a value function."""
         return self.estimator.values
 
     @property
     def estimator(self) -> EstimatorTraits:
-        """What the advantage estimator declares about itself."""
+        """The declaration of the advantage estimator."""
         return estimator_traits(self.adv_estimator)
 
 
 def bounds(text: str) -> tuple[float | None, float]:
-    """(low, high) of "high" or "low_high". Raises ValueError that says what is wrong."""
+    """Return (low, high) of "high" or "low_high". Raises ValueError with the reason."""
     low, _, high = text.rpartition("_")
     try:
         numbers = (float(low) if low else None, float(high))

@@ -33,13 +33,13 @@ def read_arguments(
     elsewhere: Sequence[str] = (),
     problems: Sequence[str] = (),
 ) -> T:
-    """Return a ``kind`` with the values of ``arguments``; a later argument wins.
+    """Return a ``kind`` with the values of ``arguments``; a later argument wins. Raises ConfigError.
 
-    kind: a dataclass with fields of type str, bool, int, float, lists of these, and None. Bounds are those of `key`; a
-    field without a default (`required`) must be given. where: prefix of messages, such as "--assume". hint: last line
-    of the error. others: receives the arguments whose key is not a field of ``kind``, instead of an error, unless they
-    look like a misspelt field of it or of ``elsewhere``, the names that a later reader knows. problems: found before,
-    reported with those of the arguments. Raises ConfigError.
+    kind: a dataclass with fields of type str, bool, int, float, lists of these, and None. Its bounds are declared with
+    `key`; a field without a default (`required`) must be given. where: prefix of messages, such as "--assume". hint:
+    last line of the error. others: receives the arguments whose key is not a field of ``kind``, instead of an error,
+    unless they look like a misspelt field of it or of ``elsewhere``, the names that a later reader knows. problems:
+    earlier problems, which are reported too.
     """
     known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
     kinds = typing.get_type_hints(kind)

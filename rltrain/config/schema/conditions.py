@@ -1,13 +1,13 @@
-"""The one small language of the tables: a condition on the value of a key, in a line that reads as one types it.
+"""Syntax of conditions on the value of a key, as used in tables and at fields.
 
     key            it is on: not null, False, 0, "", [], {} or "disabled"
     key=a|b        it is one of these; 0 and 1 are False and True as well
     key!=a|b       it is none of these
-    key<1, key>1   a number, which no word is
-    a or b         of several conditions one holds
+    key<1, key>1   it is a number in this range; text never is
+    a or b         one of several conditions holds
 
 ``${other.key}`` among the values is the value of another key. At the fields of the schema a key is looked up in its
-own section, then in the sections around it. In the tables of verl's keys (`config.verl`) it may hold "*", for any text.
+section, then in the enclosing sections. In the tables of verl's keys (`config.verl`) it may contain "*", for any text.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Condition:
     values: tuple[str, ...] = ()
 
     def holds(self, value: Any, lookup: Callable[[str], Any] = lambda key: None) -> bool:
-        """Whether it holds for a value of the key. lookup: the value of another key."""
+        """Return whether it holds for a value of the key. lookup: returns the value of another key."""
         if not self.operator:
             return not is_off(value)
         if self.operator in "<>":
             limit = float(self.values[0])
-            if not isinstance(value, int | float):  # a word where a number may stand: trainer.save_freq=epoch
+            if not isinstance(value, int | float):  # a word instead of a number: trainer.save_freq=epoch
                 return False
             return value < limit if self.operator == "<" else value > limit
         values = [as_text(lookup(text[2:-1])) if text.startswith("${") else text for text in self.values]
@@ -49,20 +49,20 @@ class Condition:
 
 @functools.cache
 def parse(text: str) -> Condition:
-    """One condition without "or"."""
+    """Return one condition without "or"."""
     parts = _FORM.fullmatch(text)
     assert parts, text
     return Condition(parts["key"], parts["operator"] or "", tuple((parts["values"] or "").split("|")))
 
 
 def is_met(config: Config, section: str, text: str) -> bool:
-    """Whether a condition holds that stands in ``section`` of the schema."""
+    """Return whether a condition at a field in ``section`` of the schema holds."""
     conditions = map(parse, text.split(" or "))
     return any(condition.holds(get(config, _full_name(config, section, condition.key))) for condition in conditions)
 
 
 def unmet(config: Config, section: str, text: str) -> str:
-    """The values on which a condition failed, and where the key would count."""
+    """Return the values by which a condition fails, and the condition under which the key has an effect."""
     conditions = [parse(clause) for clause in text.split(" or ")]
     keys = dict.fromkeys(_full_name(config, section, condition.key) for condition in conditions)
     values = " and ".join(f"{key}={as_text(get(config, key))}" for key in keys)
@@ -72,9 +72,9 @@ def unmet(config: Config, section: str, text: str) -> str:
 
 
 def _full_name(config: Config, section: str, name: str) -> str:
-    """The whole name of the key that ``name`` means in a section."""
+    """Return the full name of the key that ``name`` means in a section."""
     around = section
-    # Outwards, so that a condition reads as in its own section and may still name a key anywhere.
+    # From the inside out, so that a condition is short in its section and may still name any key.
     while not hasattr(get(config, around), name.partition(".")[0]):
         assert around, f"{name} is not known in {section}"
         around = around.rpartition(".")[0]
@@ -82,15 +82,15 @@ def _full_name(config: Config, section: str, name: str) -> str:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value says that a thing is not wanted. One that follows another key of a file says nothing."""
+    """Return whether a value turns a key off. An interpolation in a file counts as off."""
     return not value or value == "disabled" or follows(value)
 
 
 def follows(value: Any) -> bool:
-    """Whether a value is that of another key, which is not known yet."""
+    """Return whether a value is an interpolation, whose value is not known yet."""
     return isinstance(value, str) and "${" in value
 
 
 def as_text(value: Any) -> str:
-    """A value as a user types it."""
+    """Return a value as a user types it."""
     return "null" if value is None else str(value)

@@ -1,10 +1,9 @@
-"""What each advantage estimator and each policy loss declares about itself.
+"""Declarations of advantage estimators and policy losses: their inputs and requirements.
 
-Problem: whether a run has a critic, a greedy baseline or a selection over a mini-batch must be known before anything
-starts, and the configuration must not wait the seconds that torch takes to import. Choice: the declarations of the
-built-in functions stand here, without torch, and their formulas in `rltrain.algorithms`. A function of the user's own
-(FILE.py:NAME) gets its declaration from the decorators there; its file is imported once to read it. Nothing else in the
-program asks for the name of an algorithm.
+Whether a run has a critic, a greedy baseline or a selection over a mini-batch must be known before anything starts, and
+the configuration must not wait seconds for the import of torch. So the declarations of built-in functions are here,
+without torch, and their formulas in `rltrain.algorithms`. A user's function (FILE.py:NAME) is declared by the
+decorators there; its file is imported once to read the declaration. No other code depends on the name of an algorithm.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from rltrain.base.plugin import is_plugin, load_plugin
 
 ESTIMATOR_KEY = "algorithm.adv_estimator"
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
-# What algorithm.rollout_correction.loss_type=reinforce computes: the plain policy gradient.
+# Loss of algorithm.rollout_correction.loss_type=reinforce: the plain policy gradient.
 REINFORCE_LOSS = "gpg"
-# What the cost of a token by a teacher goes through (distillation_loss.use_policy_gradient), as in verl.
+# Loss of a teacher's cost per token (distillation_loss.use_policy_gradient), as in verl.
 TEACHER_LOSS = "vanilla"
-# How token losses become one where neither the user nor the loss says so.
+# Aggregation of token losses if neither the user nor the loss sets one.
 TOKEN_MEAN = "token-mean"
 _ANSWER_MEAN = "seq-mean-token-mean"
 _ANSWER_SUM = "seq-mean-token-sum"
@@ -32,46 +31,46 @@ _ATTRIBUTE = "rltrain_declaration"
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """What an advantage estimator needs and does."""
+    """Declaration of an advantage estimator."""
 
     per_token: bool = False
-    """It gives one advantage per token, computed where the tokens are; otherwise one per answer, computed on the
+    """It returns one advantage per token, computed on the workers; otherwise one per response, computed on the
     driver."""
     per_turn: bool = False
-    """It gives one advantage per turn of the policy, computed on the driver."""
+    """It returns one advantage per turn of the policy, computed on the driver."""
     values: bool = False
-    """A critic gives it the value of every token."""
+    """It needs a critic's value of every token."""
     greedy_baseline: bool = False
-    """It gets the reward of a greedy answer per prompt."""
+    """It needs the reward of a greedy response per prompt."""
     compares: bool = False
-    """It compares the answers of a prompt group."""
+    """It compares the responses of a group."""
     takes_one: bool = False
-    """An answer without others has its score for an advantage, as in verl; where it does not, one answer per prompt is
+    """A response without others has its score as advantage, as in verl. Otherwise one response per prompt is
     refused."""
     sum_pi_squared: bool = False
-    """Per token, it gets the sum over the vocabulary of pi_old^2, and the answers of a group lie together."""
+    """Per token, it needs the sum over the vocabulary of pi_old^2, and the samples of a group on one rank."""
     reward_terms: bool = False
-    """It takes the numbers named by ``gdpo_reward_keys`` in place of the reward."""
+    """It uses the numbers named by ``gdpo_reward_keys`` instead of the reward."""
     whitens: bool = False
     """Its token advantages are whitened over the batch."""
     reads: tuple[str, ...] | None = None
-    """The keys of ``algorithm`` that it reads (None: unknown)."""
+    """Keys of ``algorithm`` that it reads (None: unknown)."""
 
 
 @dataclass(frozen=True)
 class LossTraits:
-    """What a policy loss needs and does."""
+    """Declaration of a policy loss."""
 
     selects: bool = False
     """It treats some tokens of the global mini-batch differently."""
     weighs_groups: bool = False
-    """It weighs an answer by the others to its prompt in the global mini-batch."""
+    """It weighs a response by the others of its group in the global mini-batch."""
     silent_at_zero: bool = False
-    """An answer without any advantage has no gradient, so it may be left out of the update."""
+    """A response without any advantage has no gradient, so it may be left out of the update."""
     aggregation: str = TOKEN_MEAN
-    """The mean that the loss is defined with, taken unless ``loss_agg_mode`` is set."""
+    """Aggregation in the definition of the loss, used unless ``loss_agg_mode`` is set."""
     reads: tuple[str, ...] | None = None
-    """The keys of ``actor`` that it reads (None: unknown)."""
+    """Keys of ``actor`` that it reads (None: unknown)."""
 
 
 _BY_STD = ("norm_adv_by_std_in_grpo",)
@@ -81,11 +80,11 @@ ESTIMATORS = {
     "grpo": dataclasses.replace(_GROUP, reads=_BY_STD),
     "grpo_vectorized": dataclasses.replace(_GROUP, reads=_BY_STD),
     "reinforce_plus_plus": EstimatorTraits(per_token=True, whitens=True, reads=("gamma",)),
-    # Whitened on the driver by its formula, as gdpo is; `whitens` is about advantages per token, which the driver
-    # lacks.
+    # Whitened on the driver by its formula, as gdpo is; `whitens` concerns advantages per token, which do not exist on
+    # the driver.
     "reinforce_plus_plus_baseline": _GROUP,
     "rloo": _GROUP,
-    # verl gives an answer alone 0 here, so nothing would be learnt.
+    # verl returns 0 for a single response here, so nothing would be learnt.
     "rloo_vectorized": EstimatorTraits(compares=True, reads=()),
     "remax": EstimatorTraits(per_token=True, greedy_baseline=True, reads=()),
     "opo": _GROUP,
@@ -116,14 +115,14 @@ POLICY_LOSSES = {
     "gpg": LossTraits(silent_at_zero=True, reads=()),
     "cispo": LossTraits(silent_at_zero=True, reads=_CLIP),
     "sapo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("tau_pos", "tau_neg")),
-    # Every token of an answer carries the answer's loss, so this is GMPO's mean over answers.
+    # Every token of a response carries the loss of the response, so this is GMPO's mean over responses.
     "geo_mean": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=_CLIP),
-    # Not silent: a token without advantage may be among the selected, and without it another would be in its place.
+    # Not silent: a token without advantage may be selected; without it another one would be.
     "clip_cov": LossTraits(selects=True, reads=(*_CLIP, *_CLIP_COV)),
     "kl_cov": LossTraits(selects=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
     "dppo_tv": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
     "dppo_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
-    # Not silent: a token without advantage is pulled to where it was.
+    # Not silent: a token without advantage is pulled back to the old policy.
     "dro": LossTraits(reads=("policy_loss.dro_beta",)),
     "luspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_CLIP),
     "vespo": LossTraits(silent_at_zero=True, reads=_VESPO),
@@ -131,25 +130,28 @@ POLICY_LOSSES = {
     "real": LossTraits(
         weighs_groups=True, silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("policy_loss.real_tau",)
     ),
-    # Not silent: tokens without advantage are among those that are counted.
+    # Not silent: tokens without advantage are counted.
     "m2po": LossTraits(selects=True, reads=("policy_loss.m2_threshold",)),
     "future_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c", *_FUTURE_KL)),
 }
 
 
 def declared(function: Any, traits: EstimatorTraits | LossTraits) -> Any:
-    """A function of the user's own with its declaration attached."""
+    """Attach a declaration to a user's function and return the function."""
     setattr(function, _ATTRIBUTE, traits)
     return function
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """Declaration of ``algorithm.adv_estimator=name``. A function without one is an outcome estimator without needs."""
+    """Return the declaration of ``algorithm.adv_estimator=name``.
+
+    A function without one gives one advantage per response and has no requirements.
+    """
     return _of_plugin(ESTIMATOR_KEY, name) if is_plugin(name) else ESTIMATORS.get(name, EstimatorTraits())
 
 
 def loss_traits(name: str) -> LossTraits:
-    """Declaration of ``actor.policy_loss.loss_mode=name``."""
+    """Return the declaration of ``actor.policy_loss.loss_mode=name``."""
     return _of_plugin(LOSS_KEY, name) if is_plugin(name) else POLICY_LOSSES.get(name, LossTraits())
 
 
@@ -157,7 +159,7 @@ def loss_traits(name: str) -> LossTraits:
 def _of_plugin(key: str, name: str) -> Any:
     nothing = EstimatorTraits() if key == ESTIMATOR_KEY else LossTraits()
     try:
-        # A file without a decorator is fine: it gets the least that a function can need.
+        # A function without a decorator gets the declaration without requirements.
         return getattr(load_plugin(key, name), _ATTRIBUTE, nothing)
-    except ConfigError:  # `preflight` reports it, beside everything else that is wrong
+    except ConfigError:  # `preflight` reports it with all other problems
         return nothing

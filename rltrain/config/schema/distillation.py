@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.model import ACTOR, OffloadConfig
 
-# Divergences over the whole vocabulary; every other loss_mode is an estimate from the token that was drawn.
+# Divergences over the whole vocabulary; every other loss_mode is an estimate from the sampled token.
 EXACT = ("reverse_kl", "forward_kl", "jsd")
-# log pi - log q itself: its gradient in pi does not know the teacher.
+# log pi - log q itself, whose gradient in pi does not depend on the teacher.
 WITHOUT_TEACHER = ("kl", "k1")
 _ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
 _OF_ESTIMATES = {
@@ -21,29 +21,28 @@ _OF_ESTIMATES = {
 
 @dataclass
 class DistillationLossConfig:
-    """How far the policy is from the teacher."""
+    """Distance of the policy from the teacher."""
 
     loss_mode: str = key("k3", among=(*EXACT, *_ESTIMATES))
-    """Over the whole vocabulary: reverse_kl, forward_kl, jsd. From the token that was drawn: the names of
-    actor.kl_loss_type but full."""
+    """Over the whole vocabulary: reverse_kl, forward_kl, jsd. From the sampled token: the names of actor.kl_loss_type
+    except full."""
     jsd_beta: float = key(0.5, over=0, only_with="loss_mode=jsd")
-    """jsd: weight of the teacher in the mean of both, below 1. Near 0 it goes like forward_kl, near 1 like
-    reverse_kl."""
+    """jsd: weight of the teacher in the mean of both, below 1. Near 0 it resembles forward_kl, near 1 reverse_kl."""
     use_task_rewards: bool = True
-    """Learn from rewards too. False: from the teacher alone, and the advantage estimator does not run."""
+    """Learn from rewards too. False: learn only from the teacher; the advantage estimator does not run."""
     distillation_loss_coef: float = key(1.0, least=0, only_with="use_task_rewards")
-    """Weight of the distance beside the policy loss."""
+    """Weight of the distance, which is added to the policy loss."""
     use_policy_gradient: bool = False
-    """The distance is a cost of the token that was drawn (its advantage is minus that, in PPO's loss with the actor's
-    clip); False: it is a loss that is differentiated."""
+    """Use the distance as a cost of the sampled token (its advantage is minus the distance, in PPO's loss with the
+    actor's clip); False: use it as a loss that is differentiated."""
     loss_max_clamp: float | None = key(None, over=0)
-    """Distances beyond +- this count as this, and have no gradient; null: no limit."""
+    """Clamp distances to +- this, without a gradient beyond; null: no limit."""
     log_prob_min_clamp: float | None = key(None, most=0, only_with=_OF_ESTIMATES)
-    """Log-probs of both models below this count as this; null: no limit."""
+    """Clamp log-probs of both models from below to this; null: no limit."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether whole distributions are compared, and not the token that was drawn."""
+        """True if whole distributions are compared instead of the sampled token."""
         return self.loss_mode in EXACT
 
 
@@ -63,23 +62,22 @@ class TeacherConfig:
     model: TeacherModelConfig = section(TeacherModelConfig)
     """Model."""
     fsdp_config: OffloadConfig = section(OffloadConfig)
-    """Sharding; param_offload keeps the teacher in host memory while nobody asks it."""
+    """Sharding; param_offload keeps the teacher in host memory while it is unused."""
     log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_OF_ESTIMATES)
-    """Samples per forward on one device; null: as the actor's."""
+    """Samples per forward on one device; null: as for the actor."""
     log_prob_use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_OF_ESTIMATES)
     """As actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_OF_ESTIMATES)
-    """Tokens per forward on one device; null: as the actor's."""
+    """Tokens per forward on one device; null: as for the actor."""
     ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
-    """Devices that share each sequence. It may differ from the actor's, except where whole distributions are
-    compared."""
+    """Devices that share each sequence. It may differ from the actor's, except if whole distributions are compared."""
 
 
 @dataclass
 class DistillationConfig:
-    """A teacher judges every token of the policy.
+    """A teacher that evaluates every token of the policy.
 
-    On-policy distillation: the answers are the policy's own.
+    This is on-policy distillation: the responses are sampled from the policy.
     """
 
     enabled: bool = False
@@ -91,10 +89,10 @@ class DistillationConfig:
 
     @property
     def compares_all(self) -> bool:
-        """Whether the policy's whole distribution is compared with the teacher's, within the update."""
+        """True if the update compares the policy's whole distribution with the teacher's."""
         return self.enabled and self.distillation_loss.is_exact
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing is learnt from rewards."""
+        """True if rewards are not a training signal."""
         return self.enabled and not self.distillation_loss.use_task_rewards

@@ -1,7 +1,7 @@
-"""The rollout engines, one row per engine: its name, what it can do, and where its code is.
+"""The rollout engines, one row per engine: its name, its capabilities, and its adapter.
 
-Checks, notes, help and workers ask this table instead of comparing names, so a new engine is one adapter file and one
-row here. An adapter is named by a string and imported by the worker alone: the table needs neither torch nor the
+Checks, notes, help and workers use this table instead of comparing names, so a new engine is one adapter file and one
+row here. An adapter is named by a string and imported only by the worker, so the table needs neither torch nor the
 engine's package.
 """
 
@@ -15,46 +15,46 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Engine:
-    """The capabilities of one engine."""
+    """Capabilities of one engine."""
 
     factory: str
     """``module:Class`` of the adapter, a `RolloutEngine`."""
     package: str | None = None
-    """The package it imports; None where rltrain is enough."""
+    """Package that it imports; None if rltrain is enough."""
     install: str = ""
-    """How a user gets the package."""
+    """Install target for the user."""
     embedded: bool = False
-    """It computes with the trained model's own code: no graphs, and no share of the device set aside for it."""
+    """It runs the trained model's code: no graphs, and no reserved share of the device."""
     tensor_parallel: bool = False
     """It may span several devices."""
     expert_parallel: bool = False
-    """Each of its devices may have some experts whole (``rollout.expert_parallel_size``)."""
+    """Each of its devices may hold some experts whole (``rollout.expert_parallel_size``)."""
     over_nodes: bool = False
     """It may span several nodes."""
     leader_serves: bool = False
-    """Of the processes of a replica the first alone takes prompts and answers them; the others hand over weights."""
+    """Only the first process of a replica takes and answers prompts; the others pass weights."""
     images: bool = False
     """Prompts may have images."""
     fp32_head: bool = False
-    """Its head's product can be in float32."""
+    """It can multiply with the head in float32."""
     adapters: bool = False
-    """It computes with adapters beside their weights (``model.lora.merge=False``)."""
+    """It can keep adapters separate from the weights (``model.lora.merge=False``)."""
     tells_experts: bool = False
-    """It tells which experts each token went to (``actor.router_replay.mode=R3``)."""
+    """It returns the router indices of each token (``actor.router_replay.mode=R3``)."""
     speculation: bool = False
     """It can verify guessed tokens (``rollout.tail=exact``)."""
     stops: bool = False
-    """Answers may end with a text (``rollout.stop``), whatever tokens it is made of."""
+    """Responses may end with a text (``rollout.stop``), whichever tokens encode it."""
     penalises: bool = False
-    """It takes ``rollout.repetition_penalty`` and returns log-probs without it."""
+    """It supports ``rollout.repetition_penalty`` and returns log-probs without it."""
     counted_seeds: bool = False
-    """Its random numbers depend on the sample's seed and the position alone, the same in every such engine."""
+    """Its random numbers depend only on the sample's seed and the position, equally in every such engine."""
     temperatures: tuple[float, float] = (0.0, math.inf)
-    """The range it samples in, besides 0 (greedy)."""
+    """Range of sampling temperatures, besides 0 (greedy)."""
     rigid_on_npu: bool = False
-    """On an NPU it lays out the weights of experts and latent attention once, at its start."""
+    """On an NPU it fixes the layout of experts' and latent attention's weights at its start."""
     beyond_positions: bool = True
-    """It generates past the positions that the model's configuration names."""
+    """It generates past the positions of the model's configuration."""
     strict_prefill: bool = False
     """Without chunked prefill it refuses a token budget below the longest sequence."""
     unused_keys: tuple[str, ...] = ()
@@ -62,13 +62,15 @@ class Engine:
     arguments: str = ""
     """``file:class`` in its package; the class has a field per argument."""
     refused_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that would part the engine from the trainer, each with the reason."""
+    """Arguments that would make the engine differ from the trainer, each with the reason."""
     outdated_arguments: tuple[str, ...] = ()
-    """Arguments of earlier versions that changed no answer."""
+    """Arguments of earlier versions that did not change responses."""
 
     def handed_on(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a user's arguments that the engine gets. One that is refused can only be off, and switching it off
-        must not undo what the adapter sets."""
+        """Return the user's arguments that are passed to the engine.
+
+        A refused argument can only be off, and passing it must not undo a setting of the adapter.
+        """
         return {name: given[name] for name in given if name not in {*self.outdated_arguments, *self.refused_arguments}}
 
 
@@ -110,7 +112,7 @@ ENGINES = {
         penalises=True,
         counted_seeds=True,
         rigid_on_npu=True,
-        # vLLM refuses more than 2. Less than 0.01 it raises to 0.01 with a warning, so that the trainer would compute
+        # vLLM refuses more than 2. It raises less than 0.01 to 0.01 with a warning, so that the trainer would compute
         # log-probs of another temperature than the engine's.
         temperatures=(0.01, 2.0),
         beyond_positions=False,
@@ -152,5 +154,5 @@ ENGINES = {
 
 
 def engines_with(capability: str) -> str:
-    """The engines that have a capability, as a user types them: "rollout.name=vllm"."""
+    """Return the engines with a capability, as a user types them: "rollout.name=vllm"."""
     return " or ".join(f"rollout.name={name}" for name, engine in ENGINES.items() if getattr(engine, capability))

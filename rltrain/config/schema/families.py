@@ -1,8 +1,8 @@
-"""Families of models, one row per ``model_type`` of which something must be known by name.
+"""Model families that need special treatment, one row per ``model_type``.
 
-Most families have no row: layers, attention, weights and placeholders are found by looking at the model, and a small
-copy of it is compared with transformers before a run (`run/preflight/model_check.py`). A row says what no look tells.
-The code that a row switches on asks for it here; a new quirk is a field.
+Most families have no row: layers, attention, weights and placeholders are found by inspecting the model, and a small
+copy is compared with transformers before a run (`run/preflight/model_check.py`). A row holds facts that inspection does
+not show. A new special case is a new field.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a family by its name."""
+    """Facts about a family."""
 
     images: bool = False
-    """Its image tokens and positions have been compared with transformers', so prompts may have images."""
+    """Its image tokens and positions have been compared with transformers, so prompts may have images."""
     why_no_images: str = "nobody has compared its image tokens and positions with transformers'"
-    """Said where prompts have images all the same."""
+    """Reason for the error if prompts have images anyway."""
     mrope: bool = False
     """Positions of prompts with images have three rows (time, height, width)."""
     takes_max_pixels: bool = False
     """Its processor shrinks an image by ``max_pixels``."""
     gated_delta_nets: bool = False
-    """Its layers of kind "linear_attention" are gated delta nets (`models/attention/recurrent.py`)."""
+    """Its layers of type "linear_attention" are gated delta nets (`models/attention/recurrent.py`)."""
     multiplies_logits: bool = False
     """Its ``logits_scaling`` multiplies the logits; others divide by it."""
     closed_layers: str = ""
-    """The class of layers that keep the keyword arguments of a forward from their attention."""
+    """Class of layers that do not pass the keyword arguments of a forward to their attention."""
 
 
 _BOTH_WAYS = Family(
@@ -57,5 +57,5 @@ FAMILIES = {
 
 
 def family(model_type: str) -> Family:
-    """The row of a configuration's ``model_type``, or an empty one."""
+    """Return the row of a configuration's ``model_type``, or an empty one."""
     return FAMILIES.get(model_type, Family())

@@ -1,10 +1,9 @@
-"""How a key is declared: its default, and every rule about its value, at the field.
+"""Declaration of keys: default and rules of the value, at the field.
 
-A rule about one key stands where the key does, as metadata of the field: the bounds, the names that are allowed, and
-the settings under which the key counts at all. The type is the annotation (a `Literal` where no other table has the
-choices); the help text is the string under the field. `check` reads the bounds, `notes` the conditions, `help` all of
-them. Rules that compare several values are functions in `check`: a language for those would be harder to read than
-Python.
+Rules about one key are metadata of its field: the bounds, the allowed names, and the settings under which the key has
+an effect. The type is the annotation (a `Literal` if no other table has the choices); the help text is the string under
+the field. `check` reads the bounds, `notes` the conditions, `help` all of them. Rules that compare several values are
+functions in `check`, because a language for them would be harder to read than Python.
 """
 
 from __future__ import annotations
@@ -18,30 +17,32 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one key, or of all keys in a section."""
+    """Rules of one key, or of all keys in a section."""
 
     least: float | None = None
     over: float | None = None
     """Every value must be larger than this."""
     most: float | None = None
-    """Both: the smallest and the largest value."""
+    """Largest value, as ``least`` is the smallest."""
     among: tuple[str, ...] = ()
     """The allowed names."""
     plugin: bool = False
-    """FILE.py:NAME is allowed beside them."""
+    """FILE.py:NAME is allowed too."""
     only_with: Mapping[str, str] = field(default_factory=dict)
-    """Conditions as `conditions` reads them, which must all hold for the key to count; each with the reason that a
-    user is told where it does not hold ("": the values on which it failed)."""
+    """Conditions in the syntax of `conditions`, which must all hold for the key to have an effect.
+
+    Each has the reason for the note if it does not hold ("": the values by which it failed).
+    """
 
     def bounds(self) -> str:
-        """The range as words, such as "between 0 and 1"; "" where there is none."""
+        """Return the range as text, such as "between 0 and 1"; "" if there is none."""
         if self.least is not None and self.most is not None:
             return f"between {self.least:g} and {self.most:g}"
         limits = {"at least": self.least, "over": self.over, "at most": self.most}
         return " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
 
     def within(self, value: float) -> bool:
-        """Whether a number is in the range. NaN and infinity never are."""
+        """Return whether a number is in the range. NaN and infinity never are."""
         return (
             math.isfinite(value)
             and (self.least is None or value >= self.least)
@@ -51,16 +52,16 @@ class Rules:
 
 
 def key(default: Any, *, only_with: str | Mapping[str, str] = "", **rules: Any) -> Any:
-    """A field with rules. ``only_with`` may be a single condition."""
+    """Return a field with rules. ``only_with`` may be a single condition."""
     conditions = only_with if isinstance(only_with, Mapping) else dict.fromkeys([only_with] if only_with else [], "")
     metadata = {"rules": Rules(only_with=conditions, **rules)}
-    # dataclasses refuse such a default, because all instances would share it.
+    # dataclasses refuse mutable defaults, because all instances would share them.
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def section(kind: type, *, only_with: str | Mapping[str, str] = "") -> Any:
-    """A field that is a section; every key in it counts only under ``only_with`` too."""
-    # The default given here is not used: only the rules of the section are.
+    """Return a field that is a section. Its keys have an effect only under ``only_with``."""
+    # Only the rules of this key are used, not its default.
     return field(default_factory=kind, metadata=key(None, only_with=only_with).metadata)

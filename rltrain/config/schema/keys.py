@@ -1,7 +1,7 @@
-"""The keys of the schema, with type, default, rules and help text. Needs nothing but the schema's source.
+"""The keys of the schema, with type, default, rules and help text. Needs only the schema's source.
 
-Help, checks, notes and the reader of overrides all walk this one list. The help texts are read from the source, because
-the string under a field is the only place where text and field cannot drift apart.
+Help, checks, notes and the reader of overrides use this list. The help texts are read from the source, because only the
+string under a field cannot diverge from the field.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ class Key:
     default: Any
     help: str
     free_form: bool
-    """A dictionary with keys of the user's own."""
+    """A dictionary with arbitrary keys."""
     choices: tuple[Any, ...]
-    """The values it may have, empty where it may have any."""
+    """The allowed values; empty if any value is allowed."""
     rules: Rules
     only_with: tuple[tuple[str, str, str], ...]
-    """(section that the condition is written in, condition, reason) of the key and of the sections around it, outermost
-    first."""
+    """(section in which the condition is written, condition, reason) of the key and of the enclosing sections,
+    outermost first."""
 
 
 def get(config: Config, key: str) -> Any:
-    """The value of a dotted key or property."""
+    """Return the value of a dotted key or property."""
     return functools.reduce(getattr, key.split(".") if key else (), config)
 
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Every leaf key by its dotted name, in schema order."""
+    """Return every leaf key by its dotted name, in schema order."""
     return {key.name: key for key in _walk(Config, "", ())}
 
 
 @functools.cache
 def sections() -> dict[str, str]:
-    """Every inner key ("actor_rollout_ref.actor") and what it is about."""
+    """Return every inner key ("actor_rollout_ref.actor") with its description."""
     return dict(_sections(Config, ""))
 
 
 def plugin_keys() -> list[str]:
-    """Keys that may name a function of the user's own: FILE.py:NAME."""
+    """Return the keys that may name a user's function: FILE.py:NAME."""
     return [key.name for key in all_keys().values() if key.rules.plugin]
 
 
 def is_known(name: str) -> bool:
-    """Whether ``name`` is a leaf, or lies inside a free-form dictionary."""
+    """Return whether ``name`` is a leaf, or in a free-form dictionary."""
     keys = all_keys()
     return name in keys or free_form_parent(name) is not None
 
 
 def free_form_parent(name: str) -> str | None:
-    """The free-form key that ``name`` lies in, or None."""
+    """Return the free-form key that contains ``name``, or None."""
     parts = name.split(".")
     parents = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
     keys = all_keys()
@@ -78,21 +78,23 @@ def free_form_parent(name: str) -> str | None:
 
 
 def followed(name: str) -> str | None:
-    """The key whose value ``name`` has unless it is set, or None."""
+    """Return the key whose value ``name`` has unless it is set, or None."""
     key = all_keys().get(name)
     match = re.fullmatch(r"\$\{([\w.]+)\}", str(key.default)) if key else None
     return match[1] if match else None
 
 
 def similar_keys(name: str) -> list[str]:
-    """Up to three keys that a mistyped ``name`` may have meant, of its own section alone: keys of other sections do
-    other things."""
+    """Return up to three keys that a mistyped ``name`` may mean.
+
+    They are from its section, because keys of other sections have other meanings.
+    """
     section, _, leaf = name.rpartition(".")
     inside = [candidate for candidate in all_keys() if candidate.startswith(f"{section}." if section else "")]
     keys = {candidate.rpartition(".")[2]: candidate for candidate in inside if candidate.rpartition(".")[0] == section}
     near = [keys[match] for match in difflib.get_close_matches(leaf, keys, n=2, cutoff=0.8)]
     below = [candidate for candidate in inside if candidate.endswith(f".{leaf}")]
-    # The start of the name was left out or mistyped, and the rest of it is there.
+    # The start of the name was omitted or mistyped, and the rest exists.
     whole = [candidate for candidate in all_keys() if section and candidate.endswith(f".{name}")]
     sections_like = difflib.get_close_matches(section, sections(), n=2, cutoff=0.85)
     whole += [candidate for like in sections_like if (candidate := f"{like}.{leaf}") in all_keys()]
@@ -100,11 +102,11 @@ def similar_keys(name: str) -> list[str]:
 
 
 def nearest(name: str) -> list[str]:
-    """Up to three known keys that ``name`` may have meant: alike as a whole, or with the same last part."""
+    """Return up to three known keys that ``name`` may mean: similar as a whole, or with the same last part."""
     names = list(all_keys())
     leaf = name.rpartition(".")[2]
     alike = difflib.get_close_matches(name, names, n=2, cutoff=0.8)
-    # Reversed, so that of several keys with one last part the first in the schema is offered.
+    # Reversed, so that of several keys with the same last part the first in the schema is offered.
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(names)}
     same = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
     leaves = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.8)]
@@ -112,7 +114,7 @@ def nearest(name: str) -> list[str]:
 
 
 def _walk(owner: type, prefix: str, around: tuple[tuple[str, str, str], ...]) -> Iterator[Key]:
-    # Annotations are texts under `from __future__ import annotations`; only the resolved ones can be told apart.
+    # Annotations are strings under `from __future__ import annotations`; only resolved ones can be distinguished.
     hints, texts = typing.get_type_hints(owner), texts_of(owner)
     for field in dataclasses.fields(owner):
         name, kind = prefix + field.name, hints[field.name]
@@ -124,13 +126,13 @@ def _walk(owner: type, prefix: str, around: tuple[tuple[str, str, str], ...]) ->
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
         choices = rules.among or _literals(kind)
-        # The text of a `Literal` would repeat its values, which `choices` has.
+        # The text of a `Literal` would repeat its values, which are in `choices`.
         type_name = "str" if choices and not str(field.type).startswith("list") else str(field.type)
         yield Key(name, type_name, default, texts[field.name], type_name.startswith("dict"), choices, rules, only_with)
 
 
 def _literals(kind: Any) -> tuple[Any, ...]:
-    """The values of a `Literal`, with None where it is optional."""
+    """Return the values of a `Literal`, with None if it is optional."""
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
@@ -149,14 +151,14 @@ def _sections(owner: type, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def texts_of(owner: type) -> dict[str, str]:
-    """The help texts of a section's fields, inherited ones included."""
+    """Return the help texts of a section's fields, including inherited ones."""
     every = (_module_texts(base.__module__).get(base.__name__, {}) for base in reversed(owner.__mro__[:-1]))
     return {name: text for texts in every for name, text in texts.items()}
 
 
 @functools.cache
 def _module_texts(module: str) -> dict[str, dict[str, str]]:
-    """The string that follows each field, by class and field: Python itself does not keep it."""
+    """Return the string after each field, by class and field. Python does not keep it."""
     texts: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Keys of the models: policy, critic and reward model, and what they have in common."""
+"""Keys of the models: policy, critic and reward model, and their common keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.trainer import TRAINS
 
-# What a default that follows one of the actor's keys begins with.
+# Start of a default that follows one of the actor's keys.
 ACTOR = "${actor_rollout_ref.actor."
 Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
 HALF = ("float16", "fp16")
@@ -43,59 +43,59 @@ class OptimConfig:
     lr_warmup_steps: int = -1
     """Steps of linear warm-up; 0 or less: lr_warmup_steps_ratio of all steps."""
     lr_warmup_steps_ratio: float = key(0.0, least=0, most=1, only_with={"lr_warmup_steps<1": "lr_warmup_steps is set"})
-    """Share of all steps that warm up, when lr_warmup_steps is 0 or less."""
+    """Share of all steps that warm up, if lr_warmup_steps is 0 or less."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """The learning rate after the warm-up."""
     min_lr_ratio: float = key(0.0, least=0, most=1, only_with=_COSINE)
     """Cosine ends at this share of lr."""
     num_cycles: float = key(0.5, least=0, only_with=_COSINE)
-    """Cosine waves over the run; 0.5 goes down once."""
+    """Cosine waves over the run; 0.5 decays once."""
     weight_decay: float = key(0.01, least=0)
     """Decoupled weight decay."""
     betas: list[float] = key([0.9, 0.999])
     """AdamW's decay rates of the first and the second moment."""
     eps: float = key(1e-8, over=0)
-    """AdamW divides the first moment by the root of the second plus this. A larger value moves weights with tiny
-    gradients less."""
+    """AdamW divides the first moment by the root of the second plus this. A larger value makes updates of weights with
+    tiny gradients smaller."""
     clip_grad: float = key(1.0, over=0)
     """Largest global gradient norm (actor.grad_clip is the old name)."""
 
 
 @dataclass
 class OffloadConfig:
-    """Where a model rests while it is not needed."""
+    """Offloading of a model while it is unused."""
 
     param_offload: bool = key(False, only_with=_ON_DEVICE)
-    """Keep the parameters in host memory while they are not needed."""
+    """Keep the parameters in host memory while they are unused."""
 
 
 @dataclass
 class ShardingConfig(OffloadConfig):
-    """How a model is sharded and where it rests."""
+    """Sharding and offloading of a model."""
 
     compute_dtype: Dtype = "auto"
-    """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. In float16 the loss of what is
-    trained is scaled (loss_scale). Gradients are reduced in float32."""
+    """dtype of forward and backward: auto is bfloat16 on NPU and GPU, float32 on CPU. In float16 the loss of a trained
+    model is scaled (loss_scale). Gradients are reduced in float32."""
     fsdp_size: int = -1
-    """Ranks that share one copy of the weights; -1: all. Fewer make replicas of shard groups (HSDP)."""
+    """Ranks that share one copy of the weights; -1: all. Fewer create replicas of shard groups (HSDP)."""
     expert_parallel_size: int = key(1, least=1)
-    """Neighbouring ranks that share the experts of each layer: each keeps some, and tokens travel to theirs. 1: every
-    rank gathers all experts of a layer while it computes that layer."""
+    """Neighbouring ranks that share the experts of each layer: each holds some, and tokens are sent to the rank of
+    their experts. 1: every rank gathers all experts of a layer while it computes that layer."""
     reshard_after_forward: bool = True
     """Free the gathered weights of each layer after its forward."""
 
 
 @dataclass
 class FSDPConfig(ShardingConfig):
-    """How a trained model is sharded and where it rests."""
+    """Sharding and offloading of a trained model."""
 
     optimizer_offload: bool = key(False, only_with=_ON_DEVICE)
     """Keep the optimizer state in host memory outside the update."""
     model_dtype: Dtype = "float32"
     """dtype of the master weights."""
     use_no_sync_for_gradient_accumulation: bool = False
-    """Spread gradients over the devices once per optimizer step, and not after every micro-batch. Each device then
-    holds those of all weights meanwhile, 4 bytes per parameter of the whole model."""
+    """Reduce gradients once per optimizer step instead of after every micro-batch. Until then each device holds the
+    gradients of all weights, 4 bytes per parameter of the whole model."""
     use_torch_compile: bool = False
     """Compile each decoder layer, for any number of tokens. The first steps take minutes."""
 
@@ -105,11 +105,12 @@ RouterReplay = Literal["disabled", "R2", "R3"]
 
 @dataclass
 class RouterReplayConfig:
-    """Whose choice of experts an update goes by."""
+    """Source of the experts in an update."""
 
     mode: RouterReplay = "disabled"
-    """disabled: the router's, which rounding changes from pass to pass. R2: that of the old_log_prob pass. R3: the
-    rollout engine's (hf or vllm), in the old_log_prob pass too. Kept with every token: a byte per choice."""
+    """disabled: the router, whose choice changes from pass to pass by rounding. R2: the choices of the old_log_prob
+    pass. R3: the choices of the rollout engine (hf or vllm), in the old_log_prob pass too. They are stored with every
+    token, one byte per choice."""
 
 
 @dataclass
@@ -117,40 +118,40 @@ class TrainedModelConfig:
     """A model that is trained, whole or by LoRA adapters."""
 
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code of the model's repository."""
     override_config: dict[str, Any] = key({})
     """Free-form: fields of the model's config to replace."""
     enable_gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass."""
     enable_activation_offload: bool = key(False, only_with=_ON_DEVICE | _RECOMPUTED)
-    """Keep what each layer is recomputed from (its input, for every token of a micro-batch) in host memory until then.
-    Room for longer micro-batches, at the price of copies that layers wait for; unverified on hardware."""
+    """Keep the input of each layer (one vector per token of a micro-batch) in host memory until the layer is recomputed
+    from it. This allows longer micro-batches, at the cost of copies that layers wait for; unverified on hardware."""
     lora_rank: int = key(0, least=0)
-    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters want a larger optim.lr, such as
+    """Rank of LoRA adapters over frozen weights; 0: train all weights. Adapters need a larger optim.lr, such as
     3e-5."""
     lora_alpha: float = key(16.0, over=0, only_with=_ADAPTERS)
     """Adapters are scaled by lora_alpha / lora_rank."""
-    # Any, because OmegaConf has no union of a text and a list; `check._lora` looks at the type.
+    # Any, because OmegaConf has no union of text and list; `check._lora` checks the type.
     target_modules: Any = key("all-linear", only_with=_ADAPTERS)
-    """Layers that get adapters: all-linear (all but the head), a list of names such as [q_proj,v_proj], or a pattern of
+    """Layers with adapters: all-linear (all except the head), a list of names such as [q_proj,v_proj], or a pattern of
     full names. A list may name the experts of a mixture: experts, or experts.down_proj."""
     exclude_modules: Any = key(None, only_with=_ADAPTERS)
-    """Layers that get no adapters all the same: a list of names, or a pattern of full names."""
+    """Layers without adapters, even if target_modules matches them: a list of names, or a pattern of full names."""
 
     @property
     def uses_lora(self) -> bool:
-        """Whether adapters (of a critic: and the head) are trained instead of all weights."""
+        """True if adapters (of a critic: and the head) are trained instead of all weights."""
         return self.lora_rank > 0
 
 
 @dataclass
 class LoraConfig:
-    """How adapters reach the rollout engine."""
+    """Transfer of adapters to the rollout engine."""
 
     merge: bool = True
-    """Add adapters to the weights on the way to the engine, which gets all weights every step. False: the engine gets
-    the frozen weights once, and adapters alone in every later sync (megabytes); it computes with both, as the trainer
-    does, where merging rounds W + B A to its dtype. Not with rollout.name=sglang. See docs/lora.md."""
+    """Merge adapters into the weights for the engine, which gets all weights in every step. False: the engine gets the
+    frozen weights once, and only adapters in every later sync (megabytes). It then computes with both, as the trainer
+    does, while merging rounds W + B A to the engine's dtype. Not with rollout.name=sglang. See docs/lora.md."""
 
 
 @dataclass
@@ -163,29 +164,29 @@ class ModelConfig(TrainedModelConfig):
     """Modules, or files FILE.py, that driver and workers import before they load a model, such as one that registers a
     family with transformers."""
     use_liger: bool = key(False, only_with={"trainer.device!=cpu": "fused kernels are those of accelerators"})
-    """Compute RMSNorm, SwiGLU and rotary embeddings of all models but the engine's with fused kernels: Liger's on
+    """Compute RMSNorm, SwiGLU and rotary embeddings of all models except the engine's with fused kernels: Liger's on
     CUDA (pip install 'rltrain[liger]'), torch_npu's on NPU."""
     fp32_head: bool = False
-    """Multiply with the head (lm_head) in float32 where the model computes in half precision, in actor, reference and
-    engine: log-probs of the two are closer, as no logit is rounded. Not with rollout.name=sglang. See
+    """Multiply with the head (lm_head) in float32 if the model computes in half precision, in actor, reference and
+    engine: log-probs of trainer and engine are closer, because no logit is rounded. Not with rollout.name=sglang. See
     docs/precision.md."""
     custom_chat_template: str | None = None
     """Chat template to use instead of the tokenizer's."""
     lora_adapter_path: str | None = None
-    """Go on training a peft adapter: a folder or hub name, which brings rank, scale and layers. The reference stays the
-    model without it."""
+    """Continue training a peft adapter: a folder or hub name, which sets rank, scale and layers. The reference is the
+    model without the adapter."""
 
     lora: LoraConfig = section(LoraConfig, only_with=_ADAPTERS)
     """Adapters and the engine."""
 
     @property
     def uses_lora(self) -> bool:
-        """Whether adapters are trained instead of the weights."""
+        """True if adapters are trained instead of the weights."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
     @property
     def merges(self) -> bool:
-        """Whether the engine gets weights alone."""
+        """True if the engine gets weights without separate adapters."""
         return self.lora.merge or not self.uses_lora
 
 
@@ -194,18 +195,18 @@ class CriticModelConfig(TrainedModelConfig):
     """The model under the value head."""
 
     path: str | None = None
-    """Hugging Face folder or hub name; null: the actor's. A classification head of one label is kept, else the head
-    starts at 0."""
-    # Follows the actor's, because the critic usually is the actor's model, with the same code.
+    """Hugging Face folder or hub name; null: the actor's. A classification head with one label is kept; otherwise the
+    head starts at 0."""
+    # Follows the actor's key, because the critic usually is the actor's model, with the same code.
     trust_remote_code: bool = key("${actor_rollout_ref.model.trust_remote_code}")
-    """Run Python code that comes with the model."""
+    """Run Python code of the model's repository."""
     fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding."""
 
 
 @dataclass
 class CriticOptimConfig(OptimConfig):
-    """The critic's AdamW and its learning rate."""
+    """AdamW of the critic and its learning rate."""
 
     lr: float = key(1e-5, least=0)
     """Peak learning rate."""
@@ -220,15 +221,15 @@ class CriticConfig:
     optim: CriticOptimConfig = section(CriticOptimConfig, only_with=TRAINS)
     """Optimizer."""
     ppo_mini_batch_size: int = key(ACTOR + "ppo_mini_batch_size}", least=1)
-    """Prompts per optimizer step, over all devices, with all their answers."""
+    """Prompts per optimizer step over all devices, with all their responses."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, least=1)
-    """Samples per forward and backward on one device; null: as the actor's."""
+    """Samples per forward and backward on one device; null: as for the actor."""
     forward_micro_batch_size_per_gpu: int | None = key(None, least=1)
     """Samples per forward of the values pass on one device; null: as in the critic's update."""
     use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}")
     """As actor.use_dynamic_bsz."""
     ppo_max_token_len_per_gpu: int | None = key(None, least=1)
-    """Tokens per forward and backward on one device; null: as the actor's."""
+    """Tokens per forward and backward on one device; null: as for the actor."""
     forward_max_token_len_per_gpu: int | None = key(None, least=1)
     """Tokens per forward of the values pass on one device; null: as in the critic's update."""
     ppo_epochs: int = key(ACTOR + "ppo_epochs}", least=1)
@@ -236,7 +237,7 @@ class CriticConfig:
     shuffle: bool = key(ACTOR + "shuffle}")
     """Shuffle the prompts of a batch before it is cut into mini-batches."""
     cliprange_value: float = key(0.5, least=0)
-    """The loss does not reward values that move further than this from those of the values pass."""
+    """Clip range of the value loss: a value gains nothing by moving further than this from that of the values pass."""
     loss_agg_mode: Aggregation | None = key(ACTOR + "loss_agg_mode}")
     """As actor.loss_agg_mode; null: token-mean."""
     ulysses_sequence_parallel_size: int = key(1, least=1)
@@ -248,64 +249,64 @@ class RewardModelModelConfig:
     """The reward model."""
 
     path: str | None = None
-    """Hugging Face folder or hub name of a sequence classifier with one label, or with type=generative of a chat model.
-    """
+    """Hugging Face folder or hub name of a sequence classifier with one label, or with type=generative of a
+    chat model."""
     type: Literal["discriminative", "generative"] = "discriminative"
-    """discriminative: a classifier, whose output is the score. generative: a judge, which is asked by
-    reward.judge.prompt and whose reply reward.judge.parse reads."""
+    """discriminative: a classifier, whose output is the score. generative: a judge, whose message is
+    reward.judge.prompt and whose reply is read by reward.judge.parse."""
     apply_chat_template_kwargs: dict[str, Any] = key({}, only_with=_GENERATES)
     """Free-form: arguments of the judge's chat template, such as enable_thinking."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code of the model's repository."""
     fsdp_config: ShardingConfig = section(ShardingConfig)
     """Sharding; param_offload keeps the reward model in host memory between its passes."""
 
 
 @dataclass
 class JudgeRolloutConfig:
-    """How a generative reward model writes its replies."""
+    """Replies of a generative reward model."""
 
     name: str = key("hf", among=tuple(ENGINES))
-    """Engine: hf (embedded decode loop), whichever engine the policy has."""
+    """Engine: hf (embedded decode loop), whichever engine the policy uses."""
     temperature: float = key(0.0, least=0)
     """Sampling temperature; 0: greedy. The same message gets the same reply in every step, sampled or not."""
     top_k: int = key(-1, only_with="temperature>0")
-    """Sample among the k likeliest tokens; -1: all."""
+    """Sample among the k most likely tokens; -1: all."""
     top_p: float = key(1.0, over=0, most=1, only_with="temperature>0")
-    """Sample among the likeliest tokens that together hold this probability."""
+    """Sample among the most likely tokens that together have this probability."""
     prompt_length: int | None = key(None, least=1)
-    """Most tokens of a message to the judge, by its own tokenizer and chat template; null: those of the longest prompt
-    and answer, and 1,024. An answer whose message is longer counts as failed."""
+    """Maximum tokens of a message to the judge, in its tokenizer and chat template; null: the longest prompt and
+    response, plus 1,024. A response whose message is longer counts as failed."""
     response_length: int = key(2048, least=1)
-    """Most tokens of a reply."""
+    """Maximum tokens of a reply."""
     gpu_memory_utilization: float = key(0.5, over=0, most=1)
-    """Share of the device memory that is free before the replies, for keys and values."""
+    """Share of the device memory free before the replies, for keys and values."""
     max_num_seqs: int = key(256, least=1)
-    """Most replies that an engine writes at once."""
+    """Maximum number of replies that an engine generates at once."""
     max_num_batched_tokens: int = key(8192, least=1)
-    """Most tokens of messages that an engine computes at once."""
+    """Maximum tokens of messages that an engine computes at once."""
 
 
 @dataclass
 class OverlongBufferConfig:
-    """DAPO's soft penalty for long answers (reward_manager=dapo)."""
+    """DAPO's soft penalty (reward_manager=dapo)."""
 
     enable: bool = False
     """Subtract a penalty that grows linearly over the last tokens before the limit."""
     len: int = key(0, only_with="enable")
-    """The number of those last tokens."""
+    """Number of those last tokens."""
     max_resp_len: int | None = key(None, least=1, only_with="enable")
-    """The limit that they come before; null: data.max_response_length. Beyond it the penalty grows on."""
+    """The limit in tokens; null: data.max_response_length. The penalty keeps growing beyond it."""
     penalty_factor: float = key(1.0, least=0, only_with="enable")
-    """Penalty of an answer at the limit."""
+    """Penalty of a response at the limit."""
 
 
 @dataclass
 class RewardModelConfig:
-    """Rewards by a model, and how rewards are put together: weight * model + rule_weight * rule, minus penalties."""
+    """Rewards by a model, and the sum of rewards: weight * model + rule_weight * rule, minus penalties."""
 
     enable: bool = False
-    """Score answers with a reward model, which shares the devices with the other models."""
+    """Score responses with a reward model, which shares the devices with the other models."""
     model: RewardModelModelConfig = section(RewardModelModelConfig, only_with=_SCORED)
     """Model."""
     rollout: JudgeRolloutConfig = section(JudgeRolloutConfig, only_with=_GENERATES)
@@ -313,31 +314,30 @@ class RewardModelConfig:
     weight: float = key(1.0, least=0, only_with=_CLASSIFIES)
     """Weight of the reward model's score."""
     rule_weight: float | None = key(None, least=0, only_with=_CLASSIFIES)
-    """Weight of the rule reward beside a reward model. null or 0: the model alone decides; no scorer is needed, none
-    runs."""
+    """Weight of the rule reward next to a reward model. null or 0: only the model scores, and no scorer runs."""
     micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_CLASSIFIES)
-    """Samples per forward on one device; null: as the actor's."""
+    """Samples per forward on one device; null: as for the actor."""
     use_dynamic_bsz: bool | None = key(ACTOR + "use_dynamic_bsz}", only_with=_CLASSIFIES)
     """As actor.use_dynamic_bsz."""
     forward_max_token_len_per_gpu: int | None = key(None, least=1, only_with=_CLASSIFIES)
-    """Tokens per forward on one device; null: as the actor's."""
+    """Tokens per forward on one device; null: as for the actor."""
     reward_manager: Literal["naive", "dapo", "batch"] = "naive"
-    """naive (one answer at a time), dapo (the same with overlong_buffer), or batch (your function takes lists of
-    answers)."""
+    """naive (one response at a time), dapo (the same with overlong_buffer), or batch (the user's function takes lists
+    of responses)."""
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, only_with="reward_manager=dapo")
-    """Penalty for long answers."""
+    """Penalty for long responses."""
 
     @property
     def classifies(self) -> bool:
-        """Whether a classifier scores answers."""
+        """True if a classifier scores responses."""
         return self.enable and self.model.type == "discriminative"
 
     @property
     def judges(self) -> bool:
-        """Whether a model on the run's devices judges answers in words."""
+        """True if a model on the run's devices judges responses in text."""
         return self.enable and self.model.type == "generative"
 
     @property
     def runs_scorers(self) -> bool:
-        """Whether answers get a rule reward (a judge's among them): alone, or beside that of a classifier."""
+        """True if responses get a rule reward or a judge's, alone or added to a classifier's."""
         return not self.classifies or bool(self.rule_weight)

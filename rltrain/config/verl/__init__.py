@@ -1,1 +1,1 @@
-"""Keys and files of verl's and of its relatives, and what they mean here. `keys` answers for a key; it comes first."""
+"""Keys and config files of verl and its relatives, and their meaning here. Start with `keys`, which judges a key."""

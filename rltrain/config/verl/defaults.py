@@ -1,8 +1,8 @@
-"""A configuration that a run of verl saved -> what the user had written.
+"""Extraction of the user's settings from a configuration saved by a run of verl.
 
-Problem: the saved tree has 300 to 900 keys, of which the user wrote thirty; all others would be told as without effect,
-or count as chosen. Choice: such a tree is read as the script it was saved from: what only repeats verl's defaults
-counts as not written. The tables hold what verl 0.5 to main say, as far as it is another thing than here.
+The saved tree has 300 to 900 keys, of which the user wrote thirty. All others would be reported as without effect, or
+count as chosen. So values that only repeat verl's defaults count as not written. The tables hold the defaults of verl
+0.5 to main that differ from rltrain's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from rltrain.config.schema.keys import all_keys, followed, is_known
 from rltrain.config.verl.keys import leaves_of, rename
 
-# Nobody types so many keys that are not keys here, so a program of verl's wrote the tree.
+# No user types this many keys that rltrain lacks, so a program wrote the tree.
 _WHOLE = 50
-# Known keys whose default is another one here, with verl's: in a whole tree this value was not chosen by anybody.
+# Known keys whose default differs here, with verl's default: in a saved tree this value was not chosen.
 _NOT_CHOSEN = {
     "*.use_dynamic_bsz": (False,),
     "*.log_prob_use_dynamic_bsz": (False,),
@@ -46,7 +46,7 @@ _NOT_CHOSEN = {
     "*.engine_kwargs": ({"vllm": {"disable_mm_preprocessor_cache": False}},),
     "*.model.override_config": ({"moe_config": {"freeze_moe_router": False}},),
 }
-# verl's defaults, 0.5 to main, of keys that are not keys here, by the last part of the key.
+# Defaults of verl 0.5 to main for keys that rltrain lacks, by the last part of the key.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("flash",), "audio_key": ("audios",), "backend": ("naive",), "balance_batch": (True,),
     "calculate_log_probs": (True,), "context_parallel_size": (1,), "data_loader_seed": (42,), "nccl_timeout": (600,),
@@ -76,7 +76,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "weight_decay_incr_style": ("constant",),
     "weight_pow": (2.0,), "zero_indexed_step": (True,), "step_end": (-1,),
 }  # fmt: skip
-# Keys that follow another one in verl's files, where a saved tree has that one's value.
+# Keys that follow another key in verl's files. A saved tree has the value of that key.
 _FOLLOWERS = {
     "rollout_n": "actor_rollout_ref.rollout.n", "prompt_length": "data.max_prompt_length",
     "response_length": "data.max_response_length", "tokenizer_path": "actor_rollout_ref.model.path",
@@ -91,23 +91,26 @@ _FOLLOWERS = {
     "forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
     "forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
 }  # fmt: skip
-# Sections with a switch of their own, which is off by default: what else stands in them has no meaning meanwhile.
+# Sections with a switch that is off by default: their other keys then have no meaning.
 _INERT = [
     *("*profil*", "*nsight_options*", "*transfer_queue.*", "distillation.*", "skip.*", "*.mtp.*", "*.qat.*", "*.v1.*"),
     *("*reward_model.rollout.*", "*.disaggregation.*", "*.prometheus.*", "*.tiled_mlp.*", "*.model.lora.*"),
     *("*.layer_name_map.*", "*.muon_*", "*.trace.*", "*continuous_token*", "*.sandbox_fusion.*"),
 ]
 _SWITCHES = ("enable", "enabled", "trainer_mode", "rank", "url")
-# One interpolation and nothing else; as its default it may hold another one.
+# A single interpolation, whose default may contain another one.
 _FOLLOWS = re.compile(r"\$\{(oc\.select:)?[\w.]+(,([^{}]|\$\{[^{}]*\})*)?\}")
 
 
 def chosen_settings(tree: Mapping[str, Any], asked: Collection[str] = ()) -> dict[str, Any]:
-    """The tree by dotted keys, without what nobody chose: class names, values that are missing, and in a tree that a
-    program wrote verl's defaults. asked: keys that are told whatever they say."""
+    """Return the settings by dotted key, without values that the user did not choose.
+
+    These are class names, missing values, and in a tree written by a program also verl's defaults. asked: keys that are
+    always returned.
+    """
     tree = {key: value for key, value in tree.items() if key not in ("_wandb", "wandb_version")}
     if tree and all(isinstance(entry, Mapping) and "value" in entry for entry in tree.values()):
-        tree = {key: entry["value"] for key, entry in tree.items()}  # the form in which W&B saves it
+        tree = {key: entry["value"] for key, entry in tree.items()}  # the format of W&B
     leaves = {key: value for key, value in leaves_of(tree) if value not in ("???", {})}
     if sum(not is_known(rename(key)) for key in leaves) < _WHOLE:
         return leaves
@@ -129,7 +132,7 @@ def _a_default(written: str, value: Any, leaves: Mapping[str, Any]) -> bool:
         return True
     if isinstance(value, dict):
         return not (without_nulls := _without_nulls(value)) or without_nulls in inert_values
-    # What differs between the two is a choice where it is not verl's default, even if it is ours.
+    # For a key whose defaults differ, a value is a choice unless it is verl's default, even if it is rltrain's.
     return value in inert_values if inert_values else key in all_keys() and value == all_keys()[key].default
 
 

@@ -1,8 +1,7 @@
-"""YAML files with Hydra's ``defaults:`` lists -> the settings they stand for, without Hydra.
+"""Composition of YAML files with Hydra's ``defaults:`` lists, without Hydra.
 
-verl's recipes are such files. A list is composed as Hydra does it, and files of verl's own stand for verl's defaults,
-so nothing need be read of them. Left out: ``override`` of a choice that an earlier file made, and groups chosen on the
-command line.
+verl's recipes are such files. A list is composed as in Hydra. verl's stock files stand for verl's defaults, so they are
+not read. Not supported: ``override`` of a choice of an earlier file, and groups chosen on the command line.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from rltrain.config.verl.table import rows
 
 Tree = dict[str, Any]
 
-# The words of a value: texts in quotes, openings of interpolations and single characters.
+# Tokens of a value: quoted texts, openings of interpolations and single characters.
 _WORDS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.DOTALL)
-# What a value begins with that YAML reads, not Hydra's rules for a word.
+# First characters of values that are parsed as YAML instead of by Hydra's rules.
 OPENINGS = ("{", "[", "'", '"')
 _WORDS_WITH_A_VALUE = {
     "": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False,
 }  # fmt: skip
 _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"(?i)[+-]?(([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|\.inf|\.nan)")
-# Numbers of YAML 1.1 that are octal, or digits of base sixty.
+# Numbers that YAML 1.1 reads as octal or in base sixty.
 _ODD_NUMBER = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-# verl's own files by name, where they set anything that has a meaning here beside verl's defaults.
+# verl's stock files by name, with their settings that differ from verl's defaults and matter here.
 _DAPO: Tree = {"reward_model": {"reward_manager": "dapo"}, "trainer": {"project_name": "verl-dapo"}}
 _STOCK: dict[str, Tree] = {
     "ppo_trainer": {}, "ppo_megatron_trainer": {}, "ppo_veomni_trainer": {}, "ppo_torchtitan_trainer": {},
     "ppo_mindspeed_trainer": {}, "ppo_fsdp_turbo_trainer": {}, "dapo_trainer": _DAPO, "dapo_megatron_trainer": _DAPO,
 }  # fmt: skip
-# The folders of verl's config tree: a file of one of these that is not here holds verl's defaults.
+# Folders of verl's config tree: a missing file in one of them holds verl's defaults.
 _STOCK_GROUPS = (
     *("actor", "algorithm", "critic", "data", "distillation", "engine", "legacy_reward_impl", "model", "model_engine"),
     *("npu_profile", "optim", "profiler", "ref", "reward", "reward_manager", "reward_model", "rollout"),
@@ -54,9 +53,9 @@ _NOT_YAML = {
 
 
 def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
-    """The settings of a YAML file and of all files that its ``defaults:`` list names, later ones over earlier ones.
+    """Return the settings of a YAML file and of all files in its ``defaults:`` list; later files win.
 
-    roots: folders to look in beside that of the file. Raises ConfigError with every file that is missing.
+    roots: folders to search in addition to the file's folder. Raises ConfigError with every missing file.
     """
     _refuse_recipe(f"--config {file}", file.stem)
     content = read_yaml(file)[1]
@@ -79,8 +78,10 @@ def _refuse_recipe(written: str, name: str) -> None:
 
 
 def flow(text: str) -> str:
-    """A value in Hydra's syntax as YAML's, which wants a space after a key: ``{a:1,b:http://x}`` is
-    ``{a: 1,b: http://x}``."""
+    """Return a value in Hydra's syntax as YAML, which needs a space after a key.
+
+    ``{a:1,b:http://x}`` becomes ``{a: 1,b: http://x}``.
+    """
     if text.lstrip()[:1] not in ("{", "["):
         return text
     words, open_ = list[str](), [""]
@@ -99,11 +100,10 @@ def flow(text: str) -> str:
 
 
 def parsed(text: str) -> Any:
-    """What the text of a value stands for on the command line; interpolations stay. Raises YAMLError or an error of
-    OmegaConf's.
+    """Return the value of a text on the command line; interpolations stay. Raises YAMLError or an OmegaConf error.
 
-    Brackets and quotes are YAML's. All else is read as Hydra does it, and not by YAML 1.1, where 064 is 52, 1:20 is 80
-    and " #1" is no part of a name.
+    Brackets and quotes are parsed as YAML. All else is read as in Hydra, and not by YAML 1.1, where 064 is 52, 1:20 is
+    80 and " #1" is not part of a name.
     """
     word = text.strip()
     if not word.startswith(OPENINGS):
@@ -120,14 +120,14 @@ def parsed(text: str) -> Any:
 def _scalar(word: str) -> Any:
     if word.lower() in _WORDS_WITH_A_VALUE:
         return _WORDS_WITH_A_VALUE[word.lower()]
-    # Python refuses to read longer ones.
+    # Python refuses to parse longer ones.
     if _INTEGER.fullmatch(word) and len(word) < 4300:
         return int(word)
     return float(word.lower().replace(".inf", "inf").replace(".nan", "nan")) if _FLOAT.fullmatch(word) else word
 
 
 def _odd_numbers(tokens: Iterable[Token]) -> Iterator[tuple[int, str]]:
-    """(line from 0, what to say) of each number that YAML 1.1 reads otherwise than it looks."""
+    """Yield (line from 0, message) of each number that YAML 1.1 reads differently than it looks."""
     for token in tokens:
         if isinstance(token, ScalarToken) and token.plain and _ODD_NUMBER.fullmatch(token.value):
             base = "of base sixty" if ":" in token.value else "octal"
@@ -136,16 +136,19 @@ def _odd_numbers(tokens: Iterable[Token]) -> Iterator[tuple[int, str]]:
 
 
 def stock(name: str) -> Tree | None:
-    """What verl's own file of that name sets beside verl's defaults, or None for a name that is not verl's."""
+    """Return the settings of verl's stock file ``name`` that differ from verl's defaults, or None for other names."""
     return _STOCK.get(Path(name).name.removesuffix(".yaml").removesuffix(".yml"))
 
 
 def named(config_path: str | None, config_name: str | None, config_dir: str | None = None) -> Tree:
-    """What Hydra's flags of these names stand for; a file of verl's own need not be there. Raises ConfigError."""
+    """Return the settings that Hydra's flags of these names select. Raises ConfigError.
+
+    A stock file of verl need not exist.
+    """
     name = (config_name or "ppo_trainer").removesuffix(".yaml")
     folders = [Path(folder).expanduser() for folder in (config_path, config_dir) if folder]
     for folder in folders or [Path()]:
-        # Without a folder, verl's own names mean verl's files.
+        # Without a folder, names of verl's stock files mean these files.
         if (folder / f"{name}.yaml").is_file() and (folders or stock(name) is None):
             return compose(folder / f"{name}.yaml", folders)
     if (stock_tree := stock(name)) is not None:
@@ -160,15 +163,17 @@ def named(config_path: str | None, config_name: str | None, config_dir: str | No
 
 
 class _Composer:
-    """Walks defaults lists depth first, as Hydra orders them."""
+    """Walker of defaults lists, depth first, in Hydra's order."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots, self.tree, self.problems = list(roots), Tree(), list[str]()
         self._chosen: dict[str, str] = {}
 
     def merge(self, file: Path, group: str, package: str) -> None:
-        """Merge ``file`` and what its list names. group: its folder within its root; package: the dotted key that its
-        content goes under."""
+        """Merge ``file`` and the files of its list.
+
+        group: its folder within its root. package: dotted key under which its content is placed.
+        """
         text, content = read_yaml(file)
         if header := re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE):
             package = "" if header[1] == "_global_" else package if header[1] in ("_group_", "_here_") else header[1]
@@ -176,7 +181,7 @@ class _Composer:
             self.roots += _search_path(content, file)
         entries = content.pop("defaults", None) or []
         has_self = "_self_" in entries
-        # Without a `_self_` the file itself comes first, and its list overrides it.
+        # Without a `_self_`, the file comes first and its list overrides it.
         for entry in entries if has_self else ["_self_", *entries]:
             if entry == "_self_":
                 _merge(self.tree, _under(package, content))
@@ -211,7 +216,7 @@ class _Composer:
 
 
 def read_yaml(file: Path) -> tuple[str, Tree]:
-    """Text and content of a file with a mapping. Raises ConfigError."""
+    """Return text and content of a file that holds a mapping. Raises ConfigError."""
     if file.suffix in _NOT_YAML:
         raise ConfigError(f"--config {file}: {_NOT_YAML[file.suffix]}")
     try:
@@ -229,7 +234,7 @@ def read_yaml(file: Path) -> tuple[str, Tree]:
 
 
 def _search_path(content: Tree, file: Path) -> list[Path]:
-    """Hydra's search path, from here or from a folder above the file, where its repository begins."""
+    """Return Hydra's search path, relative to the working directory or a folder above the file."""
     hydra = content.get("hydra")
     entries = (hydra.get("searchpath") if isinstance(hydra, dict) else None) or content.get("hydra.searchpath") or []
     bases = [Path.cwd(), *file.absolute().parents]

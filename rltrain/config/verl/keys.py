@@ -1,9 +1,10 @@
-"""The answer to a key that a user wrote: `rename` gives the spelling of the schema, and for a key that the schema lacks
-`verdict` gives the error or the note.
+"""Answers to keys that a user wrote.
+
+`rename` returns the spelling of the schema. For a key that the schema lacks, `verdict` returns the error or the note.
 
 The answers are rows of `table`. They are not in the schema, so that help, defaults and a printed configuration show
-only keys with an effect. Of several rows the first that fits a key decides, and the row of a key comes before a
-pattern. A key that is turned off is neither refused nor noted, unless a row names its value after "=".
+only keys with an effect. The first row that fits a key decides, and the row of a key comes before a pattern. A key that
+is turned off is neither refused nor noted, unless a row gives its value after "=".
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Verdict:
     row: Row
     """The row of the table that fits the key."""
     why: str
-    """Its sentence."""
+    """The sentence of the row."""
     applies: bool
-    """The sentence is to be said of the key's value."""
+    """True if the row applies to the value of the key."""
 
     @property
     def forbids(self) -> bool:
@@ -43,7 +44,7 @@ class Verdict:
 
 @cache
 def aliases() -> dict[str, str]:
-    """Return the spellings of some version of verl with ours. A prefix ends in a dot."""
+    """Return the spellings of all versions of verl -> rltrain's. A prefix ends in a dot."""
     return {row.key.removesuffix("*"): row.to.removesuffix("*") for row in rows("renamed")}
 
 
@@ -53,7 +54,7 @@ def _parts() -> tuple[str, ...]:
 
 
 def rename(key: str) -> str:
-    """Return our spelling of ``key`` (itself when it has no other)."""
+    """Return rltrain's spelling of ``key`` (itself if there is no other)."""
     if key in aliases():
         return aliases()[key]
     prefixes = ((old, new) for old, new in aliases().items() if old.endswith(".") and key.startswith(old))
@@ -64,10 +65,10 @@ def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     """Yield dotted keys and their values, in any spelling; a free-form dictionary is one value."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if name == "_target_":  # Hydra's class names
+        if name == "_target_":  # Hydra's class name
             continue
         schema_key = all_keys().get(rename(key))
-        # verl has some keys as sections, with keys of their own.
+        # In verl some of these keys are sections.
         is_leaf = schema_key and (
             schema_key.free_form or not any(f"{part}.".startswith(f"{key}.") for part in _parts())
         )
@@ -86,15 +87,16 @@ def rows_of(key: str) -> Iterator[Row]:
 
 
 def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None) -> Verdict | None:
-    """Return the answer to a key that the schema lacks; None for keys that no row answers.
+    """Return the answer to a key that the schema lacks; None if no row fits.
 
-    lookup: the value of a key of ours, for rows that compare with one.
+    lookup: returns the value of a key of the schema, for rows that compare with one.
     """
     for row in rows_of(key):
         is_switch = row.action != "section" or not row.to or key.endswith(f".{row.to}")
         operator = row.condition.operator
         holds = is_switch and row.condition.holds(value, lookup) and (operator == "=" or not is_off(value))
-        # Another row may answer other values of the key. A key of a recipe that is off may be a mistyped key of ours.
+        # Another row may fit other values of the key. A key of a recipe that is off may be a mistyped key of the
+        # schema.
         is_last = row.action in ("section", "no effect") or (row.action == "refused" and operator in ("", "!="))
         if holds or is_last:
             return Verdict(row, row.note.format(**places_of(key), to=row.to), holds)
@@ -102,26 +104,26 @@ def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: Non
 
 
 def _is_owned(key: str, row: Row) -> bool:
-    """Return whether a "*" at the start of a note's row stands for a section of verl's that has such keys."""
+    """Return whether a "*" at the start of a note's row stands for a section of verl that has such keys."""
     if row.action != "no effect" or not row.key.startswith("*."):
         return True
     return key.rpartition(row.key[1:].partition("*")[0])[0] in sentence("owners").split()
 
 
 def refused_null(key: str) -> str:
-    """Return why null is an error for a key of ours, "" where it means the default."""
+    """Return why null is an error for a key of the schema, "" if it means the default."""
     ruling = verdict(key, None)
     return ruling.why if ruling and ruling.refused else ""
 
 
 @cache
 def classes() -> dict[tuple[str, str], str]:
-    """Return the keys of path and name of a class, with our key that holds PATH:NAME."""
+    """Return (key of the path, key of the name) of a class -> rltrain's key that holds PATH:NAME."""
     return {(path.key, name.key): path.to for path in rows("path") for name in rows("name") if name.to == path.to}
 
 
 def places_of(key: str) -> dict[str, str]:
-    """Return the places of the settings of the key's model: its passes (role), sharding (fsdp), model and optimizer."""
+    """Return the sections of the key's model: its passes (role), sharding (fsdp), model and optimizer."""
     if key.startswith("critic."):
         return {"role": "critic", "fsdp": "critic.model.fsdp_config", "model": "critic.model", "optim": "critic.optim"}
     role = "actor_rollout_ref.ref" if key.startswith("actor_rollout_ref.ref.") else "actor_rollout_ref.actor"

@@ -1,7 +1,8 @@
-"""Other trainers: their names for our keys, for the error of a mistyped key; and the trainer that a configuration is
-for, so that one sentence says it instead of one for each key. The names are rows of `table`.
+"""Other trainers: their names for rltrain's keys, and detection of their configurations.
 
-A name that means something else here, or that has no counterpart, has no row: a wrong hint is worse than none.
+The names appear in the error of a mistyped key. A configuration of another trainer gets one error instead of one per
+key. The names are rows of `table`. A name that means something else here, or has no counterpart, has no row, because a
+wrong hint is worse than none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from rltrain.config.verl.table import rows
 
-# Keys that name a run, or the place of its code, and the text in front of a recipe's name in them.
+# Keys with the name of a run or the path of its code, and the text before a recipe's name in them.
 _NAMES = {
     "trainer.project_name": "(?<![a-z])", "trainer.experiment_name": "(?<![a-z])",
     "custom_reward_function.path": "recipe[./]", "data.custom_cls": "recipe[./]",
@@ -20,10 +21,10 @@ _NAMES = {
 
 
 def own_name(key: str) -> str | None:
-    """Return our key for the name ``key`` of another trainer, or None.
+    """Return rltrain's key for the name ``key`` of another trainer, or None.
 
-    A name with a section needs a key of that section, since `critic.epochs` is not ``trainer.epochs``; others have all
-    their settings in a trainer's.
+    A name with a section needs a key of that section, because `critic.epochs` is not ``trainer.epochs``. Names without
+    a section or in the section ``trainer`` match any key.
     """
     section, _, leaf = key.rpartition(".")
     own_key = next((row.key for row in rows("elsewhere") if leaf in row.to.split()), None)
@@ -32,13 +33,15 @@ def own_name(key: str) -> str | None:
 
 
 def names_elsewhere(key: str) -> list[str]:
-    """Return the names that other trainers have for a key of ours."""
+    """Return other trainers' names for a key of the schema."""
     return [name for row in rows("elsewhere") if row.key == key for name in row.to.split()]
 
 
 def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
-    """Return the trainer whose files have these top-level names, and the page about its keys; None for verl's files,
-    ours and unknown ones."""
+    """Return the trainer whose files have these top-level names, and the page about its keys.
+
+    None for files of verl and of rltrain, and for unknown ones.
+    """
     plain = {name.replace("-", "_") for name in names}
     for row in rows("trainer"):
         signs = row.note.split()
@@ -48,7 +51,7 @@ def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
 
 
 def refusal(trainer: str, page: str, written: str, names: Collection[str]) -> str:
-    """Return the error for a configuration or a launch (``written``) of another trainer that has these keys."""
+    """Return the error for a configuration or a launch (``written``) of another trainer with the keys ``names``."""
     found = {name: own_name(name.replace("-", "_")) for name in names}
     ours = "".join(f"\n  {name}: {key}" for name, key in found.items() if key)
     table = f" Their names here (units may differ: see {page}):{ours}" if ours else ""
@@ -59,8 +62,10 @@ def refusal(trainer: str, page: str, written: str, names: Collection[str]) -> st
 
 
 def recipes_named(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error for each name of a run, or path of its code, that names a recipe whose launches have no key of
-    theirs: by the keys alone they would be plain PPO or GRPO."""
+    """Yield an error for each run name or code path that names a recipe of verl.
+
+    Launches of these recipes have no special key: by their keys alone they would be plain PPO or GRPO.
+    """
     for key, before in _NAMES.items():
         for row in rows("named"):
             if re.search(rf"(?i){before}{row.key}(?![a-z])", str(settings.get(key, ""))):

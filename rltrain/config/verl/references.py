@@ -1,6 +1,6 @@
-"""Interpolations to keys by verl's names -> to keys of the schema, so that they resolve as in Hydra.
+"""Translation of interpolations of verl's keys to keys of the schema, so that they resolve as in Hydra.
 
-The tree of settings has the schema's keys only. ``${critic.grad_clip}`` must therefore name our key, and a key that the
+The tree of settings has only the schema's keys. So ``${critic.grad_clip}`` must name rltrain's key, and a key that the
 schema lacks is replaced by its value.
 """
 
@@ -20,15 +20,15 @@ _REFERENCE = re.compile(r"\$\{(?P<select>oc\.select:)?(?P<key>[A-Za-z_]\w*(?:\.[
 
 
 def target(value: Any) -> str:
-    """Return the key of the schema whose value ``value`` takes; "" where it is not one interpolation."""
+    """Return the key of the schema that ``value`` takes its value from; "" if it is not a single interpolation."""
     match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
     return rename(match["key"]) if match else ""
 
 
 def repoint(value: Any, foreign: Mapping[str, tuple[str, Any]], depth: int = 9) -> Any:
-    """Return ``value`` with interpolations to keys of the schema. foreign: key -> (as written, value) of the others.
+    """Return ``value`` with interpolations of keys of the schema.
 
-    depth: how many keys may lead from one to the next.
+    foreign: key -> (as written, value) of keys that the schema lacks. depth: maximum number of chained interpolations.
     """
     if isinstance(value, list):
         return [repoint(item, foreign, depth) for item in value]

@@ -1,4 +1,4 @@
-"""Settings that some version of verl writes with several keys, or does not write at all, in our form."""
+"""Translation of settings that a version of verl writes with several keys, or does not write at all."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rltrain.config.verl.table import rows
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
-# verl gives this section to the optimizer over what optim.* says.
+# In verl this section overrides optim.*.
 OVERRIDES = ".override_optimizer_config."
 
 _C = "algorithm.rollout_correction."
 _TIS = _A + "actor.tis_imp_ratio_cap"
 _LOWER, _VETO = _C + "rollout_rs_threshold_lower", _C + "rollout_token_veto_threshold"
-# Rejection before it was named after estimators of the KL.
+# Earlier names of rejection rules -> names by KL estimator.
 _RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
-# Importance weights as verl 0.6 wrote them, beside `rollout_correction` and not in it.
+# Keys of importance weights in verl 0.6, outside of `rollout_correction`.
 _IS = "algorithm.rollout_is"
 _MODE = ("trainer.v1.trainer_mode", "colocate_async")
 _TAIL = _R + "tail"
@@ -32,14 +32,14 @@ _BUDGET = _R + "max_num_batched_tokens"
 
 
 def is_old(key: str, value: Any) -> bool:
-    """Return whether `translate_old_keys` reads a key that was written with a value."""
+    """Return whether `translate_old_keys` reads this key with this value."""
     return any(row.key == key and row.when in ("", f"={value}") for row in rows("translated"))
 
 
 def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
-    """(our key, its value, what to say) for what was once written with other keys.
+    """Yield (key of the schema, value, note) for settings written with earlier keys.
 
-    old: what was written that `is_old`. value: that of a key of ours. Raises ConfigError.
+    old: settings that fulfil `is_old`. value: returns the value of a key of the schema. Raises ConfigError.
     """
     if (cap := _number(old, _TIS, "such as 2.0")) > 0:
         yield _C + "rollout_is", "token", f"{_TIS}={cap} is {_C}rollout_is=token with rollout_is_threshold={cap} here"
@@ -62,13 +62,13 @@ def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> I
     source = _C + ("rollout_rs_threshold" if upper else "rollout_is_threshold")
     limits = str(value(source))
     if rule:
-        # Once the bounds were on pi_trainer / pi_engine, today they are on its inverse.
+        # Earlier the bounds were on pi_trainer / pi_engine, now they are on the inverse.
         low, high = _two_bounds(source, limits, lower)
         rules, limits = [rule], f"{1 / high:.6g}_{1 / low:.6g}"
     else:
         rules = [written] if written else []
     if veto:
-        # The k2 of a token at the veto.
+        # The k2 of a token at the veto threshold.
         limit = f"{math.log(veto) ** 2 / 2:.6g}"
         rules, limits = [*rules, "seq_max_k2"], f"{limits},{limit}" if rules else limit
     note = f"{_C}rollout_rs={','.join(rules)} with rollout_rs_threshold={limits} is what rejects here"
@@ -78,7 +78,7 @@ def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> I
 
 
 def _importance_of_06(old: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """algorithm.rollout_is* of verl 0.6. Without a threshold nothing of it counts there."""
+    """Yield translations of algorithm.rollout_is* of verl 0.6, where nothing counts without a threshold."""
     high, level, mode = (_number(old, _IS + "_threshold", "such as 2.0", over=0), *_level_and_mode(old))
     low = _number(old, _IS + "_threshold_lower", "such as 0.5", over=0, under=high) if high else 0.0
     weighs = high > 0 and old.get(_IS) in (True, 1)
@@ -106,7 +106,7 @@ def _level_and_mode(old: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _number(old: Mapping[str, Any], key: str, such: str, over: float = -math.inf, under: float = math.inf) -> float:
-    """The value of an earlier key, 0 where it is off."""
+    """Return the value of an earlier key, 0 if it is off."""
     if not (text := old.get(key)):
         return 0.0
     try:
@@ -133,10 +133,10 @@ def _two_bounds(key: str, limits: str, lower: float) -> tuple[float, float]:
 def read_by_version(
     explicit: Collection[str], foreign: Mapping[str, tuple[str, Any]], value: Callable[[str], Any]
 ) -> Iterator[tuple[str, str, Any, str]]:
-    """Yield settings that versions of verl read differently: (key, as written, its value, the note).
+    """Yield settings that versions of verl read differently: (key, as written, value, note).
 
-    explicit: the keys that were written. foreign: key -> (as written, value) of those that the schema lacks. value:
-    returns that of a key.
+    explicit: keys that were written. foreign: key -> (as written, value) of keys that the schema lacks. value: returns
+    the value of a key.
     """
     version, filters, batch, drawn = map(value, ("trainer.verl_version", _FILTER + "enable", _BATCH, _DRAWN))
     if not filters and version != "0.9" and _are_whole(batch, drawn) and drawn not in (0, batch):
@@ -153,13 +153,13 @@ def read_by_version(
 
 
 def sizes_not_written(explicit: Collection[str], value: Callable[[str], Any]) -> Iterator[tuple[str, int, str]]:
-    """Sizes that were not written, where verl runs a command and our default would not: (key, its value, what to say).
+    """Yield (key, value, note) for sizes that were not written and whose default would be refused.
 
-    explicit: the keys that were written. value: that of a key.
+    verl runs these commands. explicit: keys that were written. value: returns the value of a key.
     """
     batch, mini = value(_BATCH), value(_MINI)
     if _MINI not in explicit and _are_whole(batch, mini) and 0 < batch < mini:
-        # As older versions of verl do, which cut a batch into pieces of at most so many; today's asserts.
+        # As in older versions of verl, which cut a batch into pieces of at most this size; newer ones assert.
         note = f"{_MINI} is not set and {_BATCH}={batch} is below its default, {mini}: one mini-batch a step"
         yield _MINI, batch, note
     engine, budget = ENGINES.get(str(value(_R + "name"))), value(_BUDGET)

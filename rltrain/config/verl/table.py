@@ -1,32 +1,32 @@
-"""The rows of ``keys.tsv``: every key of verl's releases, and the answer of rltrain to each of them.
+"""The rows of ``keys.tsv``: every key of verl's releases, and rltrain's answer to each.
 
 ``scripts/verl_keys.py`` writes the columns ``verl`` (the releases that have the key) and ``default`` and the action
-``same``; people write the rest. A row without an action is a key that a row with ``*`` answers, or one without an
+``same``; the rest is written by hand. A row without an action is a key that a row with ``*`` answers, or one without an
 answer, which the script lists.
 
 action      meaning of the row
 same        the schema has the key
 renamed     the schema has it as ``to``; a ``*`` at the end stands for the rest of the name
-value       ``to`` is the word for the value ``when`` of a key of the schema
+value       ``to`` is the new name of the value ``when`` of a key of the schema
 path, name  path and name of a class that ``to`` holds as PATH:NAME
-translated  `spellings.translate_old_keys` makes keys of the schema of it, together with others
+translated  `spellings.translate_old_keys` translates it, together with others, to keys of the schema
 turns on    a switch for the keys ``to`` of the same section
 refused     an error: the run would be another experiment
 section     an error for every key of a section, or only for the key ``to`` that turns the section on
 no effect   a note. A ``*`` at the start stands for the sections of @owners
 other       an error for a key of a recipe or of another trainer, after all other rows
 file        the configuration file of a recipe
-elsewhere   ``to``: names that other trainers have for a key of the schema
-trainer     ``note``: top-level names of another trainer's files, of which two (or the only one) must be there; ``to``:
+elsewhere   ``to``: other trainers' names for a key of the schema
+trainer     ``note``: top-level names of another trainer's files, of which two (or the only one) must occur; ``to``:
             the page about its keys
 differs     a note on a key of the schema that means something else in some version of verl. ``to``: further conditions,
             joined by " and "; ``!key``: that key was not written
-named       a recipe (``to``) whose launches have this word in the name of the run, and no key of theirs
-sentence    a text that notes name as @name
-list        @releases: those that were read; @owners: sections of verl
+named       a recipe (``to``) whose launches have this word in the name of the run, and no special key
+sentence    a text that notes include as @name
+list        @releases: the releases that were read; @owners: sections of verl
 
-``when`` is a condition on the value, as in `config.schema.conditions`. ``note`` is the sentence that the user reads; it
-may hold {to} and the places that `keys.places_of` gives.
+``when`` is a condition on the value, as in `config.schema.conditions`. ``note`` is the sentence for the user; it may
+contain {to} and the places of `keys.places_of`.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Row(NamedTuple):
 
 
 def read(lines: Iterable[str]) -> list[Row]:
-    """Return the rows of the file's lines, after the line with the names of the columns."""
+    """Return the rows of the file's lines, without the header."""
     return [Row(*line.rstrip("\n").split("\t")) for line in lines][1:]
 
 
 @cache
 def table() -> tuple[Row, ...]:
-    """Return all rows, with the sentences that their notes name."""
+    """Return all rows, with sentences inserted into their notes."""
     found = read(FILE.read_text(encoding="utf-8").splitlines())
     sentences = {row.key: row.note for row in found if row.action == "sentence"}
 

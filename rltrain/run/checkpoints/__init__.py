@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written, found again, kept and removed."""
+"""Checkpoints of a run: write, find, keep and remove them."""

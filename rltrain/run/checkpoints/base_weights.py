@@ -1,6 +1,7 @@
-"""Weights that a run uses and its checkpoints do not hold: under adapters, of a reference, a teacher, a reward model.
+"""Digests of the weights that a run uses and its checkpoints do not contain.
 
-A checkpoint keeps their digests, because a folder may get other weights under its old name.
+These are the weights under adapters, and of a reference, a teacher or a reward model. A checkpoint keeps their digests,
+because a folder may get other weights under the same name.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ _POLICY = "actor_rollout_ref.model.path"
 
 
 def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
-    """Return path and digest of the models that a checkpoint of this run needs besides its own weights, by key.
+    """Return path and digest of the models that a checkpoint of this run needs in addition to its weights, by key.
 
     An evaluation needs only the weights under adapters.
     """
     keys = {f"{role.section}.model.path" for name, role in ROLES.items() if name != "actor" and role.is_needed(cfg)}
     if not cfg.critic.model.uses_lora:
-        keys.discard("critic.model.path")  # a checkpoint has all weights of it
+        keys.discard("critic.model.path")  # a checkpoint has all its weights
     if cfg.actor_rollout_ref.model.uses_lora or has_reference(cfg):
         keys.add(_POLICY)
     if cfg.actor_rollout_ref.ref.update_every_steps and not cfg.actor_rollout_ref.model.uses_lora:
-        keys -= {_POLICY, "actor_rollout_ref.ref.model.path"}  # a reference that moves is in the checkpoint
+        keys -= {_POLICY, "actor_rollout_ref.ref.model.path"}  # a moving reference is in the checkpoint
     if cfg.trainer.val_only:
         keys = {_POLICY} if cfg.actor_rollout_ref.model.uses_lora else set()
     paths = {key: get(cfg, key) for key in sorted(keys)}
@@ -39,9 +40,10 @@ def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
 
 
 def other_weights(record: dict[str, Any], cfg: Config) -> str:
-    """Return a sentence on a model of a checkpoint's record whose weights have changed under the same path, or "".
+    """Return a sentence on a model of a checkpoint whose weights have changed under the same path, or "".
 
-    cfg: the settings of the run that resumes. It may name other models on purpose.
+    record: the checkpoint's progress.json. cfg: the settings of the run that resumes. It may name other models on
+    purpose.
     """
     now = base_weights(cfg)
     for key, model in record.get(RECORD, {}).items():

@@ -1,6 +1,6 @@
-"""The best checkpoint by a metric of the validations (`trainer.keep_best`), and when to stop (`trainer.patience`).
+"""The best checkpoint by a validation metric (`trainer.keep_best`), and early stopping (`trainer.patience`).
 
-What a validation found stands in metrics.jsonl, which a resumed run goes on from, so nothing else is kept for this.
+Validation results are in metrics.jsonl, which a resumed run reads, so no further state is saved.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rltrain.config.schema.trainer import TrainerConfig
 
 
 class Best:
-    """values: what the validations so far have found, by step."""
+    """Values of the metric by step of the validation, in ``values``."""
 
     def __init__(self, cfg: TrainerConfig, file: Path | None = None, step: int = 0) -> None:
-        """file: metrics.jsonl, of which the lines up to ``step`` count. Raises StorageError where it cannot be read."""
+        """Read the values up to ``step`` from ``file`` (metrics.jsonl). Raises StorageError if it cannot be read."""
         self._metric, self._patience, self._sign = cfg.keep_best, cfg.patience, 1 if cfg.keep_best_mode == "max" else -1
         self.values: dict[int, float] = {}
         for line in json_lines(file) if file and step and self._metric else ():
@@ -27,7 +27,7 @@ class Best:
                 self._remember(int(line["step"]), line.get(self._metric or ""))
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What the validation after ``step`` has found. Raises ConfigError where it does not have the metric."""
+        """Record the metrics of the validation after ``step``. Raises ConfigError if the metric is missing."""
         if not self._metric or not metrics:
             return
         if self._metric not in metrics:
@@ -43,12 +43,12 @@ class Best:
             self.values[step] = value
 
     def of(self, steps: Iterable[int]) -> int | None:
-        """The best of ``steps``, the first of equals; None where no validation has seen any of them."""
+        """Return the best of ``steps``, the first of equals; None if none of them was validated."""
         validated = [step for step in sorted(steps) if step in self.values]
         return max(validated, key=lambda step: self._sign * self.values[step], default=None)
 
     def stalled(self) -> str:
-        """Why the run has got as far as it will, or ""."""
+        """Return the reason to stop early, or ""."""
         best = self.of(self.values)
         since = [] if best is None else [step for step in self.values if step > best]
         if best is None or not self._patience or len(since) < self._patience:

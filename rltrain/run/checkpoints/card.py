@@ -1,4 +1,4 @@
-"""README.md of an exported model: where it comes from, and how it was made."""
+"""README.md of an exported model: its origin and how it was trained."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from rltrain.config.check import as_list
 from rltrain.config.schema import Config
 from rltrain.run.report.env_report import command_line
 
-# Arguments of your own code, and variables: a published page needs neither, and either may hold a secret.
+# Arguments of user code, and environment variables: a published page needs neither, and either may hold a secret.
 _NOT_SHOWN = ("reward_kwargs", "env_vars", "url_headers")
 
 
 def model_card(cfg: Config, step: int) -> str:
-    """Base model, data, step and command, in the form that model hubs read, behind the lines that say of what kind the
-    model is (`Export.write`).
+    """Return base model, data, step and command in the format of model hubs.
+
+    It follows the lines that describe the kind of model (`Export.write`).
     """
     model, rollout, algorithm = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout, cfg.algorithm
     rows = {
@@ -37,7 +38,7 @@ def model_card(cfg: Config, step: int) -> str:
             "the adapters are merged into these weights; the checkpoint holds them alone in actor/lora_adapter"
         )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    # A folder of this machine is no name that a hub could link.
+    # A local folder is not a name that a hub could link.
     base = "" if model.path.startswith(("/", ".", "~")) else f"base_model: {model.path}\n"
     return (
         f"{base}tags: [rltrain, reinforcement-learning]\n---\n\n"

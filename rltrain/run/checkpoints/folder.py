@@ -1,9 +1,9 @@
-"""The run folder: one owner at a time, and checkpoints that exist whole or not at all.
+"""The run folder: one owner at a time, and checkpoints that are complete or do not exist.
 
-A run resumes from the newest whole checkpoint. A checkpoint is written into a temporary folder, flushed to disk and
+A run resumes from the newest complete checkpoint. A checkpoint is written into a temporary folder, synced to disk and
 then renamed, because a rename is atomic. Its manifest lists the size of every file, which reveals an interrupted copy
-or a full disk, and the digest of its contents, which reveals a flipped bit. The driver reads the small files at once;
-the large ones are read by the workers, each its share, before anything is loaded (`progress.verified`).
+or a full disk, and the digest of its contents, which reveals a flipped bit. The driver reads the small files at once.
+The workers read the large ones, each its share, before anything is loaded (`resume.verified`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _LOCK = "run.lock"
 _REPLACED = "replaced_"
 _POLL_S = 0.1
-# NFS keeps the lock of a client that died for a lease, which mostly is 90 s.
+# NFS keeps the lock of a dead client for a lease, usually 90 s.
 _FREED_S = 120.0
 
 
 class Checkpoints:
-    """The checkpoints of a run folder, which need not exist; nothing is changed."""
+    """The checkpoints of a run folder, which need not exist. Read-only."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser().resolve()
-        # What was found out by more than a look at sizes: the problem, or "" of a checkpoint that was whole.
+        # Results of full checks: the problem, or "" for a complete checkpoint.
         self._known: dict[Path, str] = {}
 
     def step_folder(self, step: int) -> Path:
         return self.path / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint folder, whole or not, ascending."""
+        """Return the steps that have a checkpoint folder, complete or not, ascending."""
         try:
             names = patiently(self.path, lambda: [entry.name for entry in os.scandir(self.path) if entry.is_dir()])
         except (FileNotFoundError, NotADirectoryError):
@@ -55,18 +55,18 @@ class Checkpoints:
         return sorted(int(match[1]) for name in names if (match := _STEP_FOLDER.fullmatch(name)))
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that agrees with its manifest; those that do not are named and passed over.
+        """Return the newest checkpoint that matches its manifest. Log and skip the others.
 
-        None where there is no checkpoint. Raises CheckpointError where there is none that can be used.
+        Returns None if there is no checkpoint. Raises CheckpointError if there are checkpoints but none is usable.
         """
-        # The folder itself is looked at. A file that points at the newest checkpoint could disagree with it.
+        # Found by listing the folder. A file that points to the newest checkpoint could disagree with it.
         problems = []
         for step in reversed(self.steps()):
             if not (problem := self.damage(self.step_folder(step))):
                 return self.step_folder(step)
             log.warning("passing over %s: %s", self.step_folder(step), problem)
             problems.append(f"global_step_{step}: {problem}")
-        # Beginning anew would make all these steps again.
+        # Starting anew would repeat all these steps.
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Put a whole one back, or start "
@@ -75,15 +75,15 @@ class Checkpoints:
         return None
 
     def damage(self, folder: Path) -> str | None:
-        """`find_damage`, or what `distrust` was told."""
+        """Return the problem given to `distrust`, or the result of `find_damage`."""
         return self._known.get(folder.resolve()) or find_damage(folder)
 
     def distrust(self, folder: Path, problem: str) -> None:
-        """Take no step from the checkpoint ``folder`` from now on."""
+        """Treat the checkpoint ``folder`` as damaged from now on."""
         self._known[folder.resolve()] = problem
 
     def problem(self) -> str | None:
-        """Why a run could not take the folder now, or None."""
+        """Return the reason why a run cannot use the folder now, or None."""
         parent = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             return f"trainer.default_local_dir={self.path} cannot be created: {parent} is no folder one may write in."
@@ -94,13 +94,13 @@ class Checkpoints:
             return _in_use(self.path, (self.path / _LOCK).read_text("utf-8"))
         except IsADirectoryError:
             return f"{self.path / _LOCK} is a folder, and a run keeps its lock there. Remove it."
-        except OSError:  # nobody has ever taken the lock, or the storage has none
+        except OSError:  # the lock file does not exist, or the storage has no locks
             return None
         return None
 
 
 class RunFolder(Checkpoints):
-    """``trainer.default_local_dir``. Holding the object holds the lock; the kernel frees it even after kill -9."""
+    """The folder ``trainer.default_local_dir``. The object holds the lock; the kernel frees it even after kill -9."""
 
     def __init__(self, path: str, clock: Clock = SYSTEM) -> None:
         super().__init__(path)
@@ -109,9 +109,9 @@ class RunFolder(Checkpoints):
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritten(f"trainer.default_local_dir={path} cannot be created: {error}", error) from error
-        self.pruned_at = -math.inf  # when a checkpoint was last removed
+        self.pruned_at = -math.inf  # time of the last removal of a checkpoint
         self._lock = self._take_lock()
-        # Only under the lock: before, the folder might be a save of a run that is alive.
+        # Only under the lock: without it, the folder might be a save of a live run.
         for leftover in self.path.glob(".tmp_*"):
             log.warning("removing %s, left by a save that was interrupted", leftover)
             try:
@@ -119,12 +119,12 @@ class RunFolder(Checkpoints):
                     shutil.rmtree(leftover)
                 else:
                     leftover.unlink()
-            except OSError as error:  # it takes room, and no run ever looks into it
+            except OSError as error:  # it only takes disk space
                 log.warning("%s cannot be removed: %s", leftover, error)
         self._put_back()
 
     def _put_back(self) -> None:
-        """Give a checkpoint its name again where a kill has come between the two renames of `replace`."""
+        """Restore the name of a checkpoint if a kill came between the two renames of `replace`."""
         for old in self.path.glob(f"{_REPLACED}global_step_*"):
             final = self.path / old.name.removeprefix(_REPLACED)
             if final.exists():
@@ -134,7 +134,7 @@ class RunFolder(Checkpoints):
                 os.rename(old, final)
 
     def _take_lock(self) -> IO[str]:
-        # Not "w", which would wipe out the owner's name before the lock says that there is one.
+        # Not "w", which would erase the owner's name before the lock is checked.
         try:
             file = open(self.path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for the life of the run
         except OSError as error:
@@ -148,13 +148,16 @@ class RunFolder(Checkpoints):
             file.write(f"pid {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
             file.flush()
         except OSError as error:
-            with suppress(OSError):  # it would try again to write
+            with suppress(OSError):  # closing would try to write again
                 file.close()
             raise _unwritable(self.path, error) from error
         return file
 
     def _lock_patiently(self, file: IO[str]) -> None:
-        """Raises ConfigError where a run of this host has the lock, StorageError where one of another keeps it."""
+        """Take the lock.
+
+        Raises ConfigError if a run on this host has the lock, StorageError if one on another host keeps it.
+        """
         deadline = None
         while True:
             try:
@@ -182,7 +185,7 @@ class RunFolder(Checkpoints):
         self._lock.close()
 
     def write(self, name: str, text: str) -> None:
-        """Write a small file of the run whole or not at all."""
+        """Write a small file of the run atomically."""
         temporary = self.path / f".{name}.tmp"
         try:
             temporary.write_text(text, encoding="utf-8")
@@ -193,20 +196,20 @@ class RunFolder(Checkpoints):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def under_way(self, step: int) -> Path:
-        """The temporary folder of the checkpoint of ``step``."""
+        """Return the temporary folder of the checkpoint of ``step``."""
         return self.path / f".tmp_global_step_{step}_{os.getpid()}"
 
     def begin_save(self, step: int, files: Mapping[str, bytes] | None = None) -> Path:
-        """Make the temporary folder for the checkpoint of ``step``, with ``files`` by name.
+        """Create the temporary folder for the checkpoint of ``step``, with ``files`` by name.
 
-        A whole checkpoint of the step is never replaced (CheckpointError); a damaged one is set aside.
+        Raises CheckpointError if the step has a complete checkpoint, which is never replaced. A damaged one is moved
+        aside.
         """
         existing = self.step_folder(step)
         if existing.exists():
             if not self.damage(existing):
                 raise CheckpointError(f"{existing} exists already; a checkpoint is never overwritten.")
-            # Set aside and not removed: damaged may mean that a copy was interrupted, and its weights may still be of
-            # use.
+            # Moved aside and not removed: it may be an interrupted copy whose weights are still useful.
             os.rename(existing, existing.with_name(f"damaged_{existing.name}_{int(time.time())}"))
         folder = self.under_way(step)
         folder.mkdir()
@@ -215,23 +218,23 @@ class RunFolder(Checkpoints):
         return folder
 
     def commit(self, folder: Path, step: int, digests: Mapping[str, str] | None = None) -> Path:
-        """`write_manifest` and `name_it`: from here on the checkpoint exists."""
+        """Complete the checkpoint: `write_manifest`, then `name_it`."""
         write_manifest(folder, step, digests, self._clock)
         return self.name_it(folder, step)
 
     def name_it(self, folder: Path, step: int) -> Path:
-        """Give a checkpoint with a manifest its name."""
+        """Give a checkpoint with a manifest its final name."""
         final = self.step_folder(step)
         os.rename(folder, final)
-        sync(self.path)  # of which the rename is an entry
+        sync(self.path)  # the folder that contains the renamed entry
         self._known[final] = ""
         return final
 
     def replace(self, folder: Path, step: int) -> None:
-        """Let ``folder``, which has a manifest, be the checkpoint of ``step`` in place of the one that is."""
+        """Replace the checkpoint of ``step`` by ``folder``, which has a manifest."""
         final = self.step_folder(step)
         old = final.with_name(f"{_REPLACED}{final.name}")
-        # Nothing stands between the two renames; `_put_back` mends a kill that comes there.
+        # `_put_back` repairs a kill between the two renames.
         os.rename(final, old)
         try:
             self.name_it(folder, step)
@@ -241,18 +244,18 @@ class RunFolder(Checkpoints):
         shutil.rmtree(old, ignore_errors=True)
 
     def prune(self, goes: Callable[[list[int]], list[int]], *spare: str | Path | None) -> None:
-        """Remove the checkpoints that go of the whole ones: ``goes`` of their steps, ascending.
+        """Remove the checkpoints that ``goes`` selects from the ascending steps of complete checkpoints.
 
-        The folders ``spare`` are never removed, nor is a damaged one, which counts as none. Raises OSError where one
-        keeps its name; what cannot be removed of those that have lost it is told.
+        The folders ``spare`` and damaged checkpoints are never removed. Raises OSError if a checkpoint cannot be
+        renamed. A renamed checkpoint that cannot be removed is logged.
         """
         spared = {Path(path).expanduser().resolve() for path in spare if path}
-        # Where all may stay, none has to be looked at.
+        # If all may stay, none has to be checked.
         may_go = self.steps() if goes(self.steps()) else []
         for step in goes([step for step in may_go if self._is_whole(self.step_folder(step))]):
             if (folder := self.step_folder(step)) not in spared:
                 self.pruned_at = self._clock.monotonic()
-                # A kill while it is removed leaves half of it, which must not have the name of a checkpoint.
+                # A kill during the removal leaves a part, which must not have the name of a checkpoint.
                 os.rename(folder, self.path / f".tmp_old_{folder.name}_{os.getpid()}")
         sync(self.path)
         for old in self.path.glob(".tmp_old_*"):
@@ -261,7 +264,7 @@ class RunFolder(Checkpoints):
                 log.warning("%s cannot be removed whole (is a file of it in use?): it is tried again later", old)
 
     def _is_whole(self, folder: Path) -> bool:
-        """As `damage`, but of what was whole once, only the sizes are looked at again."""
+        """Return whether a checkpoint is complete. If it was complete before, check only the sizes again."""
         place = folder.resolve()
         problem = self._known.get(place) or find_damage(folder, contents=place not in self._known)
         if not problem:

@@ -1,15 +1,15 @@
-"""Checkpoints of verl's and of trainers that descend from it: recognised by their files, and not resumed from."""
+"""Detection of checkpoints of verl and its descendants by their files. They cannot be resumed from."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Beside the checkpoints of verl's, and of EasyR1's.
+# Files next to the checkpoints of verl and of EasyR1.
 TRACKERS = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
 
 
 def describe_verl_checkpoint(folder: Path) -> str:
-    """What is said of a checkpoint ``folder`` that verl or EasyR1 has written; nothing of any other."""
+    """Return advice on a checkpoint ``folder`` written by verl or EasyR1; "" for any other."""
     has_tracker = any((folder.parent / tracker).is_file() for tracker in TRACKERS)
     inside = any(next(folder.glob(pattern), None) for pattern in ("actor/model_world_size_*", "actor/dist_ckpt"))
     if not (inside or (has_tracker and not (folder / "progress.json").exists())):
@@ -24,5 +24,5 @@ def describe_verl_checkpoint(folder: Path) -> str:
 
 
 def has_verl_checkpoints(folder: Path) -> bool:
-    """Whether checkpoints of verl's or of EasyR1's lie in ``folder``."""
+    """Return whether ``folder`` contains checkpoints of verl or EasyR1."""
     return any((folder / tracker).is_file() for tracker in TRACKERS)

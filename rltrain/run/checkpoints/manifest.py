@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files it has, and whether they are as they were written."""
+"""The manifest of a checkpoint: its files, and whether they are intact."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.workers.node import altered
 
 MANIFEST, RECORD = "manifest.json", "progress.json"
-# In progress.json of a checkpoint without the state of its optimizers: the `checkpoint_digest` that it had with it.
+# In progress.json of a thinned checkpoint: its `checkpoint_digest` before the optimizer state was removed.
 THINNED = "thinned"
-# A digest has the name of its hash, which finds what chance has changed, and not what people have.
+# The key of a digest is its hash. The hash detects accidental changes, not deliberate ones.
 _DIGEST = "xxh3_128"
-# Above this the workers read a file.
+# Larger files are read by the workers.
 _LARGE_BYTES = 2**22
-# Network storage may show seconds later what another node has written.
+# Network storage may show files of another node seconds later.
 _SEEN_S, _POLL_S = 10.0, 0.1
 
 
 def write_manifest(folder: Path, step: int, digests: Mapping[str, str] | None = None, clock: Clock = SYSTEM) -> None:
-    """List the files of a checkpoint in it, and bring all to the disk.
+    """Write the manifest of a checkpoint and sync all files to disk.
 
-    digests: by path, of what was hashed while it was written; other files are small and read here. Raises DiskError
-    where a file that has a digest is not there.
+    digests: by path, of files that were hashed while they were written. Other files are small and are read here. Raises
+    DiskError if a file with a digest is missing.
     """
-    # Listed before the manifest, which is not in itself. Without the syncs a power failure could leave empty files.
+    # Listed before the manifest exists, which does not list itself. Without the syncs a power failure could leave empty
+    # files.
     files = {
         str(file.relative_to(folder)): {
             "bytes": sync(file),
@@ -50,7 +51,7 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, str] | None = 
 
 
 def _written(folder: Path, digests: Mapping[str, str], clock: Clock) -> list[Path]:
-    """Return the files of a save. Raises DiskError if one with a digest does not appear."""
+    """Return the files of a checkpoint. Raises DiskError if a file with a digest is missing."""
 
     def missing() -> list[str]:
         return sorted(digests.keys() - {str(file) for file in folder.rglob("*") if file.is_file()})
@@ -64,10 +65,10 @@ def _written(folder: Path, digests: Mapping[str, str], clock: Clock) -> list[Pat
 
 
 def find_damage(folder: Path, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint folder, or None: the sizes of all files and the contents of the small ones.
+    """Return the damage of a checkpoint, or None: the sizes of all files and the contents of the small ones.
 
-    Of large files `large_files` knows the digests, which take time to compare. Raises StorageError where something
-    cannot be read now, which is no damage.
+    The digests of large files take time to compare; see `large_files`. Raises StorageError if a file cannot be read
+    now, which is not damage.
     """
     try:
         files = _manifest(folder)
@@ -77,7 +78,7 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
         file = folder / name
         try:
             status = patiently(file, file.stat)
-        except (OSError, ValueError):  # a name that cannot be one
+        except (OSError, ValueError):  # the name is invalid
             return f"{name} is missing"
         if not stat.S_ISREG(status.st_mode):
             return f"{name} is missing"
@@ -97,7 +98,7 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint -> what is known of each: size and digest. Raises ValueError for anything else."""
+    """Return the files of a checkpoint -> their size and digest. Raises ValueError for an invalid manifest."""
     file = folder / MANIFEST
     content = json.loads(patiently(file, file.read_bytes))
     files = content.get("files") if isinstance(content, dict) else None
@@ -106,7 +107,7 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     for name, entry in files.items():
         if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
             raise ValueError(f"it has no size of {name}")
-    # One of many is lost by a flipped bit; none are there in checkpoints that were made before there were digests.
+    # A single missing digest is a flipped bit. Old checkpoints have none at all.
     lacking = [name for name, entry in files.items() if not isinstance(entry.get(_DIGEST), str)]
     if lacking and len(lacking) < len(files):
         raise ValueError(f"it has no digest of {lacking[0]}")
@@ -123,19 +124,19 @@ def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> 
 
 
 def large_files(folder: Path) -> list[tuple[Path, str]]:
-    """The large files of a checkpoint and their digests, in the order of the ranks that have written them."""
+    """Return the large files of a checkpoint and their digests, in the order of the ranks that wrote them."""
     files = _digests(folder, _manifest(folder), large=True)
-    # Of equal names, those with fewer digits have the smaller number. A rank that reads its own has it in its cache.
+    # The shorter name has the smaller number. A rank that reads its own file finds it in its cache.
     return sorted(files, key=lambda entry: (entry[0].parent, len(entry[0].name), entry[0].name))
 
 
 def has_digests(folder: Path) -> bool:
-    """Whether the manifest knows more of the files than their sizes."""
+    """Return whether the manifest contains digests in addition to sizes."""
     return any(_DIGEST in entry for entry in _manifest(folder).values())
 
 
 def size_of(folder: Path) -> int:
-    """Bytes that the manifest of a checkpoint lists; 0 where it cannot be read now."""
+    """Return the bytes that the manifest of a checkpoint lists; 0 if it cannot be read now."""
     try:
         return sum(entry["bytes"] for entry in _manifest(folder).values())
     except (OSError, ValueError, StorageError):
@@ -143,7 +144,7 @@ def size_of(folder: Path) -> int:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """``progress.json`` of a checkpoint. Raises CheckpointError where it is not what a save has written."""
+    """Return ``progress.json`` of a checkpoint. Raises CheckpointError if it is invalid."""
     file = folder / RECORD
     try:
         record = json.loads(patiently(file, file.read_bytes))
@@ -155,12 +156,12 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def is_thinned(folder: Path) -> bool:
-    """Whether it has no state of an optimizer any more. Raises CheckpointError."""
+    """Return whether the optimizer state was removed from the checkpoint. Raises CheckpointError."""
     return THINNED in read_record(folder)
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """A digest of all files of a checkpoint, and of those that it had before its optimizers' state was dropped.
+    """Return a digest of all files of a checkpoint. Thinning does not change it.
 
     Raises CheckpointError.
     """
@@ -169,9 +170,9 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def sync(path: Path) -> int:
-    """Bring a file or folder to the disk. Returns its size, which network storage is sure of once a file is open."""
+    """Sync a file or folder to disk. Return its size, which is reliable on network storage once the file is open."""
     heartbeat()  # a checkpoint has many files
-    # A folder can be opened for reading only, and that is enough for fsync.
+    # A folder can only be opened for reading, which is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The model that a person names: a run, a checkpoint, a model folder, or a name on the hub."""
+"""Lookup of the model that a user names: a run, a checkpoint, a model folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ EXPORT = "huggingface"
 
 @dataclass(frozen=True)
 class Named:
-    """What was named, and the model that is meant."""
+    """A model as named by the user, and the model it refers to."""
 
     name: str
-    """As somebody typed it."""
+    """The name as typed."""
     path: str
-    """Of the model: a folder, or a name on the hub."""
+    """Path of the model: a folder, or a name on the hub."""
     is_adapter: bool = False
 
 
 def find_model(name: str, key: str = "MODEL") -> Named:
-    """The model of a run (its newest whole checkpoint), of a checkpoint, of a folder or of the hub.
+    """Return the model of a run (its newest complete checkpoint), a checkpoint, a folder or the hub.
 
-    key: what the user has named it with.
-
-    Raises CheckpointError for a checkpoint that is damaged or holds no model folder, ConfigError for what is no model.
+    key: the argument or config key that the user has set. Raises CheckpointError for a checkpoint that is damaged or
+    contains no model folder, ConfigError if ``name`` is no model.
     """
     folder = Path(name).expanduser()
     if (folder / "adapter_config.json").is_file():
@@ -46,9 +45,9 @@ def find_model(name: str, key: str = "MODEL") -> Named:
 
 
 def find_step(folder: Path) -> Path | None:
-    """The checkpoint that ``folder`` is, or of the run that it is the newest whole one. None where it is neither.
+    """Return ``folder`` if it is a checkpoint, the newest complete checkpoint if it is a run, or None.
 
-    Raises CheckpointError where no checkpoint of a run is whole, or ``folder`` is a checkpoint of verl's.
+    Raises CheckpointError if no checkpoint of a run is complete, or if ``folder`` is a checkpoint of verl.
     """
     if (folder / "manifest.json").is_file() and (folder / "progress.json").is_file():
         return folder
@@ -59,7 +58,10 @@ def find_step(folder: Path) -> Path | None:
 
 
 def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
-    """`Checkpoints.newest`, of which the large files too (of the folder ``part``, if given) are as they were saved."""
+    """Return the newest checkpoint whose large files match their digests too.
+
+    part: check only the large files in this folder of the checkpoint.
+    """
     while step := run.newest():
         files = [entry for entry in large_files(step) if not part or entry[0].parent.name == part]
         with waiting(f"comparing {step} with its digests"):
@@ -71,7 +73,7 @@ def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
 
 
 def whole_export(step: Path) -> Path:
-    """The model folder in a checkpoint, whose files are as they were saved. Raises CheckpointError."""
+    """Return the model folder in a checkpoint, after checking its files. Raises CheckpointError."""
     if problem := find_damage(step):
         raise CheckpointError(f"{step} is damaged: {problem}. Take another step, or copy it again.")
     if not (step / EXPORT / "config.json").is_file():

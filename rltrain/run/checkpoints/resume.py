@@ -1,8 +1,8 @@
-"""The checkpoint that a run starts from, and what of the run's progress is read and written there.
+"""The checkpoint that a run starts from, and the progress of a run in its checkpoints.
 
 A resumed run must continue as if it had never stopped. So a checkpoint records the values that this depends on, and a
-run with other values, or with other training data, is refused before any worker starts. It says by which version it was
-saved and how it knows the training data, so that a run of another version is not told that its data has changed.
+run with other values or other training data is refused before any worker starts. The checkpoint also records the
+version of rltrain and the kind of its data digest, so that a run of another version does not report changed data.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from rltrain.workers.node import altered
 log = logging.getLogger(__name__)
 
 _EXPERTS = "experts.npz"
-# Every version before the first that says so.
+# The version of checkpoints that do not record one.
 _FIRST_VERSION = "0.1.0"
-# With LoRA a checkpoint holds the adapters alone: these say what they are adapters to.
+# With LoRA a checkpoint holds only the adapters. These keys define the base weights.
 _LORA_KEYS = ("path", "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
-# A resumed run must agree on these, or "continues as if never stopped" would be a lie.
+# A resumed run must have the same values of these keys.
 _FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
 _CRITIC = "critic.model.path"
 _MOVING_KEYS = ("actor_rollout_ref.ref.update_every_steps", "actor_rollout_ref.ref.update_mix")
@@ -61,29 +61,29 @@ FROZEN_KEYS = (
 class Start:
     """The start of a run: after ``step`` steps, with the weights of checkpoint ``folder``.
 
-    ``folder`` None: the run starts with the model's weights.
+    If ``folder`` is None, the run starts with the model's weights.
     """
 
     step: int = 0
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
     weights_only: bool = False
-    """Nothing else of ``folder`` is taken."""
+    """Nothing else of ``folder`` is loaded."""
 
     @property
     def size(self) -> int:
-        """Bytes of its checkpoint, as the next will have them; 0 where that is not known."""
+        """Bytes of the checkpoint, as an estimate of the next; 0 if unknown."""
         return size_of(self.folder) if self.folder and not self.weights_only else 0
 
     def is_of(self, run: Path) -> bool:
-        """Whether ``folder`` is of the folder ``run``, and not a step of another run or none."""
+        """Return whether ``folder`` is a checkpoint in the run folder ``run``."""
         return bool(self.folder and self.folder.parent == run)
 
 
 def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: bool = False) -> dict[str, bytes]:
-    """The files of a checkpoint of ``step`` that hold ``progress`` as it is now, and what `find_start` compares.
+    """Return the files of a checkpoint of ``step`` that hold ``progress`` and the values that `find_start` compares.
 
-    dataset: `Rows.identity`. by_time: nobody has asked for a save after this very step.
+    dataset: `Rows.identity`. by_time: the save is due by time only.
     """
     record = {"global_step": step, "version": __version__, "digest": _digest_kind(dataset), "by_time": by_time}
     record |= {"dataset": dataset, "frozen": frozen_values(cfg), "origin": _origin(cfg)}
@@ -99,15 +99,14 @@ def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: 
 
 
 def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> Start:
-    """What ``trainer.resume_mode`` points at, or the newest checkpoint of a run that this same command has begun.
+    """Return the start that ``trainer.resume_mode`` selects, or the newest checkpoint of a run that this same command
+    has begun.
 
-    Raises CheckpointError where this run cannot go on from there.
-
-    dataset: the training rows; None where they are not known, so that they are not compared. images: whether they may
-    have images.
+    dataset: identity of the training rows; None if unknown, and then not compared. images: whether the rows may have
+    images. Raises CheckpointError if this run cannot resume from the checkpoint.
     """
     trainer = cfg.trainer
-    base_weights(cfg)  # as they are now, whatever is put there before the first save
+    base_weights(cfg)  # digests now, in case the files change before the first save
     continued = _begun_before(cfg, run)
     weights_only, searched = trainer.resume_weights_only and not continued, continued or trainer.resume_mode == "auto"
     folder = continued or (run.newest() if searched else None)
@@ -120,7 +119,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
                 f"{folder} cannot be resumed from: {problem}. Copy it again, or name another checkpoint."
             )
         record = read_record(folder)
-        # Weights alone may go into any other run: nothing of the old run has to agree.
+        # Weights may be loaded into any run, so nothing of the old run is compared.
         if not weights_only:
             _refuse_thinned(cfg, folder, record)
             _refuse_other_version(folder, record, dataset)
@@ -134,7 +133,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
             _refuse_other_run(cfg, folder, record, dataset, images)
             if problem := other_weights(record, cfg):
                 raise CheckpointError(f"{folder} cannot be resumed from: {problem}")
-        # Asked here, because the workers would find it out only after the models are loaded.
+        # Checked here, because the workers would notice it only after the models are loaded.
         needs_critic = has_critic(cfg) and not cfg.trainer.val_only
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(
@@ -163,8 +162,10 @@ def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
 
 
 def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[[], Start]) -> Start:
-    """``start``, if the workers find the large files of its checkpoint as they were saved; else what ``find`` finds
-    then, which is `find_start` with this run's arguments: an older checkpoint, or an error.
+    """Return ``start`` if the workers find the large files of its checkpoint intact.
+
+    Otherwise return the result of ``find``, which is `find_start` with the arguments of this run: an older checkpoint,
+    or an error.
     """
     while start.folder and (files := large_files(start.folder)):
         with waiting(f"comparing {start.folder} with its digests on {count(group.world, 'worker')}"):
@@ -179,7 +180,7 @@ def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[
 
 def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
     sampler = _read_arrays(folder / "sampler.npz")
-    # Checkpoints may have been made before there were lengths, metrics or an entropy_coef in them.
+    # Older checkpoints have no lengths, metrics or entropy_coef.
     lengths, experts = (
         _read_arrays(file) if patiently(file := folder / name, file.exists) else {}
         for name in ("lengths.npz", _EXPERTS)
@@ -191,7 +192,7 @@ def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
 
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     try:
-        # A pickle could run code of whoever made the checkpoint, and arrays need none.
+        # A pickle could run code of the checkpoint's author, and arrays need none.
         with np.load(io.BytesIO(patiently(file, file.read_bytes)), allow_pickle=False) as arrays:
             return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
@@ -199,33 +200,37 @@ def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def _origin(cfg: Config) -> dict[str, Any]:
-    """Where the config lets a new run begin."""
+    """Return the start that the config selects for a new run."""
     trainer = cfg.trainer
     path = str(_named(cfg)) if trainer.resume_mode == "resume_path" else None
     return {"mode": trainer.resume_mode, "path": path, "weights_only": trainer.resume_weights_only}
 
 
 def _named(cfg: Config) -> Path:
-    """``trainer.resume_from_path``, as `Checkpoints` has paths: a step of a run is told by its folder."""
+    """Return the absolute path of ``trainer.resume_from_path``, as `Checkpoints` has it, to compare folders."""
     return Path(cfg.trainer.resume_from_path or "").expanduser().resolve()
 
 
 def _begun_before(cfg: Config, run: Checkpoints) -> Path | None:
-    """The newest whole checkpoint of the run folder, if its run began where this one would: the run was cut short.
+    """Return the newest complete checkpoint of the run folder if its run had the same origin as this one.
 
-    None with the default settings, which go on from the newest whatever it says.
+    Such a run was interrupted. With the default settings return None, because they resume from the newest checkpoint
+    anyway.
     """
     if cfg.trainer.resume_mode == "auto" and not cfg.trainer.resume_weights_only:
         return None
     try:
         newest = run.newest()
-    except CheckpointError:  # none is whole, and nothing of them is asked for
+    except CheckpointError:  # none is complete, and the settings do not ask for one
         return None
     return newest if newest and read_record(newest).get("origin") == _origin(cfg) else None
 
 
 def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
-    """A run that starts below a checkpoint of its own folder would meet it hours later, when it saves."""
+    """Raise CheckpointError if the run starts before a checkpoint in its folder.
+
+    It would collide with it hours later, when it saves.
+    """
     later = [number for number in run.steps() if number > step and not run.damage(run.step_folder(number))]
     if later:
         raise CheckpointError(
@@ -240,13 +245,13 @@ def _version(record: dict[str, Any]) -> str:
 
 
 def _digest_kind(dataset: str) -> str:
-    """What the digest of ``dataset`` is made of: "rows", or "files" as the first versions had it."""
+    """Return the source of the digest of ``dataset``: "rows", or "files" in the first versions."""
     kind, colon, _ = dataset.partition(" ")[0].partition(":")
     return kind if colon else "files"
 
 
 def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | None) -> None:
-    """A record that lacks something, or that knows the training data by a digest that is not made here."""
+    """Raise CheckpointError if the record lacks values, or its data digest is of another kind."""
     kinds: dict[str, Any] = {"batches_drawn": int, "kl_coef": (float, int, type(None)), "in_flight": list}
     kinds |= {"frozen": dict, "dataset": str}
     lacking = [name for name, kind in kinds.items() if name not in record or not isinstance(record[name], kind)]
@@ -265,16 +270,16 @@ def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | N
 
 
 def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str | None, images: bool) -> None:
-    # Checkpoints that were made before there were the keys.
+    # Values of keys that older checkpoints do not record.
     now = frozen_values(cfg)
     then = {_FREEZE: False, **({_CRITIC: now[_CRITIC]} if _CRITIC in now else {})} | record["frozen"]
-    # Both sides: LoRA keys are there only in a run with adapters.
+    # Keys of both sides: LoRA keys exist only in runs with adapters.
     keys = sorted((now.keys() | then.keys()) - (set() if images else set(_OF_IMAGES)))
-    if cfg.trainer.val_only:  # no step goes on, and only what the weights are must be the same
+    if cfg.trainer.val_only:  # an evaluation makes no step; only the model must be the same
         keys = [key for key in keys if key.startswith("actor_rollout_ref.model.")]
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
     digest, _, described = record["dataset"].partition(" ")
-    # What stands behind the digest is for the message alone and may be worded anew.
+    # The text after the digest is for the message only and may change.
     if dataset and digest != dataset.partition(" ")[0]:
         changed.append(
             f"training data: {described or 'rows without a name'} then, {dataset.partition(' ')[2]} now, and the rows "
@@ -290,12 +295,12 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
 
 
 def frozen_values(cfg: Config) -> dict[str, Any]:
-    """The values of `FROZEN_KEYS`."""
+    """Return the values that a resumed run must share: `FROZEN_KEYS` and some that depend on the settings."""
     values = {key: get(cfg, key) for key in FROZEN_KEYS}
     # The data position is counted in rounds of this many prompts.
     rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
     values |= {"prompts per round": rounds or cfg.data.train_batch_size}
-    # A reference that moves is in the checkpoint, and another one would be another experiment.
+    # A moving reference is in the checkpoint, and a change of its keys would be another experiment.
     moving = {key: get(cfg, key) for key in _MOVING_KEYS}
     values |= {"data.mixing": dict(cfg.data.mixing)} if cfg.data.mixing else {}
     values |= moving if moving[_MOVING_KEYS[0]] and has_reference(cfg) else {}

@@ -1,8 +1,8 @@
-"""Room for checkpoints: which of them stay, what they take, and what the disk has.
+"""Disk space for checkpoints: which ones are kept, their size, and the free space.
 
-Problem: a full disk is mostly found out hours after the start, while a checkpoint is written. Choice: the size of one
-is estimated from the weights before Ray starts, and measured after the first save. Checkpoints that are saved by time,
-which nobody has asked for, never push out those that somebody has, and their number is small whatever is kept.
+A full disk is mostly noticed hours after the start, while a checkpoint is written. So the size of a checkpoint is
+estimated from the weights before Ray starts, and measured after the first save. Checkpoints saved by time, which the
+user did not request, never replace regular ones, and their number is small whatever is kept.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
 
 log = logging.getLogger(__name__)
-# Of those saved by time: should the newest be damaged, there is another.
+# Number of kept checkpoints saved by time. If the newest is damaged, there is another.
 _BY_TIME = 2
 
 
 def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
-    """Estimated size of a checkpoint: float32 weights and two moments per trained weight, the exported model, and a
-    reference that moves."""
+    """Return the estimated size of a checkpoint in bytes.
+
+    It has float32 weights and two moments per trained weight, the exported model, and a moving reference.
+    """
     moves = has_reference(cfg) and cfg.actor_rollout_ref.ref.update_every_steps
     critic = 12 * num_parameters if has_critic(cfg) else 0
     exports = "hf_model" in cfg.actor_rollout_ref.actor.checkpoint.save_contents
@@ -33,8 +35,9 @@ def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
 
 
 def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int, steps_per_epoch: int | None = None) -> list[int]:
-    """The steps at which a run saves that starts after ``first_step`` and ends after ``total_steps``, whatever the time
-    is.
+    """Return the steps after which a run saves, without saves by time.
+
+    The run starts after ``first_step`` and ends after ``total_steps``.
     """
     if cfg.val_only:
         return []
@@ -45,29 +48,33 @@ def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int, steps_per
 
 
 def superfluous(cfg: TrainerConfig, whole: Sequence[int], by_time: Callable[[int], bool]) -> list[int]:
-    """Which of the checkpoints ``whole`` (steps, ascending) go. by_time(step): whether it was saved by time alone."""
+    """Return the checkpoints to remove. whole: steps of the complete checkpoints, ascending.
+
+    by_time(step): whether it was saved by time only.
+    """
     keep = max(cfg.max_actor_ckpt_to_keep or 0, 0)
-    if keep and not cfg.saves_regularly:  # then they are what is asked for
+    if keep and not cfg.saves_regularly:  # then checkpoints saved by time are the requested ones
         return list(whole[:-keep])
     newest = whole[-min(_BY_TIME, keep or _BY_TIME) :]
     by_steps = [step for step in whole if not by_time(step)]
-    stay = by_steps[-keep:]  # all of them where keep is 0
+    stay = by_steps[-keep:]  # all of them if keep is 0
     return [step for step in whole if step not in (newest if by_time(step) else stay)]
 
 
 def missing_room(
     cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int, steps_per_epoch: int | None = None
 ) -> tuple[str, str]:
-    """(problem, note), empty if ``folder`` has room for the checkpoints of ``size`` bytes that this run will write.
+    """Return (problem, note), empty if ``folder`` has room for the checkpoints that this run will write.
 
-    Without ``max_actor_ckpt_to_keep`` none of those that are asked for is ever removed. Then it is a problem only if
-    the first does not fit; missing room for the others is a note, and so is missing room for those by time.
+    size: bytes of one checkpoint. Without ``max_actor_ckpt_to_keep``, requested checkpoints are never removed. Then it
+    is a problem only if the first does not fit; missing room for the others is a note. Missing room for checkpoints
+    saved by time is a note too.
     """
     steps = steps_saved(cfg, first_step, total_steps, steps_per_epoch)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
     keep += keep >= 1 and cfg.keep_best is not None
-    # The newest is written before the oldest is removed.
-    # Room for what exists is taken already; what is asked for is the growth up to the limit.
+    # The newest is written before the oldest is removed. Existing checkpoints already take room, so only the growth up
+    # to the limit counts.
     more = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
     free = free_bytes(folder)
     if steps and free < size:
@@ -90,7 +97,7 @@ def missing_room(
 def check_room(
     cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int, steps_per_epoch: int | None = None
 ) -> None:
-    """Raise DiskError with what `missing_room` calls a problem, and log what it calls a note."""
+    """Raise DiskError with the problem of `missing_room`, and log its note."""
     problem, note = missing_room(cfg, folder, size, first_step, total_steps, steps_per_epoch)
     if problem:
         raise DiskError(problem)
@@ -99,11 +106,11 @@ def check_room(
 
 
 def free_bytes(folder: Path) -> float:
-    """Free space where ``folder`` is or will be; infinity where storage does not say."""
+    """Return the free space where ``folder`` is or will be; infinity if unknown."""
     try:
-        # A dry run asks before the run folder exists, so the nearest folder above it answers.
+        # In a dry run the run folder may not exist, so use the nearest existing parent.
         return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
-    except OSError:  # writing finds out
+    except OSError:  # writing will fail if there is no room
         return math.inf
 
 
@@ -117,9 +124,9 @@ def sized(num_bytes: float) -> str:
 
 
 def describe_room(folder: Path, size: int, way_out: str = "") -> str:
-    """How much there is, where that is known, how much a checkpoint of ``size`` bytes takes, and what to do.
+    """Return a text on the free space, the size of a checkpoint and a remedy.
 
-    way_out: besides making room.
+    size: bytes of a checkpoint. way_out: a remedy in addition to freeing space.
     """
     free = free_bytes(folder)
     space = f"{folder} has {sized(free)} free and a checkpoint takes about {sized(size)}. " if free < math.inf else ""

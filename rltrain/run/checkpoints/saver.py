@@ -1,12 +1,12 @@
-"""When to save and what a checkpoint holds.
+"""Schedule and contents of checkpoints.
 
-Problem: a run that nobody has told when to save loses all at a kill. Choice: it also saves by time; what these saves
-leave on the disk is bounded (`room`), and where there is room for one checkpoint alone, the regular one gets it.
+A run without ``save_freq`` would lose everything at a kill, so it also saves by time. The disk space of these saves is
+bounded (`room`). If there is room for only one checkpoint, the regular one gets it.
 
-Problem: writing takes minutes in which the devices could train. Choice: the workers copy what is to be saved to their
-hosts and write it while the next steps are made (`workers.saving`). The driver looks every now and then how far that
-is, and makes a checkpoint of it; a save is over before the next one begins and before the run ends. What the driver has
-to do with the disk is done in the background too (`base.background`), because storage may take minutes for it.
+Writing takes minutes in which the devices could train. So the workers copy their state to host memory and write it
+during the next steps (`workers.saving`). The driver polls their progress and completes the checkpoint. A save ends
+before the next one begins and before the run ends. The driver accesses the disk in the background too
+(`base.background`), because storage may take minutes to respond.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ from rltrain.trainer.timing import StepTimer
 from rltrain.workers.tasks import SaveTask, Written
 
 log = logging.getLogger(__name__)
-# The driver waits in short turns, and each asks.
+# The driver waits in turns of this length and checks the cluster after each.
 _LOOK_S = 1.0
-# So long the answers of its steps may take to be written, once all else of a checkpoint is.
+# Time limit for writing the responses of its steps, once the rest of a checkpoint is written.
 _ANSWERS_S = 60.0
-# Some storage gives back the room of what was removed a while later.
+# Some storage frees the space of removed files with this delay.
 _FREED_S = 60.0
 
 
 @dataclass
 class _Pending:
-    """The checkpoint of ``step`` while it is written into ``folder``: first the driver opens that, then the workers
-    write the parts, then the answers of its steps have to be there, and then the driver closes it.
+    """The checkpoint of ``step`` while it is written to ``folder``.
+
+    The driver opens the folder, the workers write the parts, the responses of its steps must be written, and then the
+    driver closes it.
     """
 
     step: int
@@ -62,18 +64,18 @@ class _Pending:
     opening: BackgroundJob[None]
     written_at: float = math.inf
     closing: BackgroundJob[int] | None = None
-    """Makes a checkpoint of it, and returns its size in bytes."""
+    """Completes the checkpoint, and returns its size in bytes."""
 
 
 def _over(work: BackgroundJob[Any], waits: bool) -> bool:
-    """Whether ``work`` is done, with ``waits`` once it is."""
+    """Return whether ``work`` is done. With ``waits``, wait until it is."""
     while waits and not work.ready(_LOOK_S):
         raise_if_lost()
     return work.ready()
 
 
 class Saver(Watcher):
-    """Writes a checkpoint of the whole run: shards of every role, progress, and a Hugging Face folder."""
+    """Writer of checkpoints: shards of every role, progress, and a Hugging Face folder."""
 
     def __init__(
         self,
@@ -97,10 +99,10 @@ class Saver(Watcher):
         named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
         self._roles: dict[str, Policy | Critic | Reference] = {name: role for name, role in named.items() if role}
         self._fingerprint = dataset_fingerprint
-        self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # the next one is as large as the last
+        self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # as large as the last one
         self.last_step = 0
         self.best = Best(cfg.trainer)
-        self._saved_at = self._clock.monotonic()  # when the last save began, or training
+        self._saved_at = self._clock.monotonic()  # start of the last save, or of training
         self._by_time: dict[int, bool] = {}
         self._room: BackgroundJob[bool] | None = None
         self._pending: _Pending | None = None
@@ -109,20 +111,20 @@ class Saver(Watcher):
         self._looked = -math.inf
 
     def due(self, step: int, stopping: bool) -> bool:
-        """As ``save_freq`` says, and when the run ends unless ``save_at_end`` is off. See `overdue` too."""
+        """Return whether ``save_freq``, or the end of the run with ``save_at_end``, requires a save. See `overdue`."""
         trainer = self._cfg.trainer
         return trainer.saves_after(step, self._steps_per_epoch) or (stopping and trainer.save_at_end)
 
     def overdue(self, step: int) -> bool:
-        """Whether the last save is `save_every_s` ago, and there is room for one of ``step`` and the next regular one.
+        """Return whether the last save is `save_every_s` ago and there is room for a save now and the next regular one.
 
-        Never while a save is under way: storage that is slower than that would hold up the steps.
+        It returns False while a save is running, because storage slower than `save_every_s` would hold up the steps.
         """
         trainer = self._cfg.trainer
         late = trainer.saves_by_time and self._clock.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
         if not late or self._pending:
             return False
-        # In the background, as the disk may not answer: then it is asked again after the next step.
+        # In the background, because the disk may not respond. Then it is checked again after the next step.
         self._room = self._room or BackgroundJob("room", partial(self._has_room_for_two, step))
         if not self._room.ready(_LOOK_S):
             return False
@@ -136,7 +138,10 @@ class Saver(Watcher):
         return fits
 
     def _has_room_for_two(self, step: int) -> bool:
-        """Room for a checkpoint of ``step`` by time, and then for another. Less than one is an error of the save."""
+        """Return whether there is room for a checkpoint of ``step`` by time and for another one.
+
+        It also returns True if there is not even room for one, so that the save raises the error.
+        """
         self._by_time[step] = True
         goes, free = self._superfluous([*self._folder.steps(), step]), free_bytes(self._folder.path)
         return free < self._bytes_needed or free >= self._bytes_needed * (1 if goes else 2)
@@ -146,26 +151,24 @@ class Saver(Watcher):
         return [step for step in superfluous(self._cfg.trainer, whole, self._timed) if step != best]
 
     def _timed(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` was saved by time alone."""
+        """Return whether the checkpoint of ``step`` was saved by time only."""
         if step not in self._by_time:
             try:
                 self._by_time[step] = read_record(self._folder.step_folder(step)).get("by_time") is True
-            except (CheckpointError, StorageError):  # asked for again
+            except (CheckpointError, StorageError):  # checked again later
                 return False
         return self._by_time[step]
 
     def save(self, step: int, progress: Progress, *, by_time: bool = False) -> dict[str, float]:
-        """Begin to save step ``step``; where that cannot be in the background, it is saved when this returns.
+        """Begin to save ``step``. Without background writing, return after the checkpoint is complete.
 
-        by_time: nothing but `overdue` asks for it.
-
-        Returns its timing, and what callbacks have said of saves that are over. Raises DiskError naming needed and free
-        space.
+        by_time: only `overdue` requires this save. Returns its timing, and the metrics of callbacks on finished saves.
+        Raises DiskError with the needed and the free space.
         """
         timer = StepTimer()
         with timer("save_checkpoint"):
             self.finish()
-            # A look at the room that was late tells of the room before this save.
+            # A late check of the disk space is about the time before this save.
             self._saved_at, self._by_time[step], self._room = self._clock.monotonic(), by_time, None
             in_background = self._begin(step, progress)
             if not in_background:
@@ -174,33 +177,36 @@ class Saver(Watcher):
 
     @property
     def newest(self) -> int:
-        """The step of the save that is under way, else of the last one."""
+        """The step of the running save, else of the last one."""
         return self._pending.step if self._pending else self.last_step
 
     @property
     def under_way_s(self) -> float | None:
-        """For how long a save is under way; None where none is."""
+        """Seconds since the running save began; None if there is none."""
         return time.perf_counter() - self._pending.began if self._pending else None
 
     def news(self) -> dict[str, float]:
-        """What callbacks have said of saves that are over, once."""
+        """Return the metrics of callbacks on finished saves, and clear them."""
         news, self._news = self._news, {}
         return news
 
     def on_wait(self) -> None:
-        """Bring a save that is under way as far as it gets without waiting. Looks once a second. Raises as `finish`."""
+        """Advance the running save without waiting, at most once a second. Raises as `finish`."""
         now = self._clock.monotonic()
         if self._pending and now - self._looked >= _LOOK_S:
             self._looked = now
             self._go_on(waits=False)
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Raises DiskError, StorageError where the storage does not answer, and
-        WorkerLost where writing takes longer than it may."""
+        """Wait for the running save.
+
+        Raises DiskError, StorageError if the storage does not respond, and WorkerLost if writing exceeds its time
+        limit.
+        """
         self._go_on(waits=True)
 
     def _go_on(self, waits: bool) -> None:
-        # Taken out first: whoever waits for workers polls.
+        # Taken out first, because waiting for workers polls this method.
         pending, self._pending = self._pending, None
         if not pending:
             return
@@ -208,7 +214,7 @@ class Saver(Watcher):
             size = self._bring_on(pending, waits)
         except (DiskError, StorageError, CheckpointError):
             raise
-        except BaseException:  # a signal, say: the save goes on, and may be asked for again
+        except BaseException:  # a signal, for example: the save continues and may be polled again
             self._pending = pending
             raise
         if size is None:
@@ -217,19 +223,19 @@ class Saver(Watcher):
         for problem in (problem for part in pending.parts for problem in part.finish().problems):
             log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", pending.step, problem)
         self.last_step = pending.step
-        # From the second save on, the size is known and no longer estimated.
+        # From the second save on, the size is known instead of estimated.
         self._bytes_needed = size or self._bytes_needed
         folder, seconds = self._folder.step_folder(pending.step), time.perf_counter() - pending.began
         self._news |= self._watchers.on_save(pending.step, folder, seconds)
 
     def _bring_on(self, pending: _Pending, waits: bool) -> int | None:
-        """As far as it gets, with ``waits`` to the end: the size of the checkpoint once it is there, else None."""
+        """Advance the save, with ``waits`` to its end. Return the size of the finished checkpoint, else None."""
         if not _over(pending.opening, waits):
             return None
         pending.opening.result()
         with self._disk_errors(pending.step, pending.folder):
             if not pending.closing:
-                ready = [part.ready() for part in pending.parts]  # every part begins, and is asked whether it is late
+                ready = [part.ready() for part in pending.parts]  # starts every part and checks its time limit
                 if not waits and not all(ready):
                     return None
                 written = [part.finish() for part in pending.parts]
@@ -243,11 +249,11 @@ class Saver(Watcher):
             return pending.closing.result() if _over(pending.closing, waits) else None
 
     def _close(self, pending: _Pending, written: list[Written]) -> int:
-        """Make a checkpoint of what is written, and then room by removing an older one."""
+        """Complete the checkpoint, then remove older ones."""
         digests = {name: digest for part in written for name, digest in part.digests.items()}
         size = size_of(self._folder.commit(pending.folder, pending.step, digests))
-        # After the new one is in place. The one that trainer.resume_from_path names stays, as the same command starts
-        # from it again.
+        # After the new one is in place. The checkpoint of trainer.resume_from_path stays, because the same command
+        # starts from it again.
         try:
             self._folder.prune(self._superfluous, self._cfg.trainer.resume_from_path)
         except (OSError, StorageError) as error:
@@ -255,7 +261,7 @@ class Saver(Watcher):
         return size
 
     def on_failure(self) -> None:
-        """Finish the save under way, if its writers live or are done. What fails in that is only told."""
+        """Finish the running save, if its writers are alive or done. Only log an error of it."""
         if not self._pending or (not self._pending.closing and any(part.lost for part in self._pending.parts)):
             return
         step = self._pending.step
@@ -266,8 +272,9 @@ class Saver(Watcher):
             log.warning("the checkpoint of step %d was not kept: %s", step, error)
 
     def check_room(self, first_step: int, total_steps: int, size: int = 0) -> None:
-        """`room.check_room` once more, now that the models are loaded. size: of the checkpoint that the run goes on
-        from, if it is known: the next one is as large.
+        """Check the disk space as `room.check_room`, with the sizes of the loaded models.
+
+        size: bytes of the checkpoint that the run resumes from (0: unknown), which the next one will have too.
         """
         self._bytes_needed = size or self._bytes_needed
         steps = (first_step, total_steps, self._steps_per_epoch)
@@ -276,19 +283,19 @@ class Saver(Watcher):
             raise DiskError(problem)
 
     def rescue(self, step: int, progress: Progress) -> None:
-        """Save step ``step`` if it is not saved yet: an error that is not the workers' leaves their state whole."""
+        """Save ``step`` if it is not saved yet, after an error that leaves the workers' state intact."""
         self.finish()
         if step > self.last_step and self._cfg.trainer.save_at_end:
             self.save(step, progress)
             self.finish()
 
     def _begin(self, step: int, progress: Progress) -> bool:
-        """Take what is to be saved. Returns whether the steps may go on."""
+        """Start the save on the workers. Return whether the steps may continue."""
         asynchronous, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
         exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
         files = files_of(progress, step, self._cfg, self._fingerprint, self._by_time[step])
         opening = BackgroundJob(f"save of step {step}", partial(self._open, step, files))
-        if progress.answers:  # written by the call of a worker, before those of the next step
+        if progress.answers:  # a worker writes them now, before the next step
             _over(opening, True)
             opening.result()
             with self._disk_errors(step, folder):
@@ -308,7 +315,7 @@ class Saver(Watcher):
         return bool(parts) and all(part.copied for part in parts)
 
     def _open(self, step: int, files: dict[str, bytes]) -> None:
-        """Make the folder, with the driver's own files. Raises DiskError naming needed and free space."""
+        """Create the folder with the driver's files. Raises DiskError with the needed and the free space."""
         while free_bytes(self._folder.path) < self._bytes_needed:
             if self._clock.monotonic() < self._folder.pruned_at + _FREED_S:
                 heartbeat()
@@ -321,7 +328,7 @@ class Saver(Watcher):
 
     @contextmanager
     def _disk_errors(self, step: int, folder: Path) -> Iterator[None]:
-        """What cannot be written names the step, and a DiskError the room; ``folder`` is removed."""
+        """Add the step to errors of the body, and the disk space to a DiskError. Remove ``folder`` then."""
         try:
             yield
         except (OSError, DiskError, StorageError) as error:
@@ -330,14 +337,14 @@ class Saver(Watcher):
             raise unwritten(sentence, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
 
     def load(self, start: Start) -> None:
-        """Bring every role to where the run starts."""
+        """Load every role from the checkpoint that the run starts from."""
         if start.folder:
             for name, role in self._roles.items():
                 for note in role.load(str(start.folder / name), start.weights_only):
                     log.warning("note: %s", note)
-        # Of a run that begins behind a step of another nothing is there yet: what is in its folder is moved aside.
+        # A run that starts from another run's checkpoint has no metrics yet. Older files in its folder are moved aside.
         file = self._folder.path / "metrics.jsonl" if start.is_of(self._folder.path) else None
         self.best = Best(self._cfg.trainer, file, start.step)
-        # The step that the run starts from is saved already, also for `rescue`.
+        # The step that the run starts from is already saved, also for `rescue`.
         self.last_step = start.step
         self._saved_at = self._clock.monotonic()

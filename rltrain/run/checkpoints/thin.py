@@ -1,8 +1,8 @@
-"""Checkpoints of old steps without the state of the optimizer: a third of their size, and their weights as they were.
+"""Removal of optimizer state from old checkpoints: a third of the size, with unchanged weights.
 
-DCP's files hold one tensor behind the other, and ``.metadata`` says where. So what stays is copied byte for byte into
-new files, and nothing is computed or held in memory. The thinned checkpoint is made beside the old one and takes
-its name.
+DCP's files hold one tensor after another, and ``.metadata`` has their offsets. So the other tensors are copied byte for
+byte into new files, and nothing is computed or held in memory. The thinned checkpoint is written next to the old one
+and then takes its name.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _BUFFER = 16 << 20
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, all its files read; None where it is whole. Raises StorageError."""
+    """Return the damage of a checkpoint after reading all its files; None if it is complete. Raises StorageError."""
     return find_damage(folder) or next(iter(altered(large_files(folder))), None)
 
 
 def optimizer_bytes(folder: Path) -> int:
-    """What the state of the optimizers takes of a checkpoint. Raises CheckpointError."""
+    """Return the bytes of optimizer state in a checkpoint. Raises CheckpointError."""
     places = [place for role in _roles(folder) for place in _places(read_metadata(role), optimizer=True)]
     return sum(place.length for _, place in places)
 
 
 def thin(run: RunFolder, step: int) -> int:
-    """Take the state of the optimizers out of a checkpoint. Returns the bytes that are free now.
+    """Remove the optimizer state from a checkpoint. Return the number of bytes freed.
 
-    Raises CheckpointError for a checkpoint that is damaged, DiskError and StorageError; it then stays as it was.
+    Raises CheckpointError for a damaged checkpoint, DiskError and StorageError. The checkpoint is then unchanged.
     """
     folder = run.step_folder(step)
     if problem := damage(folder):
@@ -76,7 +76,7 @@ def _roles(folder: Path) -> list[Path]:
 
 
 def _copy(folder: Path, new: Path) -> Digests:
-    """All but the state of the optimizers and progress.json. Returns the digests of large files, for the manifest."""
+    """Copy everything except optimizer state and progress.json. Return the digests of large files for the manifest."""
     digests = {str(new / file.relative_to(folder)): digest for file, digest in large_files(folder)}
     shards: set[Path] = set()
     for role in _roles(folder):
@@ -112,7 +112,7 @@ def _write_without_optimizer(metadata: Any, role: Path, new: Path, digests: Dige
 
 
 def _places(metadata: Any, *, optimizer: bool) -> Sequence[tuple[Any, Any]]:
-    """(what, where) of the tensors that are the optimizer's, or are not, as they stand in their files."""
+    """Return (index, location) of the tensors that are, or are not, optimizer state, in file order."""
     places = [
         (index, place)
         for index, place in metadata.storage_data.items()
@@ -132,7 +132,7 @@ def _copy_bytes(source: IO[bytes], target: IO[bytes], offset: int, length: int) 
 
 
 def _link(file: Path, target: Path) -> None:
-    """The same contents under another name; a copy where the storage has no such links."""
+    """Hard-link the file, or copy it where the storage has no hard links."""
     try:
         os.link(file, target)
     except OSError:

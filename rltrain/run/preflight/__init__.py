@@ -1,1 +1,1 @@
-"""What is foretold of a run before it starts: its settings, models, memory and nodes."""
+"""Checks before a run starts: settings, models, memory and nodes."""

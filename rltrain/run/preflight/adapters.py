@@ -1,4 +1,4 @@
-"""Adapters of a run, looked at before anything is loaded: can they be computed, can the policy's engine hold them?"""
+"""Checks of LoRA adapters before anything is loaded: computation, and support by the policy's engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rltrain.workers.rollout.vllm.adapters import refuse_adapters
 
 
 def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[str]:
-    """Adapters that cannot be started or computed."""
+    """Yield problems of adapters that cannot be loaded or computed."""
     assert spec.lora
     if spec.compiled and any(".experts." in name for name in adapted_weights(model)):
         yield (
@@ -31,13 +31,13 @@ def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[
 
 
 def adapters_of_engine(cfg: Config, role: Role, model: Any, config: Any) -> Iterator[str]:
-    """What is worth a note of how adapters reach the engine. Raises ConfigError for those that it cannot hold."""
+    """Yield notes on the transfer of adapters to the engine. Raises ConfigError if it cannot hold them."""
     if role != "actor":
         return
     rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
     engine, dtype = ENGINES[rollout.name], resolve_dtype(rollout.dtype, device)
     if cfg.actor_rollout_ref.model.merges:
-        # Below float32 an adapter that adds less than half a step of a weight is not there after rounding.
+        # Below float32, an adapter that adds less than half a step of a weight is lost by rounding.
         if engine.adapters and dtype != torch.float32:
             yield (
                 f"adapters are merged into {str(dtype).removeprefix('torch.')} weights on the way to the engine, which "

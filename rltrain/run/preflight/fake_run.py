@@ -1,11 +1,10 @@
-"""What a model's passes hold on a device, learnt by running them on tensors that have no memory.
+"""Memory of a model's passes on a device, measured by running them on fake tensors.
 
-A formula for activations is wrong as soon as somebody changes the forward. So here the worker's own model, sharded by
-FSDP2 over a process group that only pretends to be many ranks, runs forward, backward and optimizer step on fake
-tensors, and a ledger adds up the storages that are alive. Memory is linear in equal layers, so a short model, and a
-longer one for each kind of layer, tell that of a long one. torch's FSDPMemTracker finds the same total for one
-micro-batch, but takes no second one, and cannot tell gathered weights from gradients in a backward. Left out: memory
-that kernels take for themselves, and memory that an allocator loses between its blocks.
+A formula for activations is wrong as soon as the forward changes. So here the worker's model, sharded by FSDP2 over a
+fake process group, runs forward, backward and optimizer step on fake tensors, and a ledger sums the live storages.
+Memory is linear in the number of equal layers, so a short model, and a longer one for each layer type, give the memory
+of a long one. torch's FSDPMemTracker finds the same total for one micro-batch, but supports no second one, and cannot
+distinguish gathered weights from gradients in a backward. Not counted: workspaces of kernels, and fragmentation.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ from rltrain.models.weights.shard import empty_packed, make_mesh, reshard, sprea
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import moments
 
-# Models with more layers are run with as many, and with twice as many. With two, FSDP gathers both at once.
+# Longer models are run with this many layers and with twice as many. With two, FSDP gathers both at once.
 _LAYERS = 3
-# It takes as much as its input while it runs, which no operator within shows.
+# It needs as much memory as its input, which no inner operator shows.
 _TAKES_AS_MUCH = torch.ops.aten.logsumexp.default
 Owners = Counter[str]
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of the storages that are alive, by owner, and those at their peak; real tensors of ``kind`` or fake ones.
+    """Bytes of live storages by owner, now and at their peak; real tensors of device ``kind`` or fake ones.
 
-    Whoever allocates sets ``owner``; `claim` corrects it. FSDP's gathered weights are told by its own methods.
+    `owner` sets the owner of new storages; `claim` changes it. Hooks on FSDP's methods recognise gathered weights.
     """
 
     def __init__(self, kind: str = "cpu") -> None:
@@ -67,7 +66,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def owner(self, name: str) -> Iterator[None]:
-        """Storages that are made inside belong to ``name``."""
+        """Assign storages created in the body to ``name``."""
         before, self._owner = self._owner, name
         try:
             yield
@@ -75,7 +74,7 @@ class Ledger(TorchDispatchMode):
             self._owner = before
 
     def claim(self, owner: str, tensors: Iterable[Tensor], but: str = "") -> None:
-        """The storages of ``tensors``, but those that belong to ``but``, are ``owner``'s from here on."""
+        """Assign the storages of ``tensors`` to ``owner``, except storages that belong to ``but``."""
         for tensor in tensors:
             storage = local(tensor).untyped_storage()
             if id(storage) in self._held and self._held[id(storage)][1] != but:
@@ -83,7 +82,7 @@ class Ledger(TorchDispatchMode):
                 self._hold(storage, owner)
 
     def cut(self) -> Owners:
-        """What the peak since the last cut was made of."""
+        """Return the bytes by owner at the peak since the last cut, and start a new peak."""
         found, self.peak = self.peak, Counter(self.live)
         return found
 
@@ -100,11 +99,11 @@ class Ledger(TorchDispatchMode):
                 ledger._hold(storage, owner)
             return done
 
-        # FSDP frees and takes the memory of gathered weights through their storages, which no operator shows.
+        # FSDP frees and allocates gathered weights through their storages, which no operator shows.
         self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             self._stack.enter_context(patch.object(FSDPParamGroup, name, self._told(getattr(FSDPParamGroup, name))))
-        # DTensor finds the shapes of a result by computing the whole of it with fake tensors.
+        # DTensor infers the shape of a result by computing all of it on fake tensors.
         meta = "_propagate_tensor_meta_non_cached"
         self._stack.enter_context(
             patch.object(ShardingPropagator, meta, self._unseen(getattr(ShardingPropagator, meta)))
@@ -117,7 +116,7 @@ class Ledger(TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What a DTensor does to its own shard comes here by itself.
+        # The operation on the local shard is dispatched here separately.
         if DTensor in types:
             return NotImplemented
         if func is _TAKES_AS_MUCH and isinstance(args[0], FakeTensor):
@@ -167,7 +166,7 @@ class Ledger(TorchDispatchMode):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """Return the local shard of this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -179,10 +178,11 @@ def fake_model(
     kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int,
     kept: Mapping[int, Sequence[int]] | None = None, batch: Batch | None = None,
 ) -> Iterator[tuple[Any, Ledger, PackedInputs | None]]:  # fmt: skip
-    """A role's model as the first of ``num_ranks`` ranks holds it, the ledger of what is alive, and a packed ``batch``.
+    """Yield the model of the first rank, a ledger of its live storages, and the packed ``batch``.
 
-    device: the one whose kernels and sizes count. kept: the layers of the model's lists, by their number; the others
-    are whole. Inside, torch computes shapes alone. No process group may be there.
+    device: the device whose kernels and sizes count. kept: the layers to keep in each of the model's layer lists, by
+    the number of the list; other lists are complete. In the body torch computes only shapes. No process group may
+    exist.
     """
     config = spec.load_config()
     packed = empty_packed(kind, spec, config)
@@ -195,7 +195,7 @@ def fake_model(
         inputs = None if batch is None else pack(batch, torch.device("cpu"))
         if spec.sequence_parallel_size > 1:
             packed.group = sequence_group(config, spec.sequence_parallel_size, "")
-            # Which answers a rank has depends on numbers, which fake tensors have not.
+            # The responses of a rank depend on values, which fake tensors do not have.
             mine = None if inputs is None else share_of_row(inputs, packed.group)
             enter(patch.object(forward, "share_of_row", lambda *_: mine))
         spread(packed, spec, make_mesh(DEVICES["cpu"], spec.fsdp.fsdp_size, spec.fsdp.expert_parallel_size))
@@ -204,7 +204,7 @@ def fake_model(
         enter(patch.dict(sys.modules, torch_npu=_Kernels))
         stack.callback(_forget_tables)
         _forget_tables()
-        enter(patch("torch.optim.adam._get_value", lambda step: 1))  # AdamW counts its steps
+        enter(patch("torch.optim.adam._get_value", lambda step: 1))  # AdamW counts its steps in a tensor
         enter(patch("torch.autograd.graph.save_on_cpu", _elsewhere))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         ledger = enter(Ledger())
@@ -216,20 +216,20 @@ def fake_model(
 
 
 def _elsewhere(**_: Any) -> saved_tensors_hooks:
-    """In place of torch's save_on_cpu, as the device is a CPU here: what is saved takes no memory meanwhile."""
+    """Replace torch's save_on_cpu, because the device is a CPU here: saved tensors take no memory."""
     return saved_tensors_hooks(
         lambda tensor: torch.empty_like(tensor, device="meta"), lambda saved: torch.empty_like(saved, device="cpu")
     )
 
 
 def _evenly(chosen: Tensor, num_here: int, group: Any) -> tuple[list[int], list[int], Tensor]:
-    """In place of `experts.row_sizes`: as many tokens go to each expert, as fake tensors have no numbers."""
+    """Replace `experts.row_sizes` by equal token counts per expert, because fake tensors have no values."""
     sizes = [len(range(rank, chosen.numel(), group.size())) for rank in range(group.size())]
     return sizes, [sizes[0]] * group.size(), torch.arange(sizes[0] * group.size()) % num_here
 
 
 def _forget_tables() -> None:
-    """Tensors that are made once must not be fake in one place and real in another."""
+    """Clear cached tensors, which must not be fake in one place and real in another."""
     for made in (
         attention._template, varlen._upper_triangle, recurrent._laid, recurrent._rounds, delta_rule._chunks,
     ):  # fmt: skip
@@ -238,7 +238,7 @@ def _forget_tables() -> None:
 
 @contextmanager
 def _pretended_ranks(number: int) -> Iterator[None]:
-    """A process group of which this process is rank 0, and whose collectives do nothing."""
+    """Create a process group in which this process is rank 0 and whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
@@ -249,15 +249,15 @@ def _pretended_ranks(number: int) -> Iterator[None]:
 
 
 def layer_lists(packed: PackedModel) -> list[nn.ModuleList]:
-    """The lists that hold the repeated layers: of the decoder, and of a tower."""
+    """Return the lists of repeated layers, of the decoder and of a tower."""
     names = set(packed.model._no_split_modules or ())
     lists = [each for each in packed.modules() if isinstance(each, nn.ModuleList) and len(each)]
-    # FSDP makes classes of its own of them.
+    # FSDP renames the classes of layers.
     return [each for each in lists if {type(layer).__name__.removeprefix("FSDP") for layer in each} <= names]
 
 
 class _Attention(torch.autograd.Function):
-    """What npu_fusion_attention takes and keeps: its inputs, the output, and two numbers of 8 x fp32 a row."""
+    """Memory of npu_fusion_attention: its inputs, the output, and two values of 8 x fp32 per row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -272,23 +272,23 @@ class _Attention(torch.autograd.Function):
 
 
 class _Kernels:
-    """In place of torch_npu."""
+    """Replacement for torch_npu."""
 
     @staticmethod
     def npu_fusion_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> tuple[Tensor]:
         return (_Attention.apply(query, key, value),)
 
 
-# -- what passes hold --------------------------------------------------------------------------------------------------
+# -- memory of passes --------------------------------------------------------------------------------------------------
 
 Work = Callable[[Any, Ledger, PackedInputs], list[Owners]]
 
 
 def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, batch: Batch, work: Work) -> Owners:
-    """Bytes by owner at the peak of ``work`` on ``batch``.
+    """Return the bytes by owner at the peak of ``work`` on ``batch``.
 
-    ``work`` returns the peaks of its stretches. Within each of them memory is linear in the number of layers of a kind,
-    so where there are many a short and a longer model tell it.
+    ``work`` returns the peaks of its stretches. In each of them memory is linear in the number of layers of a type, so
+    for many layers it is extrapolated from a short and a longer model.
     """
     kinds = [_kinds(layers) for layers in layer_lists(empty_packed(kind, spec, spec.load_config()))]
 
@@ -312,7 +312,9 @@ def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, ba
 
 
 def _kinds(layers: nn.ModuleList) -> list[list[int]]:
-    """The places of layers whose weights have the same names and sizes. The first layers of many families are dense."""
+    """Return the indices of layers whose weights have equal names and sizes. The first layers of many families are
+    dense.
+    """
     places: dict[object, list[int]] = {}
     for place, layer in enumerate(layers):
         sizes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
@@ -321,7 +323,7 @@ def _kinds(layers: nn.ModuleList) -> list[list[int]]:
 
 
 def forward_only(with_entropy: bool) -> Work:
-    """A pass without gradients."""
+    """Return the work of a pass without gradients."""
 
     def work(packed: Any, ledger: Ledger, inputs: PackedInputs) -> list[Owners]:
         packed.eval()
@@ -337,9 +339,9 @@ def forward_only(with_entropy: bool) -> Work:
 def update(
     optim: OptimConfig, num_micro_batches: int, with_entropy: bool, entropy_learns: bool, once: bool = False
 ) -> Work:
-    """Forward and backward of up to two micro-batches, of which the second finds gradients, and a step of AdamW.
+    """Return the work of an update: up to two micro-batches and a step of AdamW.
 
-    once: gradients are reduced after the last alone.
+    The second micro-batch finds existing gradients. once: gradients are reduced only after the last micro-batch.
     """
 
     def work(packed: Any, ledger: Ledger, inputs: PackedInputs) -> list[Owners]:
@@ -353,7 +355,7 @@ def update(
                 moments(optimizer, each)
         stretches: list[Owners] = []
         first = next(iter(layer_lists(packed)[-1]))
-        # In front of it most layers are done, and what they kept is gone: the peak is before or after.
+        # Before this layer, most layers are done and their activations are freed: the peak is before or after.
         first.register_forward_hook(lambda _, __, output: _at_gradient(output, lambda: stretches.append(ledger.cut())))
         ledger.cut()
         num_run = min(num_micro_batches, 2)

@@ -1,8 +1,8 @@
-"""What only the nodes themselves can show, seen before a model is loaded: asked of all, compared, and told by name.
+"""Checks on the nodes of a run before a model is loaded. Results are compared and reported by node name.
 
-`preflight` looks at settings and at the machine of the command. Here every node of a run looks at itself
-(`workers.node`) in a few seconds: the start of every run calls `look_at_nodes` and refuses what cannot work, and
-`python -m rltrain.doctor` shows all of it as a table. Left out: mending anything, and what changes during a run.
+`preflight` checks settings and the local machine. Here every node checks itself (`workers.node`) in a few seconds. The
+start of every run calls `look_at_nodes` and refuses a run that cannot work; `python -m rltrain.doctor` shows all
+results as a table. Nothing is repaired, and changes during a run are not noticed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rltrain.workers.node import Facts, Question, leave, look, part, reach, unse
 from rltrain.workers.roles import Links
 
 log = logging.getLogger(__name__)
-# Storage that hangs answers nothing; models of hundreds of files on slow storage take a while. Lines of hundreds of
-# devices take minutes to come up for the first time.
+# Timeouts in seconds. Hanging storage never responds, and models of hundreds of files on slow storage take a while.
+# Links of hundreds of devices take minutes to come up for the first time.
 _LOOK_S, _REACH_S, _COLLECTIVES_S = 300.0, 120.0, 600.0
 _SKEW_S, _GIB = 5.0, 2**30
-# What is left on a node: the least of it, its unit, and what else to do.
+# Free resources of a node: the minimum, its unit, and a remedy.
 _ROOM = {
     "local disk": (1, "GiB for Ray", "Free some, or start Ray with --temp-dir=FOLDER on another disk."),
     "/dev/shm": (1, "GiB", "Ray and NCCL want more: --shm-size=64g, in Kubernetes an emptyDir with medium: Memory."),
@@ -49,15 +49,15 @@ class Check:
     name: str
     found: str
     problems: list[str] = field(default_factory=list)
-    """Why a run does not start."""
+    """Reasons why a run does not start."""
     notes: list[str] = field(default_factory=list)
-    """It starts all the same, but someone may want to know."""
+    """Warnings; the run starts anyway."""
 
 
 def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path | None = None) -> list[Check]:
-    """Ask all nodes of ``group``, whose ranks are not connected yet. Takes seconds.
+    """Check all nodes of ``group``, whose ranks are not connected yet. Takes seconds.
 
-    folder: the run folder. resumed: the checkpoint that the run goes on from.
+    folder: the run folder. resumed: the checkpoint that the run resumes from.
     """
     names, firsts, device = group.names, group.firsts, cfg.trainer.device
     resumed_key = [("trainer.resume_from_path", str(resumed))] if resumed else []
@@ -72,8 +72,8 @@ def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path |
                 f"{lost}\nThe nodes were looking at files, which takes seconds. If nothing died, storage hangs there: "
                 "try `ls` on that node in trainer.default_local_dir and in the folders of the models."
             ) from lost
-        # A copy, or a layer that a container has laid over the folder, takes what is written and shows it to nobody
-        # else. The driver must see it: it writes what makes a checkpoint whole.
+        # A copy, or a container layer over the folder, accepts writes that no other node sees. The driver must see
+        # them: it writes the manifest of a checkpoint.
         unshared = {rank: facts_of[rank].unshared for rank in firsts}
         wrote = [rank for rank, why in unshared.items() if not why]
         for rank, why in zip(wrote, unseen([proof / f"rank_{rank}" for rank in wrote]), strict=True):
@@ -101,7 +101,7 @@ def refuse(checks: Sequence[Check]) -> None:
 
 
 def try_collectives(group: WorkerGroup, num_bytes: int = 2**20) -> list[dict[str, float]]:
-    """The first collectives of a group that has been started: GB/s per rank, see `Links.collectives`."""
+    """Run the first collectives of a started group. Return GB/s per rank, see `Links.collectives`."""
     try:
         return group.submit([bind(Links.collectives, num_bytes)]).collect(_COLLECTIVES_S)
     except (WorkerLost, WorkerError) as error:
@@ -113,14 +113,16 @@ def try_collectives(group: WorkerGroup, num_bytes: int = 2**20) -> list[dict[str
 
 @contextmanager
 def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
-    """A new folder with a file of this process in it, and why there is none. Nobody has asked for its name, so no cache
-    says it is missing."""
+    """Create a new folder with a file of this process. Yield it with the reason why that failed, or "".
+
+    Its name is random, so that no cache says that it is missing.
+    """
     proof, unusable = folder / f".tmp_seen_{secrets.token_hex(6)}", ""
     draft = proof.with_name(f"{proof.name}_made")
     try:
         draft.mkdir(parents=True)
         leave(draft / "driver", proof.name)
-        # Not all storage renames folders, and a checkpoint is made by it.
+        # Not all storage can rename folders, which checkpoints need.
         draft.rename(proof)
     except OSError as error:
         unusable = f"trainer.default_local_dir={folder}: nothing can be written there ({error})."
@@ -133,7 +135,7 @@ def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
 
 def _models(cfg: Config) -> list[tuple[str, str]]:
     specs = [spec for _, spec in specs_of(cfg, get_device(cfg.trainer.device)).values()]
-    # Roles often share a model, and the policy's key stands first.
+    # Roles often share a model; the policy's key is reported.
     keys = {spec.path: f"{spec.section}.path" for spec in reversed(specs) if spec.path}
     return [(key, path) for path, key in keys.items()]
 
@@ -164,7 +166,7 @@ def _network(nodes: Sequence[Facts], lines: Sequence[Sequence[float | str]]) -> 
     for at, node in enumerate(nodes):
         shut = {peer.name: line[at] for peer, line in zip(nodes, lines, strict=True) if isinstance(line[at], str)}
         if shut:
-            # A node that not even itself reaches has a wrong address.
+            # A node that cannot reach itself has a wrong address.
             subject = "no node can" if len(shut) == len(nodes) else " and ".join(list(shut)[:4]) + " cannot"
             check.problems.append(
                 f"{node.name}: {subject} connect to it ({next(iter(shut.values()))}). Is this the address that others "
@@ -186,7 +188,7 @@ def _clock(skew: Sequence[tuple[str, float]], error: float) -> Check:
 
 
 def _versions(nodes: Sequence[Facts]) -> Check:
-    # What this machine has not, as one without devices, is compared among the nodes.
+    # Packages missing on this machine, such as one without devices, are compared among the nodes.
     packages = {name: nodes[0].versions.get(name, own) if own == "none" else own for name, own in fingerprint().items()}
     problems = [
         f"{node.name} has other versions than this command ({differ}). Install the same everywhere, and start Ray anew "

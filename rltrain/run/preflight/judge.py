@@ -1,4 +1,4 @@
-"""A judge before a run: whether what it is asked can be made, and whether its server is there, or its messages fit."""
+"""Checks of a judge before a run: its requests, and its server or the length of its messages."""
 
 import asyncio
 from dataclasses import replace
@@ -19,9 +19,10 @@ _NAMED = 4
 
 
 def look_at_judge(cfg: Config, found: Findings) -> list[str]:
-    """What to say of the judge. One cheap request (``/models``) is made, and no answer is judged: that may cost money.
+    """Check the judge's server with one cheap request (``/models``). Return a line for the report.
 
-    A server that is not there now is worth a note, since it may be there when the run is.
+    No response is judged, because that may cost money. An unreachable server is only a note, because it may be
+    reachable when the run starts.
     """
     judge = cfg.reward.judge
     try:
@@ -42,8 +43,9 @@ def look_at_judge(cfg: Config, found: Findings) -> list[str]:
 
 
 def look_at_messages(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
-    """What to say of a judge on the devices: the message about the ground truth of a row of every data source, which
-    its longest message must have room for.
+    """Check the message lengths of a judge on the devices. Return a line for the report.
+
+    For one row per data source, the message with the ground truth as response must fit the longest message.
     """
     longest, lines = judge_lengths(cfg)[0], {}
     try:

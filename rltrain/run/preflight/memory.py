@@ -1,8 +1,9 @@
-"""Device memory of every phase by owner, foretold from the configuration and the model's config alone.
+"""Estimated device memory of every phase by owner, from the configuration and the model's config only.
 
-What rests on a device follows from sizes and from `workers.residency`'s rules; what a pass holds on top is learnt from
-the worker's own code on tensors without memory (`run.preflight.fake_run`), at the fullest micro-batch that its budget
-allows. Left out: what drivers, communicators and fragments take, for which a share of the device is kept free.
+Resident memory follows from sizes and from the rules of `workers.residency`. The additional memory of a pass is
+measured by running the worker's code on fake tensors (`run.preflight.fake_run`), with the fullest micro-batch that its
+budget allows. Memory of drivers, communicators and fragmentation is not estimated; a share of the device is kept free
+for it.
 """
 
 from __future__ import annotations
@@ -48,26 +49,26 @@ _CANARY_TOKENS = 64
 
 @dataclass(frozen=True)
 class _Writing:
-    """What an embedded engine writes at most: the policy's answers, or a judge's replies."""
+    """Limits of the generation of an embedded engine: the policy's responses, or a judge's replies."""
 
     dtype: torch.dtype
     memory_share: float
     max_num_seqs: int
     num_samples: int
-    """On one device."""
+    """Samples on one device."""
     prompt: int
     answer: int
-    """Both: tokens."""
+    """Maximum tokens of the response, as ``prompt`` of the prompt."""
     longest: int
-    """Of both together."""
+    """Maximum tokens of prompt and response together."""
     per_prompt: int = 1
-    """Answers that share a prompt."""
+    """Responses that share a prompt."""
     per_job: int = 1
-    """Answers that enter together."""
+    """Responses that enter together."""
 
     @classmethod
     def of_policy(cls, cfg: Config, plan: Plan, device: Device) -> _Writing:
-        """The answers of a step."""
+        """Return the limits of the responses of a step."""
         rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
         return cls(
             resolve_dtype(rollout.dtype, device),
@@ -85,7 +86,7 @@ class _Writing:
 
     @classmethod
     def of_judge(cls, cfg: Config, plan: Plan, device: Device) -> _Writing:
-        """The replies of a step."""
+        """Return the limits of the judge's replies of a step."""
         rollout, (message, reply) = cfg.reward_model.rollout, judge_lengths(cfg)
         num_samples = -(-plan.prompts_started * plan.answers_per_prompt // plan.num_devices)
         dtype = judge_spec(cfg, device).compute_dtype
@@ -103,20 +104,20 @@ class _Role:
     offload: bool
     ranks: int
     learns: tuple[str, ...] = ()
-    """Both: those that need the one or other."""
+    """Phases that need the optimizer, as ``phases`` need the weights."""
     optimizer_offload: bool = False
     optim: OptimConfig | None = None
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes of the weights, of those that learn, and the number of all elements on all ranks."""
+        """Bytes of the weights, bytes of the trained weights, and number of elements on all ranks without adapters."""
         shards = self.ranks if self.spec.fsdp.fsdp_size in (-1, 0) else min(self.spec.fsdp.fsdp_size, self.ranks)
         packed = empty_packed(self.kind, self.spec, self.spec.load_config())
         kept = parts_with_experts(packed.model) if self.spec.fsdp.expert_parallel_size > 1 else []
         even = {id(weight) for part in kept for weight in part.parameters()}
         weights = learning = 0
         for each in packed.parameters():
-            # FSDP2 cuts rows, and the first rank's part is the largest.
+            # FSDP2 shards rows, and the first rank's shard is the largest.
             rows = len(each) / shards if id(each) in even else -(-len(each) // shards)
             size = round(rows * math.prod(each.shape[1:])) * each.dtype.itemsize
             weights += size
@@ -125,14 +126,14 @@ class _Role:
 
     @cached_property
     def slot(self) -> int:
-        """Elements of a slot for its adapters in an engine that has slots of certain ranks."""
+        """Elements of a slot for the role's adapters in an engine whose slots have fixed ranks."""
         packed = empty_packed(self.kind, self.spec, self.spec.load_config())
         ranks = ranks_of(packed.model)
         elements = sum(each.numel() for name, each in packed.named_parameters() if ADAPTER in name)
         return elements * slot_rank(ranks) // min(ranks.values())
 
     def resting(self, phase: str) -> Owners:
-        """What is there in ``phase``, whatever it computes."""
+        """Return the resident memory in ``phase``, without its computation."""
         weights, learning, _ = self.sizes
         return Counter({
             "weights": weights if phase in self.phases or not self.offload else 0,
@@ -140,8 +141,8 @@ class _Role:
         })  # fmt: skip
 
     def peak(self, device: Device, batch: Batch, work: Work, key: str) -> Owners:
-        """See `peak_of`; what was run once is not run again."""
-        # A tower's forward depends on numbers, so it is counted apart. What rests elsewhere changes no pass.
+        """Return `peak_of`, cached."""
+        # A tower's forward depends on values, so it is estimated separately. Offloading does not change a pass.
         fsdp = self.spec.fsdp
         stays: dict[str, Any] = {field.name: False for field in fields(fsdp) if field.name.endswith("_offload")}
         spec = replace(self.spec, tower="rests", fsdp=replace(fsdp, **stays))
@@ -157,9 +158,10 @@ _PEAKS: dict[str, Owners] = {}
 def forecast(
     cfg: Config, plan: Plan, device_bytes: int | None, phases: Container[str] | None = None
 ) -> dict[str, Owners]:
-    """Bytes by owner at the peak of the ``phases`` that a step has (None: all), on the fullest device.
+    """Return the bytes by owner at the peak of each phase on the fullest device.
 
-    device_bytes: of one device; None: unknown, and the engine's share of it is left out.
+    phases: only these phases of a step (None: all). device_bytes: memory of one device. If it is None, the memory share
+    of the engine is not counted.
     """
     device = get_device(cfg.trainer.device).sized_for(device_bytes)
     roles, rollout = _roles(cfg, plan, device), cfg.actor_rollout_ref.rollout
@@ -182,7 +184,7 @@ def forecast(
     if "sync" in phases or ("gen" in phases and not engine):
         writing = _Writing.of_policy(cfg, plan, device)
         parts, weights = _load(cfg, device, roles["actor"], writing.dtype)
-        # Compared with what lies beside them: the mask, which is no part of their own activations.
+        # Compared with all resident memory: the mask is not part of their activations.
         found["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
         if "gen" in phases and not engine:
             found["gen"] += _generation(writing, device, roles["actor"], weights, found["gen"], device_bytes)
@@ -196,7 +198,7 @@ def forecast(
 
 
 def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
-    """The models of a run, with the phases in which `Residency` has them on the device."""
+    """Return the models of a run, with the phases in which `Residency` has them on the device."""
     roles: dict[str, _Role] = {}
     for role, (kind, spec) in specs_of(cfg, device, plan.passes).items():
         rests = plan.passes.needs(role), rests_on_host(cfg, role), plan.num_devices
@@ -210,12 +212,12 @@ def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
 
 
 def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role]) -> dict[str, Callable[[], Owners]]:
-    """Per pass, a function that computes its peak."""
+    """Return, per pass, a function that computes its peak."""
     passes, policy = plan.passes, roles["actor"]
 
     def forward(name: str, role: Role) -> Owners:
         budget, samples = plan.budgets[name], -(-plan.samples_per_step // plan.ranks[role])
-        model, entropy = roles.get(role, policy), name == "old_log_prob"  # the reference may be the policy
+        model, entropy = roles.get(role, policy), name == "old_log_prob"  # the reference may be the policy itself
         return model.peak(device, fullest(cfg, budget, samples), forward_only(entropy), f"{budget} {samples} {entropy}")
 
     def learn(name: str, num_samples: int, entropy: bool = False, learns: bool = False) -> Owners:
@@ -235,10 +237,10 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
         measures = learns or passes.bypass or passes.old_log_probs != "all"
         own = Counter(learn("update_actor", plan.samples_per_mini_batch, measures, learns))
         if passes.exact_kl_in_loss:
-            # The reference's embedding and head stay gathered beside the update.
+            # The reference's embedding and head stay gathered during the update.
             own["gathered"] += forward("update_actor", "ref")["gathered"]
         if passes.exact_teacher:
-            # So do the teacher's. Its layers compute before the policy's, and may hold more.
+            # The same holds for the teacher. Its layers compute before the policy's, and may need more.
             teacher = forward("update_actor", "teacher")
             own["gathered"] += teacher["gathered"]
             own["activations"] = max(own["activations"], teacher["activations"])
@@ -255,8 +257,9 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
 
 
 def fullest(cfg: Config, budget: PassBudget, num_samples: int) -> Batch:
-    """The samples of one micro-batch that fills ``budget``: longest prompts with longest answers, up to
-    ``num_samples``; the last answer is as long as there is room.
+    """Return the samples of one micro-batch that fills ``budget``, up to ``num_samples`` samples.
+
+    They have the longest prompts and the longest responses. The last response takes the remaining room.
     """
     prompt, answer, together = cfg.data.max_prompt_length, cfg.data.max_response_length, cfg.actor_rollout_ref.rollout.n
     most, room = min(budget.max_samples or num_samples, num_samples), budget.max_tokens or math.inf
@@ -280,7 +283,10 @@ def fullest(cfg: Config, budget: PassBudget, num_samples: int) -> Batch:
 
 
 def _of_tower(spec: ModelSpec, plan: Plan) -> int:
-    """Activations of a vision tower, roughly: a state per row and layer where it learns, and one layer's own."""
+    """Return a rough estimate of a vision tower's activations.
+
+    It counts one state per row and layer if the tower is trained, and the activations of one layer.
+    """
     config: Any = spec.load_config().vision_config
     assert plan.images
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -295,9 +301,9 @@ def _of_tower(spec: ModelSpec, plan: Plan) -> int:
 def _load(
     cfg: Config, device: Device, policy: _Role, dtype: torch.dtype, *, embedded: bool | None = None
 ) -> tuple[tuple[Owners, Owners], int]:
-    """What the two parts of a sync hold, the load and the canary, and what the engine has afterwards.
+    """Return the memory of the two parts of a weight sync, load and canary, and the engine's weights afterwards.
 
-    embedded: whether the engine is (None: as the policy's).
+    embedded: whether the engine is embedded (None: as the policy's).
     """
     rollout = cfg.actor_rollout_ref.rollout
     embedded = ENGINES[rollout.name].embedded if embedded is None else embedded
@@ -326,24 +332,27 @@ def _load(
 
 
 def _engine(cfg: Config, device: Device, policy: _Role, device_bytes: int | None) -> Owners:
-    """What an engine that brings its own memory takes of the device."""
+    """Return the memory of an engine that manages its memory itself."""
     rollout = cfg.actor_rollout_ref.rollout
     itemsize = resolve_dtype(rollout.dtype, device).itemsize
     weights = policy.sizes[2] * itemsize // rollout.tensor_model_parallel_size
     if not cfg.actor_rollout_ref.model.merges:
-        # At most: each device of an engine has A or B whole, and a share of the other.
+        # An upper bound: each device of an engine has A or B whole, and a share of the other.
         weights += policy.slot * itemsize
     share = round(rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
     return Counter({"engine weights": weights, "cache": max(share - weights, 0)})
 
 
 def longest_cache_bytes(cfg: Config) -> int:
-    """Bytes that one device of such an engine needs at least for keys and values of one longest sequence."""
+    """Return the minimum bytes per device for keys and values of one longest sequence.
+
+    It applies to an engine that manages its memory itself.
+    """
     rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
     config = actor_spec(cfg, device).load_config()
     text = config.get_text_config()
     if hasattr(text, "kv_lora_rank") or {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}:
-        return 1  # engines keep less than all keys and values
+        return 1  # engines store less than all keys and values
     longest, size = rollout.max_model_len or longest_text(cfg), rollout.tensor_model_parallel_size
     return longest * bytes_per_token(config, resolve_dtype(rollout.dtype, device)) // size
 
@@ -351,14 +360,14 @@ def longest_cache_bytes(cfg: Config) -> int:
 def _generation(
     writing: _Writing, device: Device, writer: _Role, weights: int, others: Owners, device_bytes: int | None
 ) -> Owners:
-    """What an embedded engine holds while it generates. others: what rests beside it."""
+    """Return the memory of an embedded engine during generation. others: resident memory of other owners."""
     config, dtype = writer.spec.load_config(), writing.dtype
     of_token, block = bytes_per_token(config, dtype), device.cache_columns
     rows = min(writing.max_num_seqs, writing.num_samples)
     if device_bytes is not None:
         free = device_bytes - others.total() - weights
         rows = min(rows, int(writing.memory_share * free / ROOM / ((writing.longest + block) * of_token)))
-    # Answers to a prompt enter together, and leave their columns to those who follow.
+    # Responses to a prompt enter together, and their columns are reused by later ones.
     rows = max(rows, 0) // writing.per_job * writing.per_job
     answer, rounds = writing.answer, -(-writing.num_samples // max(rows, 1))
     columns = min(-(-answer // block) + 1, -(-answer * rounds // block)) * block

@@ -1,4 +1,4 @@
-"""Check whether the phases of a step fit a device: the table that a dry run prints, and the keys that reduce memory."""
+"""Check whether the phases of a step fit a device: the table of a dry run, and keys that reduce memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rltrain.run.preflight.fake_run import Owners
 from rltrain.run.preflight.memory import OWNERS, forecast, longest_cache_bytes
 from rltrain.trainer.plan import Plan
 
-# Of a device, what its driver, communicators and the gaps between blocks take.
+# Share of a device for its driver, communicators and the gaps between blocks.
 _KEPT_FREE = 0.08
 _R = "actor_rollout_ref.rollout."
 _GIB = 2**30
 
 
 def device_bytes(cfg: Config) -> int | None:
-    """Memory of one device: of ``trainer.device_memory_gb``, else of the device here; None where neither is known."""
+    """Return the memory of one device: ``trainer.device_memory_gb``, else of a device here; None if unknown."""
     if cfg.trainer.device_memory_gb:
         return round(cfg.trainer.device_memory_gb * _GIB)
     device = get_device(cfg.trainer.device)
@@ -30,12 +30,12 @@ def device_bytes(cfg: Config) -> int | None:
         return None
     try:
         return device.total_memory_bytes()
-    except (AssertionError, RuntimeError):  # devices that are shown, and that this torch or driver cannot use
+    except (AssertionError, RuntimeError):  # devices are visible, but not usable with this torch or driver
         return None
 
 
 def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
-    """The table of phases, and what is wrong with it ("" where it fits or nobody knows)."""
+    """Return the table of phases, and the problem ("" if all fit or it is unknown)."""
     if get_device(cfg.trainer.device).is_cpu:
         return [], ""
     size = device_bytes(cfg)
@@ -51,14 +51,14 @@ def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
 
 
 def no_cache(cfg: Config, gen: Owners, size: int) -> str:
-    """What to say of an engine whose weights leave no room for one longest answer within its share, else ""."""
+    """Return the problem of an engine whose weights leave no room for one longest response in its share, else ""."""
     rollout, weights = cfg.actor_rollout_ref.rollout, gen["engine weights"]
     if ENGINES[rollout.name].embedded:
         said = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
         return "" if gen["cache"] else f"{_R}name={rollout.name}: {said}"
     if gen["cache"] >= (longest := longest_cache_bytes(cfg)):
         return ""
-    # A fifth for keys and values is little, but it starts.
+    # A fifth of the share for keys and values is little, but it starts.
     least, share = math.ceil(24 * (weights + longest) / size) / 20, rollout.gpu_memory_utilization
     way_out = f"{_R}gpu_memory_utilization={least:g}, or " * (least < 0.9)
     return (
@@ -69,7 +69,7 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
 
 
 def table(found: Mapping[str, Owners], size: int | None) -> str:
-    """A row per phase, a column per owner."""
+    """Return the table: a row per phase, a column per owner."""
     frame = pd.DataFrame({owner: [row[owner] for row in found.values()] for owner in OWNERS}, list(found)) / _GIB
     frame = frame.loc[:, frame.any()]
     rows = frame.assign(together=frame.sum(axis=1)).to_string(float_format="{:,.2f}".format).splitlines()
@@ -80,7 +80,7 @@ def table(found: Mapping[str, Owners], size: int | None) -> str:
 
 
 def too_large(found: Mapping[str, Owners], size: int | None) -> list[str]:
-    """The phases that do not fit."""
+    """Return the phases that do not fit."""
     return [phase for phase, row in found.items() if size and row.total() > (1 - _KEPT_FREE) * size]
 
 

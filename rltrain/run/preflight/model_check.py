@@ -1,9 +1,9 @@
-"""Whether rltrain computes a model as transformers does, tried on a small copy before anything is loaded.
+"""Check that rltrain computes a model as transformers does, on a small copy, before anything is loaded.
 
-Families differ in ways that no list of layers tells: noise in training, states that cross the samples of a row, heads
-that are more than a matrix. Such numbers would be wrong without a word. So a small copy is computed both ways: plainly,
-one sample at a time, and packed with a shared prompt, in evaluation and in training with gradients; and decoded by the
-embedded engine. It takes a second on the CPU, whatever the model's size, and reads no weights.
+Families differ in ways that no list of layers shows: noise in training, states that cross the samples of a row, heads
+that are not a single matrix. Their numbers would be silently wrong. So a small copy is computed in both ways: plainly,
+one sample at a time, and packed with a shared prompt, in evaluation and in training with gradients. It is also decoded
+by the embedded engine. This takes a second on the CPU for any model size, and reads no weights.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from rltrain.workers.rollout.embedded.engine import HFRollout
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
 
-# Relative to the spread of all numbers. Rounding stays under 1e-5 for every family in docs/models.md, and the smallest
-# mistake that was found there is 0.1.
+# Tolerances relative to the spread of all numbers. Rounding stays under 1e-5 for every family in docs/models.md, and
+# the smallest mistake found was 0.1.
 _FAR, _FAR_GRADIENT = 1e-3, 1e-2
-# Two answers to one prompt, which share it, and one to another. Windows and chunks of a small copy are shorter.
+# Lengths of two responses to one prompt, which they share, and of one to another. Windows and chunks of a small copy
+# are shorter.
 _PROMPTS, _ANSWERS, _PROMPT_OF = (9, 6), (7, 4, 8), (0, 0, 1)
-# Tokens below the special ones of a small copy.
+# Tokens below the special tokens of a small copy.
 _TOKENS = range(2, 48)
-# Answers of the embedded engine; its prompts are computed in parts of at most so many tokens.
+# Response length of the embedded engine, and the chunk size of its prefill, in tokens.
 _NEW_TOKENS, _CHUNK = 6, 5
 _OUTSIDE = "computes attention outside of transformers' attention interface, so packed sequences cannot be trained"
 _ELSE = "Use a model of a family that works (docs/models.md)."
@@ -52,7 +53,7 @@ _ELSE = "Use a model of a family that works (docs/models.md)."
 
 @dataclass(frozen=True)
 class Differences:
-    """How far packed numbers are from plain ones, relative to their spread; None: not computed."""
+    """Differences between packed and plain numbers, relative to their spread; None: not computed."""
 
     evaluation: float = 0.0
     training: float = 0.0
@@ -70,17 +71,17 @@ _tried: dict[tuple[Any, ...], _Verdict] = {}
 
 
 class Wrong(Exception):
-    """The text says what is wrong with the numbers, as the end of a sentence that begins with the model's name."""
+    """Error in the numbers of a model. The text is the end of a sentence that begins with the model's name."""
 
 
 class CannotTry(Exception):
-    """The text says why no small copy of the model can be made."""
+    """Reason why no small copy of the model can be computed."""
 
 
 def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> str | None:
-    """Raises ConfigError where rltrain would compute the model otherwise than transformers.
+    """Raise ConfigError if rltrain would compute the model differently from transformers.
 
-    decodes: by the embedded engine too. Returns a sentence where no small copy can be computed, else None.
+    decodes: check the embedded engine too. Returns a sentence if no small copy can be computed, else None.
     """
     key = (kind, decodes, spec.gradient_checkpointing, config.to_json_string())
     if key not in _tried:
@@ -98,11 +99,11 @@ def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: boo
 
 
 def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
-    """Raises ConfigError for a model whose choice of experts cannot be seen, as ``key`` needs."""
+    """Raise ConfigError for a model whose router indices are not exposed, which ``key`` needs."""
     if not num_experts(config):
         raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Leave it out.")
     tried: Routing | None = None
-    # A small copy of some families does not run; a run says so at its first step.
+    # A small copy of some families does not run. Then the run raises this at its first step.
     with suppress(Exception), torch.no_grad():
         small = small_copy(config)
         model = random_model(small, decoder_only=False, trust_remote_code=spec.trust_remote_code).eval()
@@ -115,14 +116,17 @@ def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
 
 
 def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool) -> Differences:
-    """All numbers of a small copy of ``config``, both ways. Raises `Wrong`, `CannotTry`, ConfigError."""
+    """Compute a small copy of ``config`` in both ways and compare all numbers.
+
+    Raises `Wrong`, `CannotTry`, ConfigError.
+    """
     spec = replace(spec, master_dtype=torch.float32, compute_dtype=torch.float32, lora=None, longest=32, tower="rests")
     samples = trial_samples()
     try:
         small = small_copy(config)
         plain = random_model(small, decoder_only=kind is ScalarModel, trust_remote_code=spec.trust_remote_code)
         expected, gradient = _with_gradient(plain, lambda: plain_scores(plain, samples))
-    except Exception as error:  # the code of hundreds of families runs on sizes that it was not written for
+    except Exception as error:  # model code of any family may fail on sizes that it was not written for
         raise CannotTry(f"no small copy of it runs ({_first_line(error)})") from error
     if not all(bool(tensor.isfinite().all()) for tensor in (expected, *gradient.values())):
         raise CannotTry("a small copy of it computes numbers that are not finite")
@@ -132,7 +136,7 @@ def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool)
     except (Wrong, ConfigError):
         raise
     except Exception as error:
-        # Families without this mark may work all the same, but where one fails, this is why.
+        # Families without this mark may work too, but if one fails, this is the reason.
         why = "fails on packed sequences" if getattr(plain, "_supports_attention_backend", True) else _OUTSIDE
         raise Wrong(f"{why} ({_first_line(error)}). {_ELSE}") from error
 
@@ -153,7 +157,7 @@ def _compared(
         raise Wrong(f"computes something else in training than in evaluation (off by {training:.2g}). {_ELSE}")
     total = torch.cat([grad.flatten() for grad in gradient.values()]).norm()
     differ = [(own.get(name, 0 * grad) - grad).norm() / (grad.norm() + 0.01 * total) for name, grad in gradient.items()]
-    off = float(torch.stack(differ).max())  # NaN where one is
+    off = float(torch.stack(differ).max())  # NaN if any is NaN
     if not off <= _FAR_GRADIENT:
         raise Wrong(f"gets wrong gradients on packed sequences (off by {off:.2g} of their size). {_ELSE}")
     decoding = _decoded(small, spec, plain) if decodes else None
@@ -166,7 +170,7 @@ def _compared(
 
 
 def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> str:
-    """What is wrong with packed numbers, as far as parts of them tell."""
+    """Return the reason for wrong packed numbers, found by computing parts of them."""
     row = _rows(samples)[0][None]
     if isinstance(packed, PolicyModel):
         logits = final_logits(plain, trunk(plain)(input_ids=row, use_cache=False).last_hidden_state)
@@ -179,7 +183,7 @@ def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> s
 
 
 def trial_samples() -> Batch:
-    """Three short answers to two prompts."""
+    """Return three short responses to two prompts."""
     rng = np.random.default_rng(0)
     prompts, answers = (
         Ragged.from_rows([torch.from_numpy(rng.integers(_TOKENS.start, _TOKENS.stop, length)) for length in lengths])
@@ -202,13 +206,13 @@ def _rows(samples: Batch) -> list[Tensor]:
 
 
 def plain_scores(model: Any, samples: Batch) -> Tensor:
-    """Log-probs of the answers' tokens, or what a critic says of them, one sample at a time."""
+    """Return log-probs of the response tokens, or a critic's values, computed one sample at a time."""
     lengths = samples.ragged(c.RESPONSE).lengths.tolist()
     return torch.cat([plain_tail(model, row, length) for row, length in zip(_rows(samples), lengths, strict=True)])
 
 
 def plain_tail(model: Any, row: Tensor, length: int) -> Tensor:
-    """The scores of the last ``length`` tokens of ``row``."""
+    """Return the scores of the last ``length`` tokens of ``row``."""
     output = model(input_ids=row[None], use_cache=False)
     if not hasattr(output, "logits"):
         states = output.last_hidden_state[0, -length - 1 : -1]
@@ -218,20 +222,20 @@ def plain_tail(model: Any, row: Tensor, length: int) -> Tensor:
 
 
 def packed_scores(packed: PackedModel, samples: Batch) -> Tensor:
-    """The same by the packed forward."""
+    """Return the scores of `plain_scores`, computed by the packed forward."""
     output = packed(pack(samples, torch.device("cpu")))
     return output.log_probs if isinstance(packed, PolicyModel) else output
 
 
 def _with_gradient(model: Any, scores: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scores, and the gradient of a weighted sum of them by every weight that has one."""
+    """Return the scores, and the gradients of a weighted sum of them by weight name."""
     outputs = scores()
     (outputs * torch.linspace(-1, 1, len(outputs))).sum().backward()
     return outputs.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 def _packed(kind: type[Any], spec: ModelSpec, small: Any, plain: Any) -> PackedModel:
-    """The model as a worker builds it, with the weights of ``plain``."""
+    """Return the model as a worker builds it, with the weights of ``plain``."""
     packed = empty_packed(kind, spec, small).to_empty(device="cpu")
     packed.model.tie_weights()
     weights = dict(_weights(plain))
@@ -245,16 +249,16 @@ def _packed(kind: type[Any], spec: ModelSpec, small: Any, plain: Any) -> PackedM
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
-    yield from model.named_buffers(remove_duplicate=False)  # longrope holds one under two names for a while
+    yield from model.named_buffers(remove_duplicate=False)  # longrope temporarily holds one buffer under two names
 
 
 def _head(size: int) -> Tensor:
-    """The critic's [size]."""
+    """Return the weights [size] of the critic's head."""
     return torch.linspace(-1, 1, size).sin()
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """||found - expected|| relative to the spread of what is expected."""
+    """Return ||found - expected|| relative to the spread of ``expected``."""
     return float((found - expected).norm() / (expected - expected.mean()).norm())
 
 
@@ -266,7 +270,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Jobs:
-    """All at once."""
+    """Job queue that hands out all jobs at once."""
 
     may_stop = False
 
@@ -296,12 +300,13 @@ class _InMemory(ModelSpec):
     config: Any = None
 
     def load_config(self) -> Any:
-        return copy.deepcopy(self.config)  # every model writes its kind of attention into its own
+        return copy.deepcopy(self.config)  # every model writes its attention implementation into its copy
 
 
 def _decoded(small: Any, spec: ModelSpec, plain: Any) -> float:
-    """How far the log-probs of the engine's own answers are from those of the plain model: one prompt at once, one in
-    parts.
+    """Return the distance of the engine's log-probs of its responses from the plain model's.
+
+    One prompt is prefilled at once, the other in chunks.
     """
     rollout = RolloutConfig(name="hf", max_num_batched_tokens=_CHUNK)
     model = _InMemory(spec.path, trust_remote_code=spec.trust_remote_code, config=small)

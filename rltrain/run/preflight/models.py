@@ -1,8 +1,8 @@
-"""The models of a run, looked at before anything is loaded: files, structure, sizes, and whether they can be trained.
+"""Checks of the models of a run before anything is loaded: files, structure, sizes, and whether they can be trained.
 
-Choice: every role builds its model on the meta device by the function that a worker builds it with (`empty_packed`), so
-whatever a worker would refuse after minutes is known within a second, without memory or weights. And a small copy of it
-shows whether the numbers are right (`run.preflight.model_check`).
+Every role builds its model on the meta device with the worker's function (`empty_packed`), so an error that a worker
+would raise after minutes is found within a second, without memory or weights. A small copy of the model shows whether
+its numbers are right (`run.preflight.model_check`).
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ _HELLO = [{"role": "user", "content": "?"}]
 
 @dataclass
 class Findings:
-    """Tells what was found before a run starts."""
+    """Results of the checks before a run starts."""
 
     problems: list[str] = field(default_factory=list)
-    """Why the run does not start."""
+    """Reasons why the run does not start."""
     notes: list[str] = field(default_factory=list)
-    """It starts all the same, but someone may want to know."""
+    """Warnings; the run starts anyway."""
     tokenizer_works: bool = False
     models_found: bool = True
-    """Every role's folder or name on the hub exists."""
+    """True if every role's folder or name on the hub exists."""
     num_parameters: int = 0
     num_trained: int = 0
     images: ImageSizes | None = None
-    """Known once rows are read."""
+    """Sizes of the images, known once rows are read."""
 
 
 def look_at_models(cfg: Config, found: Findings) -> None:
-    """Folders, structure and adapters of all roles; positions, heads and the chat template of the policy."""
+    """Check folders, structure and adapters of all roles, and positions, heads and template of the policy."""
     models = _models(cfg)
     wrong: dict[str, str] = {}
     for _, spec in models.values():
         problem = model_problem(f"{spec.section}.path", spec.path)
-        # A critic without a path of its own starts from the policy, and the policy's key stands first.
+        # A critic without a path starts from the policy, and the policy's key is reported first.
         if problem and wrong.setdefault(spec.path, problem) is problem:
             found.problems.append(problem)
     found.models_found = not wrong
@@ -92,18 +92,18 @@ def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> It
 
 
 def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
-    """Those of the run, less copies of the policy."""
+    """Return the models of the run without copies of the policy."""
     models = specs_of(cfg, get_device(cfg.trainer.device))
     return {role: model for role, model in models.items() if not model[1].is_copy}
 
 
 def look_at_images(cfg: Config, found: Findings) -> None:
-    """What follows from ``found.images``, and from images that tools may show."""
+    """Check the settings against ``found.images``, and against images that tools may return."""
     passes = make_step_passes(cfg, found.images is not None, bool(found.images and found.images.most_images))
     if passes.images:
         found.problems += _image_problems(cfg, "prompts have images" if found.images else f"{_SHOWN}=True")
         if passes.images_between_turns and (problem := _problem_between_turns(cfg)):
-            # Where nobody has asked for images of tools, there may be none.
+            # If the user did not enable images of tools, there may be none.
             asked = cfg.actor_rollout_ref.rollout.multi_turn.images
             (found.problems if asked else found.notes).append(problem)
         if cfg.distillation.enabled and passes.images_in_training:
@@ -119,7 +119,10 @@ def look_at_images(cfg: Config, found: Findings) -> None:
 
 
 def _image_problems(cfg: Config, why: str) -> Iterator[str]:
-    """An engine or another model that does not take the images of the policy. why: there are some."""
+    """Yield problems of an engine or another model that does not accept the policy's images.
+
+    why: the reason why there are images.
+    """
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and {why}. Use {engines_with('images')}."
@@ -133,7 +136,7 @@ def _image_problems(cfg: Config, why: str) -> Iterator[str]:
 
 
 def _problem_between_turns(cfg: Config) -> str:
-    """Why images cannot be shown behind a turn; "" where they can."""
+    """Return the reason why images cannot be shown after a turn; "" if they can."""
     encoder, turns = chat_encoder(cfg), cfg.actor_rollout_ref.rollout.multi_turn
     try:
         encoder.can_see()
@@ -160,7 +163,7 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         if kind is PolicyModel:
             findings.problems += _other_tokens(cfg, spec, config, findings)
     findings.problems += filter(None, (heads_problem(config, size, key) for key, size in sizes.items()))
-    # On the hub, the head lies in files of gigabytes.
+    # On the hub, the head is in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if row.reads_texts:
             check_reward_model(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
@@ -195,10 +198,10 @@ def _unchecked(cfg: Config, untried: str | None, findings: Findings) -> None:
 
 
 def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
-    """Experts that cannot be shared by as many ranks."""
+    """Yield problems of experts that cannot be divided among the ranks."""
     size, section = spec.fsdp.expert_parallel_size, ROLES[role].fsdp
     own = hasattr(get(cfg, section), "expert_parallel_size")
-    # A frozen model is sharded as the actor, and may have no experts.
+    # A frozen model is sharded like the actor, and may have no experts.
     if size == 1 or not (own or num_experts(config)):
         return
     key = f"{section if own else ROLES['actor'].fsdp}.expert_parallel_size={size}"
@@ -210,7 +213,7 @@ def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) 
 
 
 def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
-    """Routers without a correction bias that could be moved."""
+    """Yield problems of routers without a correction bias that can be updated."""
     actor = cfg.actor_rollout_ref.actor
     key = f"actor_rollout_ref.actor.router_bias_update_rate={actor.router_bias_update_rate:g}"
     if not actor.router_bias_update_rate:
@@ -231,7 +234,7 @@ def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str
 
 
 def _policy(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> None:
-    """What only the policy needs: a template, positions, weights that its engine takes, experts that are replayed."""
+    """Check the policy's template, positions, engine weights and router replay."""
     _chat(cfg, config, findings)
     findings.problems += _positions(cfg, config, findings)
     if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
@@ -244,7 +247,7 @@ def _policy(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> No
 
 
 def _cannot_become(cfg: Config, spec: ModelSpec, packed: Any) -> Iterator[str]:
-    """A reference that is to take over the policy needs its weights."""
+    """Yield a problem if a moving reference has other weight sizes than the policy."""
     kind, actor = specs_of(cfg, get_device(cfg.trainer.device))["actor"]
     sizes = [
         {name: tuple(weight.shape) for name, weight in model.named_parameters()}
@@ -262,10 +265,10 @@ def _chat(cfg: Config, config: Any, findings: Findings) -> None:
     encoder, path = chat_encoder(cfg), cfg.actor_rollout_ref.model.path
     encoder.try_template([_HELLO])
     _look_at_turns(cfg, encoder, findings)
-    # The dry run asks this before it reads and tokenises rows.
-    findings.tokenizer_works = bool(encoder.tokenizer)  # or it raises
+    # The dry run checks this before it reads and tokenises rows.
+    findings.tokenizer_works = bool(encoder.tokenizer)  # raises if there is none
     size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
-    # Of prompts with tokens beyond the vocabulary `check_vocabulary` tells; others may have a use elsewhere.
+    # `check_vocabulary` reports prompts with tokens beyond the vocabulary. Others may be used elsewhere.
     if size < encoder.vocab_size:
         findings.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
     if padding is not None and not 0 <= padding < size:
@@ -281,7 +284,7 @@ def _chat(cfg: Config, config: Any, findings: Findings) -> None:
 
 
 def _judge(cfg: Config, config: Any, findings: Findings) -> None:
-    """The chat template of a judge on the devices, and its positions."""
+    """Check the chat template and the positions of a judge on the devices."""
     judge_encoder(cfg).try_template([_HELLO])
     limit, longest = getattr(config.get_text_config(), "max_position_embeddings", None), sum(judge_lengths(cfg))
     if limit and longest > limit:
@@ -292,7 +295,7 @@ def _judge(cfg: Config, config: Any, findings: Findings) -> None:
 
 
 def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> None:
-    """Whether the chat template can go on behind a turn, token by token."""
+    """Check that the chat template can continue after a turn, token by token."""
     rollout = cfg.actor_rollout_ref.rollout
     if not several_turns(rollout):
         return
@@ -309,14 +312,14 @@ def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> Non
 
 
 def _roles_that_answer(cfg: Config, encoder: ChatEncoder) -> tuple[str, ...]:
-    """Whose messages may stand between two turns."""
+    """Return the roles of messages that may stand between two turns."""
     rollout = cfg.actor_rollout_ref.rollout
     users_speak = encoder.row_tools.has_step or not rollout.multi_turn.place or rollout.agent.own
     return (("tool",) if encoder.tools else ()) + (("user",) if users_speak else ())
 
 
 def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:
-    """They read what the policy writes."""
+    """Yield a problem if the model lacks tokens that the policy may write."""
     size, written = config.get_text_config().vocab_size, encoder.vocab_size
     if size < (written := min(written, encoder.model_vocab_size or written)):
         yield (
@@ -326,16 +329,16 @@ def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[
 
 
 def _or_none(spec: ModelSpec) -> str:
-    """Return the other way out of a model that does not fit: without the key, critic and reference are the policy."""
+    """Return the alternative for a model that does not fit: without the key, critic and reference are the policy."""
     is_needed = spec.section.startswith(("distillation.", "reward"))
     return "" if is_needed else ", or leave the key out to start from the policy"
 
 
 def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> Iterator[str]:
-    """A log-prob of another token means nothing."""
+    """Yield problems of a model whose tokens differ from the policy's, so that log-probs mean nothing."""
     named, encoder, passes = f"{spec.section}.path={spec.path}", chat_encoder(cfg), make_step_passes(cfg)
     try:
-        # The template is never used, and a base model may have none.
+        # The template is unused, and a base model may have none.
         reference = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
         tokens = {index: token for token, index in reference.tokenizer.get_vocab().items()}
     except DataError:
@@ -365,7 +368,7 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, int]:
-    """Into how many parts others than the actor cut the heads of its model."""
+    """Return the sizes, other than the actor's, by which the heads of the policy are divided, by key."""
     rollout, models = cfg.actor_rollout_ref.rollout, specs_of(cfg, get_device(cfg.trainer.device)).values()
     copies = [spec for _, spec in models if spec.is_copy]
     sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size for spec in copies}
@@ -375,7 +378,10 @@ def _sizes_of_policy(cfg: Config) -> dict[str, int]:
 
 
 def _positions(cfg: Config, config: Any, findings: Findings) -> Iterator[str]:
-    """Sequences longer than the positions that the model knows: vLLM refuses, elsewhere it is the user's to decide."""
+    """Yield problems of sequences longer than the model's positions.
+
+    vLLM refuses them; with other engines it is only a note.
+    """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.max_model_len or longest_text(cfg)

@@ -1,4 +1,4 @@
-"""What would make a run end later, seen before anything starts: one function that a run and a dry run both ask."""
+"""Checks of settings before anything starts, used by runs and dry runs: problems that would end a run later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {"cuda": "CUDA", "npu": "NPU"}
 
 
 def preflight(loaded: LoadedConfig) -> Findings:
-    """Files, packages, devices, plugins and models that the config names. Takes a few seconds; starts nothing."""
+    """Check files, packages, devices, plugins and models that the config names. Takes seconds, starts nothing."""
     cfg = loaded.config
     of_engine = [*look_at_packages(loaded), *_engine_arguments(cfg)]
     findings = Findings([*missing_files(cfg), *of_engine, *look_at_devices(loaded), *ray_problems(cfg)])
@@ -42,27 +42,27 @@ def preflight(loaded: LoadedConfig) -> Findings:
     findings.notes += other_meanings(loaded)
     findings.notes += _chosen_engine(loaded)
     look_at_versions(cfg, findings)
-    # One check's error does not hide what the other finds.
+    # An error of one check does not hide the findings of the other.
     for check in (_plugins, look_at_models):
         try:
             check(cfg, findings)
         except RltrainError as error:
             findings.problems.append(str(error))
-    # Roles often share a model, and then say the same of it.
+    # Roles that share a model report the same problem.
     findings.problems[:] = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in findings.problems)
     return findings
 
 
 def look_at_versions(cfg: Config, found: Findings) -> None:
-    """Find packages of the device whose versions do not fit together."""
+    """Check that the versions of the device's packages fit together."""
     device = get_device(cfg.trainer.device)
-    if device.count and not device.is_cpu:  # on a login node the packages of the others are not known
+    if device.count and not device.is_cpu:  # on a login node, the packages of other nodes are unknown
         found.problems += misfits(device.kind)
         found.notes += [note for note in [others(device.kind)] if note]
 
 
 def _plugins(cfg: Config, findings: Findings) -> None:
-    # First, because it may register what the others name.
+    # First, because a library may register names that the other keys use.
     import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
     findings.problems += check_plugins(cfg)
     for key in plugin_keys():
@@ -74,7 +74,7 @@ def _plugins(cfg: Config, findings: Findings) -> None:
 
 
 def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
-    """An engine that the user has not named. On a CPU hf is what one expects."""
+    """Yield a note on an engine that the user has not chosen. On a CPU, hf is the expected one."""
     config, key = loaded.config, "actor_rollout_ref.rollout.name"
     if key in loaded.explicit:
         return
@@ -91,7 +91,7 @@ def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def look_at_packages(loaded: LoadedConfig) -> Iterator[str]:
-    """Packages that the settings need and that are not installed."""
+    """Yield problems of packages that the settings need and that are not installed."""
     roles = loaded.config.actor_rollout_ref
     engine = ENGINES[roles.rollout.name]
     if engine.package and not installed(engine.package):
@@ -108,7 +108,10 @@ def look_at_packages(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def _engine_arguments(cfg: Config) -> Iterator[str]:
-    """Arguments that the engine, as installed here, does not know. Its source is read: importing it takes long."""
+    """Yield problems of arguments that the installed engine does not know.
+
+    Its source is parsed, because importing it is slow.
+    """
     rollout = cfg.actor_rollout_ref.rollout
     engine = ENGINES[rollout.name]
     arguments = set(rollout.engine_kwargs.get(rollout.name) or ()) - set(engine.outdated_arguments)
@@ -128,14 +131,13 @@ def _engine_arguments(cfg: Config) -> Iterator[str]:
 
 
 def look_at_devices(loaded: LoadedConfig) -> Iterator[str]:
-    """Devices that are asked for and not there. Of other nodes nothing is known yet."""
+    """Yield problems of requested devices that do not exist. Other nodes are not known yet."""
     trainer, address = loaded.config.trainer, cluster_address(loaded.config)
     device = get_device(trainer.device)
     if device.is_cpu:
-        # A worker takes one CPU slot; rltrain chooses enough of them unless the user has set a number.
+        # A worker takes one CPU slot. rltrain sets enough of them unless the user has set a number.
         slots = loaded.config.ray_kwargs.ray_init.get("num_cpus")
-        # The machine shows accelerators that torch cannot use. To train on the CPU without a word would be the worst
-        # answer.
+        # The machine has accelerators that torch cannot use. Training silently on the CPU would be worse than an error.
         if trainer.device == "auto" and devices_here("auto", none=0):
             yield (
                 f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} "
@@ -149,7 +151,7 @@ def look_at_devices(loaded: LoadedConfig) -> Iterator[str]:
             )
         return
     have = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
-    # This machine may be a login node, so its devices say nothing about the cluster's.
+    # This machine may be a login node, so its devices do not tell about the cluster.
     if address:
         if not device.count and "trainer.n_gpus_per_node" not in loaded.explicit:
             yield f"trainer.n_gpus_per_node is not set, and {have} to count. Say how many each node has."
@@ -168,8 +170,8 @@ def look_at_devices(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def check_plugins(cfg: Config) -> Sequence[str]:
-    """Try estimators and losses of the user's own on a small batch, and look at callbacks. Returns the problems."""
-    # Imported here, because torch is not wanted before the settings are known to be sound.
+    """Try the user's estimators and losses on a small batch, and check callbacks. Return the problems."""
+    # Imported here, so that torch is not loaded before the settings are valid.
     from rltrain.algorithms.trial import try_estimator, try_policy_loss
 
     trials = [*try_estimator(cfg.algorithm), *try_policy_loss(cfg.actor_rollout_ref.actor)]

@@ -1,9 +1,8 @@
-"""A small copy of a model: the class and the kinds of layers of its configuration, narrow, with random weights.
+"""A small copy of a model: the class and layer types of its configuration, with small widths and random weights.
 
-Whether rltrain computes a family as transformers does can be seen only by computing it, and a model of 72B cannot be
-tried at the start of a run. Families differ in their code and in the kinds of their layers, not in widths. So widths
-shrink by the names of the fields, and of the layers those stay that differ from each other. What is learnt in training
-starts so large that a mistake shows.
+Only a computation can show whether rltrain computes a model family as transformers does, and a 72B model cannot be
+tried at the start of a run. Families differ in their code and layer types, not in widths. So widths shrink by field
+name, and only layers that differ from each other stay. Trained weights start so large that a mistake shows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rltrain.models.load import model_kind, without_dropout
 
 HIDDEN, _HEADS, _HEAD_SIZE, VOCABULARY = 128, 4, 32, 64
-# By the end of a field's name; the first that fits counts. Fields that are absent, None or 0 stay.
+# Sizes by the end of a field's name; the first match counts. Fields that are absent, None or 0 stay.
 _SIZES = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "heads": _HEADS, "n_head": _HEADS,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24, "linear_key_head_dim": 16,
@@ -28,7 +27,7 @@ _SIZES = {
     "intermediate_size_mlp": 64, "ffn_dim": 64, "n_inner": 64, "ffn_hidden_size": 64, "ffn_embed_dim": 64,
     "expert_ffn_hidden_size": 64, "embed_dim": HIDDEN,
 }  # fmt: skip
-# Those that are smaller stay too.
+# Upper limits; smaller values stay.
 _LIMITS = {
     "key_value_heads": 2, "num_kv_heads": 2, "linear_num_key_heads": 2, "experts_per_tok": 2, "experts_per_token": 2,
     "moe_topk": 2, "moe_k": 2, "num_experts": 8, "num_local_experts": 8, "routed_experts": 8, "zero_expert_num": 2,
@@ -37,14 +36,14 @@ _LIMITS = {
     "num_dense_layers": 1, "num_layers_per_stack": 2,
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-# Every so many layers are of another kind.
+# Periods with which the layer type changes.
 _PERIODS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "no_rope_layer_interval")
 _MOST_LAYERS = 8
 _MOST_WEIGHTS = 40_000_000
 
 
 def small_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of ``config`` in which every width is small, and of the layers a few of each kind are left."""
+    """Return a copy of ``config`` in which every width is small and only a few layers of each type are left."""
     small = without_dropout(config)
     text = small.get_text_config()
     for part in _parts(small):
@@ -53,16 +52,16 @@ def small_copy(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """The configuration and those within it: decoder, towers, and the parts between them."""
+    """Return the configuration and all nested ones: decoder, towers, and the parts between them."""
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     parts = [config, *(part for piece in inner for part in _parts(piece))]
     return list({id(part): part for part in parts}.values())
 
 
 def random_model(config: PretrainedConfig, *, decoder_only: bool, trust_remote_code: bool) -> PreTrainedModel:
-    """A plain model on the CPU in float32, one sample at a time in mind; torch's own random numbers stay as they are.
+    """Return a plain model on the CPU in float32. The state of torch's random generator does not change.
 
-    Matrices keep the size of what they multiply, and every other weight differs from what it starts with.
+    Matrices keep the scale of their inputs, and every other weight differs from its initial value.
     """
     kind = model_kind(config, decoder_only)
     if (count := _num_weights(kind, config, trust_remote_code)) > _MOST_WEIGHTS:
@@ -97,7 +96,7 @@ def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
     layers = _kept_layers(fields, own_fields, fields[depth]) if depth else []
     for name, value in fields.items():
         setattr(config, name, len(layers) if name == depth else _small(name, value, fields, depth, layers))
-        # Widths between a tower and the decoder are multiples of widths, and have names of every kind.
+        # Widths between a tower and the decoder are multiples of widths, and have various names.
         if not is_decoder and name.endswith("hidden_size") and isinstance(value, int):
             setattr(config, name, HIDDEN)
     if is_decoder and fields.get("qk_rope_head_dim"):
@@ -110,7 +109,7 @@ def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
         rope.setdefault("mrope_section", _sections(rope, fields))
     _one_head_each(config, fields)
     if any(own_fields.values()):
-        # Twice as large as elsewhere shows as well as any other size.
+        # Twice the usual size shows a mistake as well as any other size.
         config.per_layer_config = {
             place: {name: getattr(config, name) * (2 if name == "head_dim" else 1) for name in own_fields[layer]}
             for place, layer in enumerate(layers)
@@ -118,7 +117,7 @@ def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
 
 
 def _small(name: str, value: Any, fields: dict[str, Any], depth: str | None, layers: list[int]) -> Any:
-    """What the field ``name`` of a config becomes whose fields are ``fields``, if only ``layers`` stay."""
+    """Return the value of field ``name`` in a small config. fields: all fields. layers: the layers that stay."""
     if isinstance(value, list) and depth and len(value) == fields[depth]:
         return [_size_of(name, value[layer]) for layer in layers]
     if name.endswith(("_token_id", "_token_index")):
@@ -137,7 +136,7 @@ def _small(name: str, value: Any, fields: dict[str, Any], depth: str | None, lay
 
 
 def _one_head_each(config: PretrainedConfig, fields: dict[str, Any]) -> None:
-    """Multi-head attention stays so, and multi-query attention too."""
+    """Keep the kinds of attention: multi-head attention and multi-query attention stay so."""
     for heads, shared in (
         ("num_attention_heads", "num_key_value_heads"),
         ("linear_num_value_heads", "linear_num_key_heads"),
@@ -156,14 +155,14 @@ def _size_of(name: str, value: Any) -> Any:
 
 
 def _token(value: Any) -> Any:
-    """A special token of the small vocabulary. Samples are made of ids below those."""
+    """Return a special token of the small vocabulary. Samples consist of ids below the special tokens."""
     if isinstance(value, list):
         return [_token(token) for token in value]
     return VOCABULARY - 16 + value % 16 if isinstance(value, int) and value >= VOCABULARY - 16 else value
 
 
 def _take_own_fields(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
-    """The fields that single layers have for themselves; ``config`` has none from now on."""
+    """Remove the per-layer fields from ``config`` and return them by layer."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
     config.allow_global_per_layer_attribute_access = True
@@ -177,7 +176,7 @@ def _take_own_fields(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
 
 
 def _kept_layers(fields: dict[str, Any], own_fields: dict[int, dict[str, Any]], depth: int) -> list[int]:
-    """The first layers up to where every kind has occurred, or where these are many, one of each kind."""
+    """Return the first layers up to where every type has occurred, or if these are many, one of each type."""
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == depth]
     lists += [[own_fields.get(layer) for layer in range(depth)]]
     kinds = [tuple(map(str, kind)) for kind in zip(*lists, strict=True)]
@@ -185,12 +184,12 @@ def _kept_layers(fields: dict[str, Any], own_fields: dict[int, dict[str, Any]], 
     periods = [fields.get(name) or 1 for name in _PERIODS] + [min(fields.get("first_k_dense_replace") or 0, 1) + 1]
     last = max(firsts[-1] + 1, 2, *periods)
     layers = list(range(min(last, depth))) if last <= _MOST_LAYERS else firsts
-    # The second half reads the keys and values of the first.
+    # The second half reads the keys and values of the first half.
     return [*layers, *layers] if fields.get("num_kv_shared_layers") else layers
 
 
 def _rope(value: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Lists with an entry per frequency become as short as the small heads."""
+    """Return RoPE parameters whose per-frequency lists have the length of the small heads."""
     value = copy.deepcopy(value)
     for rope in (value, *(part for part in value.values() if isinstance(part, dict))):
         for name in ("short_factor", "long_factor"):
@@ -202,12 +201,12 @@ def _rope(value: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _half(rope: dict[str, Any], fields: dict[str, Any]) -> int:
-    """Frequencies of a small head."""
+    """Return the number of frequencies of a small head."""
     share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     return int((16 if fields.get("qk_rope_head_dim") else _HEAD_SIZE) * share) // 2
 
 
 def _sections(rope: dict[str, Any], fields: dict[str, Any]) -> list[int]:
-    """Frequencies of time, height and width. Code of a family has defaults for heads of the usual size."""
+    """Return the frequencies of time, height and width. Model code has defaults for the usual head sizes only."""
     half = _half(rope, fields)
     return [half - 2 * (half // 3), half // 3, half // 3]

@@ -1,1 +1,1 @@
-"""What a run shows of itself: on the screen, in its folder and to trackers."""
+"""Output of a run: terminal, run folder and trackers."""

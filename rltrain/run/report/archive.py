@@ -1,4 +1,4 @@
-"""Which answers are kept: a parquet file a step in the run folder, verl's JSON lines, and a table for trackers."""
+"""Selection of the samples to save: a parquet file per step, verl's JSON lines, and a table for trackers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rltrain.trainer.metrics import Answered, Metrics
 
 log = logging.getLogger(__name__)
 
-# What is known of an answer besides what the scorer returns, where it is known.
+# Numbers of a response, if available. The scorer's numbers are added.
 _NUMBERS = (
     c.SCORE, c.REWARD, c.ADVANTAGE, c.RULE_SCORE, c.MODEL_SCORE, c.OVERLONG, c.REWARD_FAILED, c.REWARD_TIMEOUT,
     c.REWARD_ERROR, c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.TRUNCATED, c.COMPLETE, *c.OF_TURNS, c.TOOL_S,
@@ -37,17 +37,17 @@ _LOOK_S = 1.0
 
 
 def keeps_samples(cfg: Config) -> bool:
-    """Whether answers are wanted at all."""
+    """Return whether any samples are to be saved."""
     trainer = cfg.trainer
     folders = trainer.rollout_data_dir or trainer.validation_data_dir
     return trainer.samples_freq > 0 or bool(folders) or trainer.log_val_generations > 0
 
 
 class Archive(Watcher):
-    """Hands answers to the writer by reference.
+    """Watcher that sends samples to the writer by reference.
 
-    Only the texts of ``log_val_generations`` come into this process. An error is logged once by its kind, and the end
-    of the run says which steps lack their answers.
+    Only the texts of ``log_val_generations`` come into this process. Each kind of error is logged once, and the end of
+    the run lists the steps whose samples are missing.
     """
 
     def __init__(self, cfg: Config, folder: Path, writer: WriterProcess, tracker: Tracker) -> None:
@@ -59,15 +59,15 @@ class Archive(Watcher):
         self._missing: dict[str, list[int]] = {}
 
     def on_step(self, made: Answered) -> Metrics:
-        """Have the answers written, as the configuration asks."""
+        """Submit the samples for writing, as configured."""
         before = self._bytes_through_driver
         self._keep("train", made)
-        # References to the answers go to the writer through this process too.
+        # References to the responses pass through this process too.
         per_sample = (self._bytes_through_driver - before) / len(made.samples)
         return {"perf/driver_bytes_per_sample": made.metrics["perf/driver_bytes_per_sample"] + per_sample}
 
     def on_validation(self, made: Answered) -> Metrics:
-        """Likewise; and send ``log_val_generations`` answers to every tracker that has tables."""
+        """Submit the samples, and send ``log_val_generations`` of them to every tracker with tables."""
         self._keep("val", made)
         self._show(made)
         return {}
@@ -80,7 +80,7 @@ class Archive(Watcher):
         due = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
         num_prompts = len(samples) // answers_per_prompt
         chosen = _spread(num_prompts, cfg.samples_max_prompts if due else 0)
-        # verl's format has all answers, so all texts are fetched then; `kept` says which of them the table takes.
+        # verl's format has all responses, so all texts are fetched then; `kept` selects the ones for the table.
         prompts = np.arange(num_prompts) if data_dir else chosen
         if not len(prompts):
             return
@@ -95,7 +95,7 @@ class Archive(Watcher):
 
     def _show(self, answered: Answered) -> None:
         step, answers_per_prompt = answered.step, answered.answers_per_prompt
-        # The same prompts every time.
+        # The same prompts at every validation.
         prompts = _spread(len(answered.samples) // answers_per_prompt, self._cfg.log_val_generations)
         if not len(prompts):
             return
@@ -107,7 +107,7 @@ class Archive(Watcher):
             self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
 
     def write(self, answered: Answered, file: Path) -> None:
-        """Write all answers into ``file``, and wait for it. Raises DiskError where that cannot be done."""
+        """Write all samples to ``file``, and wait for it. Raises DiskError if that fails."""
         num_prompts = len(answered.samples) // answered.answers_per_prompt
         job = _job("val", answered.step, answered.samples, np.arange(num_prompts), answered.answers_per_prompt)
         outcomes = self._writer.submit(replace(job, parquet=file))
@@ -118,19 +118,21 @@ class Archive(Watcher):
             raise DiskError(f"{file} could not be written: {problems[0]}. Mend that, and run the same command again.")
 
     def written(self, step: int, wait_s: float) -> bool:
-        """Whether the answers of the steps up to ``step`` are written, or are within that time: a run that is killed
-        behind a checkpoint makes none of them again."""
+        """Return whether the samples of steps up to ``step`` are written within ``wait_s``.
+
+        A run that resumes from a checkpoint does not generate the earlier samples again.
+        """
         self._hear(self._writer.flush(wait_s, step))
         return not self._writer.has_unwritten(step)
 
     def close(self, wait: bool = True) -> None:
-        """Wait (a minute at most) until everything is written, and say what is not."""
+        """Wait at most a minute until everything is written, and log missing steps."""
         self._hear(self._writer.close(_LAST_WAIT_S if wait else 0.0))
         if missing := self.last_words():
             log.warning("%s", missing)
 
     def last_words(self) -> str:
-        """Which steps lack their answers, in a sentence; empty where none does."""
+        """Return a sentence on the steps whose samples are missing; "" if none."""
         gaps = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
         return f"{self._folder}: the answers of these steps are missing: {', '.join(gaps)}" if gaps else ""
 
@@ -138,17 +140,17 @@ class Archive(Watcher):
         for result in results:
             if result.problem:
                 self._missing.setdefault(result.split, []).append(result.step)
-                # What differs from step to step, as names of files and numbers of bytes, makes no new kind.
+                # Numbers, as in file names and sizes, do not make a new kind of error.
                 if (kind := re.sub(r"\d+", "", result.problem)) not in self._told:
                     self._told.add(kind)
                     log.warning("step %d, %s: answers are not kept: %s", result.step, result.split, result.problem)
             elif result.example and (result.split == "val" or result.step == 1 or result.step % _EXAMPLE_EVERY == 0):
-                # It comes when it is written, maybe behind lines of later steps, and so names its own.
+                # Logged after writing, perhaps after lines of later steps, so it names its step.
                 log.info("an answer of step %d, %s: %s", result.step, result.split, result.example)
 
 
 def _ranges(steps: list[int]) -> str:
-    """Numbers that ascend, as ``1-3, 7``."""
+    """Return ascending numbers as ``1-3, 7``."""
     parts: list[list[int]] = []
     for step in sorted(set(steps)):
         if parts and step == parts[-1][-1] + 1:
@@ -159,24 +161,24 @@ def _ranges(steps: list[int]) -> str:
 
 
 def _spread(count: int, most: int) -> Ids:
-    """At most ``most`` of ``count`` numbers, spread evenly."""
+    """Return at most ``most`` of ``count`` indices, spread evenly."""
     return np.unique(np.linspace(0, count - 1, max(0, min(count, most))).astype(np.int64))
 
 
 def _job(
     split: str, step: int, samples: Samples, prompts: Ids, answers_per_prompt: int, most: int | None = None
 ) -> SampleJob:
-    """The answers (at most ``most`` to each) to some prompts, in as few bytes as they need."""
+    """Return the job for the responses (at most ``most`` each) to some prompts, in as few bytes as possible."""
     each = min(answers_per_prompt, most or answers_per_prompt)
     ids = (prompts[:, None] * answers_per_prompt + np.arange(each)).ravel()
     names = [name for name in _NUMBERS if name in samples.numbers]
-    # What is the score itself need not travel.
+    # Columns equal to the score are not sent.
     for name in {c.REWARD, c.RULE_SCORE} & set(names):
         if np.array_equal(samples[name], samples[c.SCORE]):
             names.remove(name)
     names += [name for name in samples.numbers if name.startswith(c.SCORER)]
     numbers = {name: _narrow(samples[name][ids], exact=name != c.ADVANTAGE) for name in names}
-    # A column of one value, such as failures of scoring, travels as that value; `SampleJob.column` spreads it again.
+    # A constant column, such as failures of scoring, is sent as one value; `SampleJob.column` expands it.
     numbers = {name: values[:1] if (values == values[0]).all() else values for name, values in numbers.items()}
     parts = samples.request(ids, [c.TEXT]).parts
     texts = [([part.ref], _narrow(part.rows), _narrow(part.ids)) for part in parts]
@@ -184,12 +186,12 @@ def _job(
 
 
 def _narrow(values: NDArray[Any], *, exact: bool = True) -> NDArray[Any]:
-    """The same numbers in fewer bytes: counts as unsigned integers, others as float32 where that is enough."""
+    """Return the same numbers in fewer bytes: counts as unsigned integers, others as float32 if that is enough."""
     if values.dtype.kind == "i":
         # Counts, lengths and ids are never negative.
         return values.astype(np.min_scalar_type(int(values.max())))
     if values.dtype == np.float64:
-        # A score beyond float32 becomes infinite, is then not equal, and is kept as float64.
+        # A score beyond float32 becomes infinite, is then not equal, and stays float64.
         with np.errstate(over="ignore"):
             small = values.astype(np.float32)
         return small if not exact or np.array_equal(small, values, equal_nan=True) else values

@@ -1,4 +1,4 @@
-"""How a run looks while it trains: a bar with numbers and the phase on a terminal, one line a step elsewhere."""
+"""Terminal output during training: a progress bar with numbers and the phase, or one line per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rltrain.base import logs
 
 log = logging.getLogger(__name__)
 
-# What a step shows, in this order; a narrow terminal leaves out the last ones.
+# Metrics shown for a step, in this order. A narrow terminal omits the last ones.
 SHOWN = {
     "critic/score/mean": "score", "reward/error_rate": "reward_errors", "actor/kl_loss": "kl",
     "actor/reward_kl_penalty": "kl_in_reward", "response_length/mean": "length", "actor/entropy": "entropy",
@@ -26,15 +26,15 @@ SHOWN = {
     "timing_s/step": "step_s",
 }  # fmt: skip
 _ONLY_IF_NOT_ZERO = {"reward/error_rate"}
-# The time left is reckoned from so many steps.
+# Number of recent steps from which the remaining time is estimated.
 _RECENT = 20
 _VALIDATION = re.compile(r"(val-core/.*)/((?:mean|best|maj|worst|std|pass)@.*)")
 
 
 class _Phase(ProgressColumn):
-    """The phase that runs, and for how long."""
+    """Column with the running phase and its seconds."""
 
-    # Drawn at every refresh: the seconds of a phase run on while the bar stands still.
+    # Drawn at every refresh: the seconds of a phase advance while the bar stands still.
     max_refresh = None
 
     def render(self, task: Task) -> Text:
@@ -43,7 +43,7 @@ class _Phase(ProgressColumn):
 
 
 class _Bar(Progress):
-    """Two lines: the numbers of the newest step; step, bar, phase and time left."""
+    """Two lines: the numbers of the newest step, and step, bar, phase and remaining time."""
 
     numbers: tuple[str, ...] = ()
 
@@ -53,7 +53,7 @@ class _Bar(Progress):
 
 
 class Console:
-    """Every step goes to train.log; with ``shown`` it is seen too. Validation results are lines that stay."""
+    """Terminal output. Every step goes to train.log, and to the terminal if ``shown``. Validation lines stay."""
 
     def __init__(self, first_step: int, total_steps: int, *, shown: bool) -> None:
         self._total = total_steps
@@ -69,7 +69,7 @@ class Console:
         logs.show_steps(shown and self._bar is None)
 
     def phase(self, name: str) -> None:
-        """Phase ``name`` of a step begins."""
+        """Show that phase ``name`` of a step begins."""
         if self._bar:
             self._bar.update(self._task, phase=name, since=time.monotonic())
 
@@ -79,7 +79,7 @@ class Console:
             fields = shown(metrics)
             self._steps.append(metrics)
             left = timedelta(seconds=round(seconds_left(self._steps, self._total - step)))
-            # Told even where a bar shows it, because train.log has every step; `show_steps` decides about the terminal.
+            # Logged even with a bar, because train.log has every step; `show_steps` decides about the terminal.
             logs.STEPS.info("step %s  %s", place, "  ".join((*fields, f"left={left}")))
             if self._bar:
                 self._bar.numbers = fields
@@ -95,7 +95,7 @@ class Console:
 
 
 def shown(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """What a step shows of its metrics."""
+    """Return the metrics of a step that are shown, as text."""
     return tuple(
         f"{label}={metrics[name]:.4g}"
         for name, label in SHOWN.items()
@@ -104,14 +104,14 @@ def shown(metrics: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def seconds_left(steps: Sequence[Mapping[str, float]], num_steps: int) -> float:
-    """What ``num_steps`` more take, by the metrics of the newest ``steps``."""
-    # Validation and saving are part of the time that is left, too.
+    """Return the estimated seconds of ``num_steps`` more steps, from the metrics of the newest ``steps``."""
+    # The remaining time includes validation and saving.
     recent = [step.get("timing_s/wall", step["timing_s/step"]) for step in [*steps][-_RECENT:]]
     return sum(recent) / len(recent) * num_steps
 
 
 def validation_lines(metrics: dict[str, float]) -> dict[str, list[str]]:
-    """Data source and variable -> what was measured of it."""
+    """Return (data source and variable) -> its measured numbers."""
     lines: dict[str, list[str]] = {}
     for key, value in metrics.items():
         if match := _VALIDATION.fullmatch(key):

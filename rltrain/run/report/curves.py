@@ -1,4 +1,4 @@
-"""The charts of report.html, from the metrics and details of a run."""
+"""Charts of report.html, from the metrics and details of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rltrain.config.passes import device_phases
 from rltrain.run.report.details import BINS_PER_OCTAVE, StepDetails
 from rltrain.run.report.table import PHASES
 
-# Of a mean over prompts, 95 % lie within so many standard errors.
+# 95 % of the means over prompts lie within this many standard errors.
 _SIGMAS = 1.96
 _CORE = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|maj)@\d+(?:/mean)?)")
 _MOST_BARS = 400
 _OWNER = re.compile(r"perf/memory_gb/(\w+)/(\w+)")
 _OWNERS = ("weights", "optimizer", "work", "others")
 _ON_DEVICE = ("start", *device_phases())
-# Title, unit, and the metrics of a chart with their labels.
+# Title, unit, and metrics with their labels.
 Chart = tuple[str, str, Mapping[str, str]]
 _UPDATE: list[Chart] = [
     ("KL from the reference", "per token", {"actor/kl_loss": "in the loss",
@@ -69,7 +69,7 @@ _TROUBLE: list[Chart] = [
 
 
 def learning(frame: pd.DataFrame) -> Section:
-    """Reward of training and validation."""
+    """Return the section on the reward of training and validation."""
     section = Section("Learning", "Bands are 95 % intervals of a mean over prompts.")
     score = _lines(frame, {"critic/score/mean": "score"}, {"critic/score/mean": "critic/score/sem"})
     section.charts += [line_chart("Training reward", score)] if score else []
@@ -79,7 +79,7 @@ def learning(frame: pd.DataFrame) -> Section:
             source, variable, kind = match.groups()
             core.setdefault(f"Validation: {variable}", {})[name] = f"{source} {kind.partition('/')[0]}"
     for title, names in core.items():
-        # A majority has no standard error.
+        # A majority vote has no standard error.
         errors = {name: re.sub(r"val-core/(.*)/mean@", r"val-aux/\1/sem@", name) for name in names if "/mean@" in name}
         section.charts.append(line_chart(title, _lines(frame, names, errors)))
     sources = {name: name.split("/", 1)[1].removesuffix("/score/mean") for name in frame.columns
@@ -89,7 +89,7 @@ def learning(frame: pd.DataFrame) -> Section:
 
 
 def lengths(frame: pd.DataFrame, details: Mapping[int, StepDetails]) -> Section:
-    """How long answers were."""
+    """Return the section on response lengths."""
     section = Section("Lengths of answers")
     if found := {step: one.lengths for step, one in details.items() if one.lengths}:
         section.charts.append(_length_heat(found))
@@ -117,12 +117,12 @@ def _length_heat(found: Mapping[int, Mapping[int, int]]) -> Any:
 
 
 def update(frame: pd.DataFrame) -> Section:
-    """What the update did."""
+    """Return the section on the update."""
     return Section("The update", charts=_charts(frame, _UPDATE))
 
 
 def time(frame: pd.DataFrame, details: Mapping[int, StepDetails]) -> Section:
-    """Where the seconds went."""
+    """Return the section on the time of steps."""
     section = Section("Time")
     whole = "timing_s/step"
     steps = frame[frame[whole].notna()] if whole in frame else frame[:0]
@@ -130,14 +130,14 @@ def time(frame: pd.DataFrame, details: Mapping[int, StepDetails]) -> Section:
         section.note = f"Bars are means of {-(-len(steps) // _MOST_BARS)} steps."
         steps = steps.groupby(np.arange(len(steps)) * _MOST_BARS // len(steps)).mean(numeric_only=True)
     if len(steps):
-        # `gen` has generation and weight sync within, `reward` the judge.
+        # `gen` includes generation and weight sync, `reward` includes the judge.
         names = [name for name in (*PHASES, "other", "testing", "save_checkpoint")
                  if name not in ("generate_sequences", "reshard", "judge", "step")]  # fmt: skip
         parts = {name: steps[f"timing_s/{name}"].fillna(0) for name in names if f"timing_s/{name}" in steps}
         first, last = steps["step"].iloc[[0, -1]]
         width = 0.9 * (float(last - first) / (len(steps) - 1) if len(steps) > 1 else 1.0)
         section.charts.append(stacked_bars("Phases of each step", steps["step"], parts, "seconds", width))
-    # A step that is being saved has its details before its metrics.
+    # A step that is being saved has details but no metrics yet.
     known = set(frame["step"].astype(int))
     timed = {step: one for step, one in details.items() if one.spans and step in known}
     if timed:
@@ -150,13 +150,13 @@ def time(frame: pd.DataFrame, details: Mapping[int, StepDetails]) -> Section:
 
 
 def _timeline(step: int, one: StepDetails, frame: pd.DataFrame, said: str = "") -> Any:
-    """Phases as the driver sees them, and below them the replicas: a pale part is a replica that has nothing left."""
+    """Return the phases of the driver, and below them the replicas. A pale part is an idle replica."""
     rows: dict[str, list[tuple[str, float, float]]] = {"driver": [
         (span.phase, span.begin, span.end) for span in one.spans if span.phase != "step"
     ]}  # fmt: skip
     generations = [span for span in one.spans if span.phase == "gen"]
     line = frame[frame["step"] == step]
-    # Of several rounds (dynamic sampling) answers end in seconds of their own round, which are not told apart.
+    # With several rounds (dynamic sampling), end times are relative to an unknown round.
     if len(generations) == 1 and one.replicas:
         reshard = float(line["timing_s/reshard"].fillna(0).iloc[0]) if "timing_s/reshard" in line else 0.0
         begin, end = generations[-1].begin + reshard, generations[-1].end
@@ -169,7 +169,7 @@ def _timeline(step: int, one: StepDetails, frame: pd.DataFrame, said: str = "") 
 
 
 def memory(frame: pd.DataFrame) -> Section:
-    """What was held."""
+    """Return the section on memory."""
     section = Section("Memory")
     last = frame.ffill().tail(1).to_dict("records")
     found = [(match[1], match[2], value) for name, value in (last[0] if last else {}).items()
@@ -189,7 +189,7 @@ def memory(frame: pd.DataFrame) -> Section:
 
 def trouble(frame: pd.DataFrame) -> Section:
     """Errors and timeouts."""
-    # A line at 0 says no more than that all is well.
+    # Metrics that are always 0 are not shown.
     seen = frame[[name for name in frame.columns if name == "step" or (frame[name].fillna(0) != 0).any()]]
     return Section("Errors and timeouts", charts=_charts(seen, _TROUBLE))
 
@@ -200,7 +200,7 @@ def _charts(frame: pd.DataFrame, charts: Iterable[Chart]) -> list[Any]:
 
 
 def _lines(frame: pd.DataFrame, names: Mapping[str, str], errors: Mapping[str, str] = {}) -> list[Line]:
-    """A line for each metric that the run has. errors: the metric with its standard error."""
+    """Return a line for each metric that the run has. errors: metric -> metric of its standard error."""
     lines = []
     for name, label in names.items():
         if name not in frame or frame[name].notna().sum() == 0:
@@ -215,6 +215,6 @@ def _lines(frame: pd.DataFrame, names: Mapping[str, str], errors: Mapping[str, s
 
 
 def sections(frame: pd.DataFrame, details: Mapping[int, StepDetails]) -> Sequence[Section]:
-    """All of them, in the order of the page."""
+    """Return all sections, in the order of the page."""
     return [learning(frame), lengths(frame, details), update(frame), time(frame, details), memory(frame),
             trouble(frame)]  # fmt: skip

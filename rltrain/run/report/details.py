@@ -1,6 +1,7 @@
-"""``details.jsonl``: what pictures of a step need beside its metrics, a line a step; and a line where a phase begins.
+"""``details.jsonl``: data for charts that are not in the metrics. One line per step, and one when a phase begins.
 
-When phases ran, when replicas had done, how long answers were. It is reckoned from what the driver holds anyway.
+It holds the times of phases, the ends of replicas, and response lengths, computed from data that the driver holds
+anyway.
 """
 
 from __future__ import annotations
@@ -23,33 +24,34 @@ from rltrain.trainer.plan import Plan
 from rltrain.trainer.timing import Span
 
 DETAILS = "details.jsonl"
-# Lengths that differ by less than a quarter of an octave are counted together.
+# Lengths in the same quarter of an octave are counted together.
 BINS_PER_OCTAVE = 4
-# Of the ends of a replica's answers, these quantiles are kept.
+# Quantiles of the end times of a replica's responses.
 _QUANTILES = (0.5, 0.9, 1.0)
 _DIGITS = 4
 
 
 @dataclass(frozen=True)
 class StepDetails:
-    """A step of a run."""
+    """Details of one step."""
 
     spans: list[Span]
     replicas: list[list[float]]
-    """Of each replica: seconds after its generation began in which it had half, 90 % and all of its answers; empty
-    where it had none."""
+    """Per replica: seconds from the start of its generation until half, 90 % and all of its responses ended. Empty if
+    it had none.
+    """
     lengths: dict[int, int]
-    """How many answers a bin of lengths has (`length_bins`)."""
+    """Number of responses per bin of lengths (`length_bins`)."""
 
 
 def length_bins(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """The bins of lengths [n] in tokens: one more for every quarter of an octave, from 0 for one token or none."""
+    """Return the bins of lengths [n] in tokens: one bin per quarter of an octave, 0 for at most one token."""
     bins: NDArray[np.int64] = np.floor(BINS_PER_OCTAVE * np.log2(np.maximum(lengths, 1))).astype(np.int64)
     return bins
 
 
 def read_details(run: Path) -> dict[int, StepDetails]:
-    """By step, ascending; of a step that was made twice the newer. Raises StorageError."""
+    """Return the details by step, ascending. The newer line of a repeated step wins. Raises StorageError."""
     lines = {line["step"]: line for line in json_lines(run / DETAILS) if "spans" in line}
     return {
         step: StepDetails([Span(*span) for span in line["spans"]], line["replicas"], dict(line["lengths"]))
@@ -58,22 +60,22 @@ def read_details(run: Path) -> dict[int, StepDetails]:
 
 
 class Details(Watcher):
-    """Writes the line of every step into the run's folder ``folder``."""
+    """Writer of a line per step to ``details.jsonl`` in ``folder``."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._lines, self._num_replicas = JsonLines(folder / DETAILS), plan.num_engine_replicas
         self._step = 0
 
     def before_step(self, step: int) -> None:
-        """Remember it."""
+        """Store the number of the step."""
         self._step = step
 
     def on_phase(self, name: str) -> None:
-        """Add a line, by which somebody elsewhere sees what the run does (`rltrain.tools.watch`)."""
+        """Write a line that shows other processes the phase of the run (`rltrain.tools.watch`)."""
         self._lines.log(self._step, {"phase": name, "at": round(time.time(), 1)})
 
     def on_step(self, made: Answered) -> Metrics:
-        """Add the line of this step."""
+        """Write the line of this step."""
         self._lines.log(made.step, self._of(made))
         return {}
 
@@ -94,8 +96,7 @@ class Details(Watcher):
         }
 
     def _replicas(self, samples: Samples) -> list[list[float]]:
-        """Seconds after its generation began in which each replica had half, most and all of its answers of the batch.
-        One that had none has an empty list."""
+        """Return `StepDetails.replicas` of the batch."""
         served = samples[c.SERVED]
         ended_s, engines = samples[c.ENDED_S][served], samples[c.ENGINE][served]
         own = (ended_s[engines == place] for place in range(self._num_replicas))

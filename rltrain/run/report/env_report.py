@@ -28,7 +28,7 @@ INSTALLED_AT = Path(__file__).parents[2]
 
 
 def facts() -> dict[str, Any]:
-    """What this process is and which packages it would import; imports none of them."""
+    """Return facts about this process and the versions of packages, without importing them."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -49,7 +49,7 @@ def facts() -> dict[str, Any]:
 
 
 def device_facts() -> dict[str, Any]:
-    """CUDA of this torch, driver and devices of this host, as torch finds them."""
+    """Return the CUDA version of torch, the driver and the devices of this host, as torch reports them."""
     import torch
     from torch.utils import collect_env
 
@@ -62,8 +62,11 @@ def device_facts() -> dict[str, Any]:
 
 
 def command_line(without: tuple[str, ...] = ()) -> str:
-    """Return the command that started this process, secrets masked. without: texts whose arguments are left out."""
-    # Not sys.argv, which `rltrain COMMAND` has rewritten and which lacks -m MODULE.
+    """Return the command that started this process, with secrets masked.
+
+    without: arguments that contain one of these texts are omitted.
+    """
+    # Not sys.argv, which `rltrain COMMAND` rewrites and which lacks -m MODULE.
     program, *rest = (word for word in sys.orig_argv if not any(text in word for text in without))
     if rest and Path(rest[0]).name == "rltrain":  # the console command
         return masked_command(["rltrain", *rest[1:]])
@@ -71,7 +74,7 @@ def command_line(without: tuple[str, ...] = ()) -> str:
 
 
 def short_facts() -> str:
-    """One screen: version, place and packages."""
+    """Return version, folder and packages as text of one screen."""
     all_facts = facts()
     git = f" (git {all_facts['git']})" if all_facts["git"] else ""
     lines = [f"rltrain {all_facts.pop('rltrain')}{git}"]
@@ -82,7 +85,7 @@ def short_facts() -> str:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Print our facts, then those that torch collects."""
+    """Print facts about this machine, then the report of torch.utils.collect_env."""
     if words := sys.argv[1:] if argv is None else argv:
         asked = words[0] in ("-h", "--help")
         (sys.stdout if asked else sys.stderr).write(f"usage: python -m rltrain.env\n\n{main.__doc__}\n")
@@ -97,13 +100,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _git_state() -> str | None:
-    """Commit of the checkout that holds this package, with a + if its files have changed.
+    """Return the commit of the checkout that holds this package, with a + if its files have changed.
 
     None for an installed package.
     """
     root = INSTALLED_AT.parent
     commit = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else ""
-    # Untracked files are left out: runs and checkpoints usually lie in the checkout.
+    # Untracked files are ignored, because runs and checkpoints are often in the checkout.
     changed = commit and _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "rltrain")
     return f"{commit}{'+' if changed else ''}" or None
 

@@ -1,8 +1,7 @@
-"""report.html: a run as one page that opens offline, in any browser, on a phone too.
+"""report.html: a run as one page that opens offline in any browser.
 
-Problem: people steer a run by looking, and a table of means hides a tail, a collapse, an answer that is no answer.
-Choice: one file made from what the run folder has, at the end of a run or at any time; a part of which the folder has
-nothing is left out. Left out: to judge what is seen, which alarms do while the run lasts.
+A table of means hides a tail, a collapse, or malformed responses. The page is one file made from the run folder, at the
+end of a run or at any time. Parts without data are omitted. It draws no conclusions; alarms do that during the run.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ _WARNING = re.compile(r"\S+ \S+ (?:warning|error): ")
 
 
 def write_page(run: Path, file: Path | None = None) -> Path:
-    """Write the page of ``run`` into ``file`` (None: report.html in its folder), whole or not at all; returns it.
+    """Write the page of ``run`` to ``file`` (None: report.html in its folder) atomically. Return the path.
 
-    Raises DataError for a folder that is no run, DiskError or StorageError where a file cannot be read or written.
+    Raises DataError if ``run`` is not a run folder, DiskError or StorageError if a file cannot be read or written.
     """
     file = file or run / PAGE
     text = page_of(run)
@@ -57,7 +56,7 @@ def write_page(run: Path, file: Path | None = None) -> Path:
 def page_of(run: Path) -> str:
     """Return the page as HTML. Raises as `write_page`."""
     lines = read_metrics(run_folder(run))
-    # A step may have two lines: its own, and that of a validation.
+    # A step may have two lines: one of the step and one of a validation.
     frame = pd.DataFrame(lines).groupby("step", as_index=False).last() if lines else pd.DataFrame({"step": []})
     settings, plan, environment = _settings(run), read_json(run / "plan.json") or {}, read_json(run / "env.json") or {}
     phases = Section("Seconds of a step", charts=[], tables=[_phases(lines)])
@@ -71,7 +70,7 @@ def page_of(run: Path) -> str:
 def _facts(
     frame: pd.DataFrame, settings: Mapping[str, Any], plan: Mapping[str, Any], environment: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """What stands at the head of the page."""
+    """Return the facts at the top of the page."""
     made = frame[frame["timing_s/step"].notna()] if "timing_s/step" in frame else frame[:0]
     total = plan.get("total_steps")
     seconds = made["timing_s/wall"].fillna(made["timing_s/step"]).sum() if "timing_s/wall" in made else 0.0
@@ -100,7 +99,7 @@ def _phases(lines: list[dict[str, Any]]) -> Table:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """By dotted key; empty where the run has no config.yaml that can be read."""
+    """Return the settings by dotted key; empty if the run has no readable config.yaml."""
     try:
         return dict(
             leaves_of(safe_load(patiently(run / "config.yaml", partial((run / "config.yaml").read_text, "utf-8"))))
@@ -110,14 +109,14 @@ def _settings(run: Path) -> dict[str, Any]:
 
 
 def _differences(settings: Mapping[str, Any]) -> Section:
-    """The settings that are not the defaults."""
+    """Return the section of the settings that differ from the defaults."""
     rows = []
     for name, key in all_keys().items():
         if name not in settings:
             continue
         other = followed(name)
         default = settings.get(other) if other else key.default
-        # What the machine decides has no default that could be shown.
+        # Defaults that depend on the machine cannot be shown.
         if settings[name] != default and not (isinstance(default, str) and default.startswith("${")):
             rows.append([name, _text(settings[name]), f"as {other}" if other else _text(default)])
     return Section(
@@ -135,7 +134,7 @@ def _text(value: Any) -> str:
 
 
 def _troubles(run: Path) -> Iterator[Section]:
-    """Incidents, and the warnings of train.log."""
+    """Yield the sections of incidents and of the warnings in train.log."""
     with suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(path.name for path in (run / "incidents").iterdir())
         yield Section("Incidents", f"What was kept of them is in {run / 'incidents'}.", tables=[
@@ -146,7 +145,7 @@ def _troubles(run: Path) -> Iterator[Section]:
 
 
 def warnings_of(run: Path) -> list[tuple[str, str, int]]:
-    """The warnings and errors of train.log: when each came first, what it says, and how often it came."""
+    """Return the warnings and errors of train.log: (first time, text, number of times)."""
     found: dict[str, tuple[str, int]] = {}
     for line in lines_of(run / "train.log"):
         if _WARNING.match(line):
@@ -157,7 +156,7 @@ def warnings_of(run: Path) -> list[tuple[str, str, int]]:
 
 
 def _answers(run: Path, settings: Mapping[str, Any]) -> Section:
-    """Some answers of the newest validation and of the newest step: wrong and right ones, where there are both."""
+    """Return some responses of the newest validation and the newest step: wrong and right ones, if there are both."""
     section = Section("Answers", "A few of those that the run has kept; rltrain view shows all.")
     for split, name in (("val", "validation"), ("train", "training")):
         try:
@@ -177,7 +176,7 @@ def _answers(run: Path, settings: Mapping[str, Any]) -> Section:
 
 
 def _pictures(row: Mapping[str, Any], key: str) -> list[str]:
-    """The pictures of a prompt as data URLs, small; none where their file is not here any more."""
+    """Return the images of a prompt as small data URLs; none if their file is gone."""
     match = _ORIGIN.fullmatch(str(row.get("images") or ""))
     if not match:
         return []
@@ -186,7 +185,7 @@ def _pictures(row: Mapping[str, Any], key: str) -> list[str]:
 
         files = map(file_bytes, entries(PictureFile(match["path"], key).value(int(match["row"])), match["path"]))
         return [_small(Image.open(io.BytesIO(data))) for data in islice(files, _MOST_PICTURES)]
-    except Exception as error:  # noqa: BLE001 - a picture that cannot be shown is no reason to have no page
+    except Exception as error:  # noqa: BLE001 - a broken image must not prevent the page
         log.debug("no picture of %s: %s", row.get("images"), error)
         return []
 

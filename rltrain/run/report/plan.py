@@ -1,4 +1,4 @@
-"""The plan of a run in words and numbers: what the command prints before it starts anything."""
+"""The plan of a run as text, printed before anything is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rltrain.trainer.plan import ImageSizes, Plan, devices_per_copy
 
 
 def describe(plan: Plan, config: Config) -> str:
-    """The plan in words and numbers."""
+    """Return the plan as text."""
     rollout = config.actor_rollout_ref.rollout
     if not plan.passes.trains:
         return _table(_evaluation(plan, config))
@@ -46,7 +46,7 @@ def describe(plan: Plan, config: Config) -> str:
 
 
 def _algorithm(plan: Plan, config: Config) -> str:
-    """What is learnt from."""
+    """Return a text on the training signal."""
     actor, teacher = config.actor_rollout_ref.actor, config.distillation.distillation_loss
     distance = f"{teacher.loss_mode} to the teacher" + " as a cost of each token" * teacher.use_policy_gradient
     if config.distillation.is_alone:
@@ -58,7 +58,7 @@ def _algorithm(plan: Plan, config: Config) -> str:
 
 
 def _evaluation(plan: Plan, config: Config) -> list[tuple[str, str]]:
-    """What an evaluation has: no step, and of the models the policy and a reward model alone."""
+    """Return the rows of an evaluation: it makes no step and uses only the policy and a reward model."""
     rollout = config.actor_rollout_ref.rollout
     return [
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
@@ -77,8 +77,10 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 
 def _between_nodes(plan: Plan, config: Config) -> str:
-    """What a step sends from node to node, where links are slowest. Neighbouring ranks share a node (`reserve`), so a
-    group of devices leaves it only where it is larger."""
+    """Return a text on the data that a step sends between nodes, where links are slowest.
+
+    Neighbouring ranks share a node (`reserve`), so a group of devices spans nodes only if it is larger than one.
+    """
     here = plan.devices_per_node
 
     def nodes(size: int) -> str:
@@ -87,7 +89,7 @@ def _between_nodes(plan: Plan, config: Config) -> str:
     lines, size = list[str](), config.actor_rollout_ref.rollout.tensor_model_parallel_size
     for role in (role for role in ROLES if role in plan.passes.roles):
         whose, key = "" if role == "actor" else f" of the {_name(role)}", f"{ROLES[role].fsdp}.fsdp_size"
-        # The weights of a frozen policy lie as the actor's.
+        # A frozen policy is sharded like the actor.
         shards = devices_per_copy(getattr(get(config, ROLES[role].fsdp), "fsdp_size", 1), plan.num_devices)
         copies, per_sequence = plan.num_devices // shards, plan.num_devices // plan.ranks[role]
         if updates_of(role) and copies > 1:
@@ -108,14 +110,14 @@ def _name(role: Role) -> str:
 
 
 def _device(config: Config) -> str:
-    """What ``auto`` means on this machine."""
+    """Return the device kind that ``auto`` selects on this machine."""
     kind = get_device(config.trainer.device).kind
     return kind if kind == config.trainer.device else f"{config.trainer.device}: {kind} here"
 
 
 def _micro_batches(plan: Plan, config: Config) -> list[str]:
-    """The budgets of the passes that a step makes; passes with the same one stand together."""
-    # Where a model is spread otherwise than the actor.
+    """Return the budgets of the passes of a step. Passes with equal budgets share a line."""
+    # Note for models with another number of data-parallel ranks than the actor.
     others = {ranks: f", of which there are {ranks}" for ranks in {*plan.ranks.values()} - {plan.ranks["actor"]}}
     sharing: dict[tuple[PassBudget, int], list[str]] = {}
     for name, step_pass in PASSES.items():
@@ -128,7 +130,7 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
 
 
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
-    """What only some algorithms have."""
+    """Return rows that only some algorithms have."""
     rows = [("images", _images(plan, plan.images))] if plan.images and plan.images.most_rows else []
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:
@@ -153,7 +155,7 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
 
 
 def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
-    """Who scores the answers."""
+    """Return rows on the scorers."""
     rows = [("reward", _reward(config))] if config.reward_model.classifies else []
     if config.reward_model.runs_scorers:
         judge, where, limit_s = config.reward.judge, "", f"{config.reward.timeout_s:g} s an answer"
@@ -172,7 +174,7 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
 
 
 def _judging(config: Config, beside: str) -> str:
-    """What a judge on the devices writes."""
+    """Return a text on a judge on the devices."""
     rollout, (message, reply) = config.reward_model.rollout, judge_lengths(config)
     drawn = f"at temperature {rollout.temperature:g}" if rollout.temperature else "greedily"
     return (
@@ -184,9 +186,9 @@ def _judging(config: Config, beside: str) -> str:
 def _images(plan: Plan, images: ImageSizes) -> str:
     budget = plan.budgets["update_actor"]
     most = budget.max_rows or (budget.max_samples or 0) * images.most_rows
-    # Of one family, every token stands for as many patches.
+    # In one model family, every token stands for the same number of patches.
     most = most or (budget.max_tokens or 0) * images.most_rows // images.most_tokens
-    most = min(most, plan.prompts_per_mini_batch * images.most_rows)  # each image once
+    most = min(most, plan.prompts_per_mini_batch * images.most_rows)  # each image is counted once
     return (
         f"in {images.share:.0%} of the prompts, at most {count(images.most_images, 'image')} ({images.most_rows:,} "
         f"patches or tiles, {images.most_tokens:,} tokens) in one; update_actor encodes up to {most:,} at once "
@@ -196,7 +198,7 @@ def _images(plan: Plan, images: ImageSizes) -> str:
 
 
 def _reward(config: Config) -> str:
-    """What a reward model's score becomes."""
+    """Return a text on the use of a reward model's score."""
     model = config.reward_model
     terms = [f"{model.weight:g} x the reward model's score"]
     terms += [f"{model.rule_weight:g} x the scorer's"] if model.runs_scorers else []

@@ -1,8 +1,8 @@
-"""Answers on disk: a process of its own fetches the texts and writes them.
+"""Writing of samples to disk in a separate process, which fetches their texts.
 
-Texts of a step can be many megabytes, and Parquet takes seconds, so neither goes through the driver: it hands out
-references and numbers, and never waits. If the writer cannot keep up, some jobs wait, then the oldest are dropped, and
-the log says so. Left out: torch and all that takes long to import, because the process would pay for it at its start.
+Texts of a step can be many megabytes, and Parquet takes seconds, so neither passes through the driver. The driver sends
+references and numbers, and never waits. If the writer cannot keep up, jobs wait, then the oldest are dropped with a
+warning. torch and other slow imports are avoided, because they would delay the start of the process.
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ from rltrain.run.report.view import one_line, without_middle
 log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
-# Jobs that the process is given at most; it writes them one by one. So many of the newest wait here. Each keeps the
-# texts of a step in Ray's store.
+# Maximum number of jobs in the process, which writes them one by one, and of the newest jobs that wait here. Each holds
+# the texts of a step in Ray's store.
 MOST_AT_ONCE, MOST_WAITING = 4, 12
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
-# A disk with less, or less than a hundredth of it, is called full.
+# A disk counts as full with less than this, or with less than a hundredth of its size.
 _FULL_BYTES = 64 << 20
-# Characters of a conversation. Its whole text is the answer.
+# Characters of a conversation. Its whole text is the response.
 _MOST_CHARS, _LEAST_CHARS = 200_000, 200
 _WIDE = {"f": np.float64, "u": np.int64}
 
 
 @dataclass(frozen=True)
 class SampleJob:
-    """Answers to p prompts, ``each`` answers per prompt."""
+    """Responses to p prompts, ``each`` responses per prompt."""
 
     split: str
     step: int
     rows: Array
-    """[p]: of the data."""
+    """[p]: row numbers in the data."""
     each: int
     texts: list[tuple[list[Any], Array, Array]]
-    """Lists of texts by reference (in a list, so that Ray does not fetch them), their rows, and places among the
-    answers."""
+    """Lists of texts by reference (in a list, so that Ray does not fetch them), their rows, and their indices among the
+    responses.
+    """
     numbers: dict[str, Array]
-    """Scores, lengths and whatever else is known per answer; one of length 1 is that of all."""
+    """Scores, lengths and other numbers per response. An array of length 1 is the value of all."""
     kept: Array
     parquet: Path | None = None
-    """The file for the prompts that are ``kept`` [p]."""
+    """File for the prompts that are ``kept`` [p]."""
     json_lines: Path | None = None
-    """The file for all, in verl's format."""
+    """File for all prompts, in verl's format."""
 
     def column(self, name: str) -> Array:
-        """One number per answer. Where there are no rewards, the scores stand for them."""
+        """Return one number per response. Without rewards, the scores are used."""
         values = self.numbers[name if name in self.numbers else c.SCORE]
         values = values.astype(_WIDE.get(values.dtype.kind, values.dtype))
         return np.broadcast_to(values, len(self.rows) * self.each)
@@ -77,7 +78,7 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class Written:
-    """The outcome of a job: what went wrong (None: nothing), and one of its answers in a line."""
+    """Outcome of a job: the problem (None: none), and one of its responses as a line."""
 
     split: str
     step: int
@@ -86,10 +87,9 @@ class Written:
 
 
 class SampleWriter:
-    """Writes the files of jobs. Their texts may hold whatever a model, a scorer or a data file has written.
+    """Writer of the files of jobs. Texts may hold anything that a model, a scorer or a data file contains.
 
-    rows, prompts: by split. tokenizer: of the tokenizers package, turns prompts back into text (None: messages are
-    shown).
+    rows, prompts: by split. tokenizer: of the tokenizers package, to decode prompts (None: messages are shown).
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SampleWriter:
         self._rows, self._prompts, self._tokenizer, self._fetch = rows, prompts, tokenizer, fetch
 
     def write(self, job: SampleJob) -> Written:
-        """Write the job's files, whole or not at all."""
+        """Write the files of a job atomically."""
         columns = self.columns(job)
         example = {name: values[0] for name, values in columns.items()}
         try:
@@ -116,7 +116,7 @@ class SampleWriter:
         return Written(job.split, job.step, None, one_line(example))
 
     def columns(self, job: SampleJob) -> dict[str, Any]:
-        """The columns of the table."""
+        """Return the columns of the table."""
         answers = np.empty(len(job.rows) * job.each, dtype=object)
         for reference, rows, places in job.texts:
             texts = self._fetch(reference[0])
@@ -131,18 +131,18 @@ class SampleWriter:
         columns |= _conversations(answers.tolist())
         columns |= {name: values for name, values in numbers.items() if not name.startswith(c.SCORER)}
         if c.NUM_TURNS in columns:
-            # Metrics and extra_info count as verl does (prompt and replies too); this name says which turns it counts.
+            # Metrics and extra_info count turns as verl does (prompt and replies too); this column counts the policy's.
             columns["policy_turns"] = columns[c.NUM_TURNS]
         columns["finish_reason"] = reasons
         for name, values in numbers.items():
             short = name.removeprefix(c.SCORER)
             if name != short:
-                # A scorer's number keeps its prefix where its short name is already that of another column.
+                # A scorer's number keeps its prefix if its short name is already a column.
                 columns[name if short in columns else short] = values
         return {name: _storable(values) for name, values in columns.items()}
 
     def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]]:
-        """The given columns, as rows."""
+        """Return the given columns, as rows."""
         columns = self.columns(job)
         lists = [columns[name].tolist() if hasattr(columns[name], "tolist") else columns[name] for name in names]
         return [list(row) for row in zip(*lists, strict=True)]
@@ -161,13 +161,13 @@ class SampleWriter:
         }
 
     def _decoded(self, split: str, row: int, **options: bool) -> str:
-        """The prompt as the model saw it, or its messages where there is no tokenizer."""
+        """Return the prompt as the model saw it, or its messages if there is no tokenizer."""
         if self._tokenizer is None:
             return "\n".join(f"{turn['role']}: {_text(turn['content'])}" for turn in self._rows[split][row].prompt)
         return self._tokenizer.decode(self._prompts[split].short(row).tolist(), **options)
 
     def _images(self, split: str, row: int) -> dict[str, Any]:
-        """Where the images of a prompt are, in a run that has some."""
+        """Return the location of the images of a prompt; empty if the run has none."""
         store = self._prompts[split]
         if not store.pictures:
             return {}
@@ -191,7 +191,7 @@ class SampleWriter:
 
 
 def _conversations(answers: Sequence[str]) -> dict[str, list[str]]:
-    """Of answers of several turns what was said behind the prompt, as JSON, and why those that have failed did."""
+    """Return the messages after the prompt as JSON, and the error of failed ones. Empty without several turns."""
     told = [answer.told if isinstance(answer, AnswerText) else {} for answer in answers]
     if not any("messages" in each for each in told):
         return {}
@@ -202,7 +202,7 @@ def _conversations(answers: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _bounded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose long texts have lost their middle."""
+    """Return messages whose long texts have lost their middle."""
     most = max(_LEAST_CHARS, _MOST_CHARS // max(1, len(messages)))
     return [
         {
@@ -218,7 +218,7 @@ def _text(value: Any) -> str:
 
 
 def _storable(values: Any) -> Any:
-    """A column whose texts every file takes."""
+    """Return a column whose texts can be stored in every file format."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         return values
     return [storable(value) if isinstance(value, str) else value for value in values]
@@ -235,7 +235,7 @@ def _replace(file: Path, write: Callable[[Path], Any]) -> None:
 
 
 class _WriterProcess(SampleWriter):
-    """The writer in a process of low priority."""
+    """Writer in a process of low priority."""
 
     def __init__(self, rows: dict[str, Any], prompts: list[Any], tokenizer: Any) -> None:
         import ray
@@ -245,8 +245,10 @@ class _WriterProcess(SampleWriter):
 
 
 class WriterProcess:
-    """A `SampleWriter` in another process on this node, which is started again where it dies. Only `examples` and
-    `close` wait for it, with a limit."""
+    """A `SampleWriter` in another process on this node, which is restarted if it dies.
+
+    Only `examples` and `close` wait for it, with a timeout.
+    """
 
     def __init__(self, rows: dict[str, Any], prompts: Any, tokenizer: Any) -> None:
         self._given = (rows, [prompts], tokenizer)
@@ -260,14 +262,16 @@ class WriterProcess:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # Workers may hold every CPU slot of a local Ray, and an actor that asks for one would wait for ever. Ray's own
-        # restarts would say nothing of what was lost.
+        # Workers may hold every CPU slot of a local Ray, and an actor that requests one would wait forever. Ray's
+        # restarts would not report lost jobs.
         actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=this_node)
         self._actor: Any = actor.remote(*self._given)
 
     def submit(self, job: SampleJob) -> list[Written]:
-        """Start writing ``job``, or let it wait, if need be instead of the oldest. Returns outcomes of earlier jobs so
-        far."""
+        """Queue ``job`` for writing, and drop the oldest waiting job if there are too many.
+
+        Returns the outcomes of earlier jobs so far.
+        """
         outcomes = self._take(0)
         self._waiting.append(job)
         self._hand_out()
@@ -287,9 +291,9 @@ class WriterProcess:
         calls = list(self._running)
         ready = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
         outcomes = []
-        # In the order in which they were handed out: the first that a dead process leaves is the one that it was at.
+        # In the order of submission: the first failed call of a dead process is the one it was running.
         for call in [running for running in calls if running in ready]:
-            # Calls of a process that is dead by now are made anew; their errors are no second death.
+            # Calls of a dead process are submitted again; their errors do not count as another death.
             if call not in self._running:
                 break
             try:
@@ -297,14 +301,14 @@ class WriterProcess:
                 del self._running[call]
             except ray.exceptions.RayActorError as error:
                 outcomes += self._again(error)
-            except Exception as error:  # noqa: BLE001 - whatever befell the writer, training goes on
+            except Exception as error:  # noqa: BLE001 - an error of the writer must not end training
                 job = self._running.pop(call)
                 outcomes.append(Written(job.split, job.step, (str(error).splitlines() or [repr(error)])[-1]))
         self._hand_out()
         return outcomes
 
     def _again(self, error: BaseException) -> list[Written]:
-        """The process is dead: have a new one write what it was given. A job that has ended two is given up."""
+        """Restart a dead process and resubmit its jobs. Drop a job that has killed two processes."""
         left, self._running = list(self._running.values()), {}
         log.warning("the process that writes samples died (%s) and is started again", first_line(error))
         self._start()
@@ -315,7 +319,7 @@ class WriterProcess:
         return [Written(job.split, job.step, _cause(error)) for job in lost]
 
     def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]] | None:
-        """`SampleWriter.examples`, or None if they do not come."""
+        """Return `SampleWriter.examples`, or None after an error or a timeout."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
@@ -323,18 +327,18 @@ class WriterProcess:
         return None
 
     def flush(self, wait_s: float, step: int | None = None) -> list[Written]:
-        """Wait up to ``wait_s`` for the jobs of the steps up to ``step`` (None: for all). Returns outcomes."""
+        """Wait up to ``wait_s`` for the jobs of steps up to ``step`` (None: all). Return outcomes."""
         outcomes, deadline = self._take(0), time.monotonic() + wait_s
         while self.has_unwritten(step) and time.monotonic() < deadline:
             outcomes += self._take(min(_POLL_S, wait_s))
         return outcomes
 
     def has_unwritten(self, step: int | None = None) -> bool:
-        """Whether a job of the steps up to ``step`` (None: any) is not written."""
+        """Return whether a job of the steps up to ``step`` (None: any) is not written."""
         return any(step is None or job.step <= step for job in [*self._running.values(), *self._waiting])
 
     def close(self, wait_s: float) -> list[Written]:
-        """`flush`, and end the process. Returns the outcomes that are still open."""
+        """Flush, and end the process. Return the remaining outcomes."""
         import ray
 
         outcomes = self.flush(wait_s)
@@ -344,7 +348,7 @@ class WriterProcess:
 
 
 def _cause(error: BaseException) -> str:
-    """Why the writer's process died twice over a job, as far as that can be known from outside."""
+    """Return the likely reason why the writer process died twice on a job."""
     full = [folder for folder in (tempfile.gettempdir(), "/dev/shm") if Path(folder).is_dir() and _is_full(folder)]
     if full:
         return f"the disk of {full[0]} is full, and the process that writes them cannot live"

@@ -18,11 +18,11 @@ from rltrain.base.storage import json_lines
 from rltrain.config.passes import step_phases
 
 METRICS = "metrics.jsonl"
-# What a save holds up; it is written beside the next steps.
+# Only the wait: a save is written during the next steps.
 _WAIT = "seconds that steps wait for a save"
-# More epochs than these get one row together.
+# More epochs than this are summarised in one row.
 _MOST_EPOCHS = 5
-# A rise of the share of truncated responses that is more than chance in a few steps.
+# Increase of the truncated share that is more than chance in a few steps.
 _RISE = 0.1
 PHASES = ("generate_sequences", "reshard", "judge", *step_phases(), "step")
 ROWS = [
@@ -40,8 +40,10 @@ ROWS = [
 
 
 def read_metrics(run: Path | str) -> list[dict[str, Any]]:
-    """All lines of a run's metrics.jsonl, in order. Raises DataError where there is none, StorageError where it
-    cannot be read."""
+    """Return all lines of a run's metrics.jsonl, in order.
+
+    Raises DataError if there is none, StorageError if it cannot be read.
+    """
     run = Path(run)
     file = run / METRICS if run.is_dir() else run
     if not file.is_file():
@@ -50,12 +52,12 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
 
 
 def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
-    """A title, and one row per metric.
+    """Return a title, and one row per metric.
 
-    A row holds label, unit, mean over the steps that have the metric, largest value, its step, share of a step.
+    A row holds label, unit, mean over the steps that have the metric, largest value, its step, and share of a step.
     """
     steps = [line for line in lines if "timing_s/step" in line]
-    # The first step compiles, allocates and fills caches. Of two steps one alone would be no mean.
+    # The first step compiles, allocates and fills caches. With two steps, both are counted.
     counted = steps[1:] if len(steps) > 2 else steps
     title = f"Mean of {count(len(steps), 'step')}" if steps else "No training step"
     if len(steps) > len(counted):
@@ -63,12 +65,12 @@ def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, floa
     whole = pd.DataFrame(counted).get("timing_s/step", pd.Series(dtype=float)).mean()
     rows = []
     for label, key, unit in ROWS:
-        # Saving and testing happen in few steps, maybe only in the first.
+        # Saving and testing happen in few steps, perhaps only in the first.
         outside = key in ("timing_s/save_checkpoint", "timing_s/testing")
         frame = pd.DataFrame(lines if outside else counted)
         if key in frame and frame[key].notna().any():
             at, mean = frame[key].idxmax(), frame[key].mean()
-            # Saving and testing lie outside of the step, so they have no share in it.
+            # Saving and testing are not part of the step, so they have no share of it.
             share = mean / whole if unit == "seconds" and not outside else None
             if label == "old_log_prob" and "perf/old_log_prob_share" in frame:
                 unit += f" ({frame['perf/old_log_prob_share'].mean():.0%} of the samples)"
@@ -77,11 +79,11 @@ def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, floa
 
 
 def _epochs(steps: list[dict[str, Any]]) -> list[tuple[str, str, float, float, int, None]]:
-    """Rows of `summary`: the hours of every epoch with validation and saving, of many epochs their mean."""
+    """Return rows of `summary`: hours of every epoch with validation and saving, or their mean if there are many."""
     frame = pd.DataFrame([line for line in steps if "training/epoch" in line])
     if frame.empty:
         return []
-    # A step that was made by hand has no validation around it.
+    # A step made by hand has no validation around it.
     seconds = frame["timing_s/step"] if "timing_s/wall" not in frame else frame["timing_s/wall"]
     hours = seconds.fillna(frame["timing_s/step"]).groupby(frame["training/epoch"]).sum() / 3600
     made = frame.groupby("training/epoch")["step"].agg(["size", "max"])
@@ -97,7 +99,7 @@ def _epochs(steps: list[dict[str, Any]]) -> list[tuple[str, str, float, float, i
 
 
 def phase_table(lines: list[dict[str, Any]]) -> str:
-    """The table users know, in a layout that scripts may parse."""
+    """Return the phase table in a fixed layout that scripts may parse."""
     title, phases = summary(lines)
     rows = [("Metric", "Value", "Unit"), *((label, f"{mean:.6f}", unit) for label, unit, mean, *_ in phases)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -107,7 +109,7 @@ def phase_table(lines: list[dict[str, Any]]) -> str:
 
 
 def screen_table(lines: list[dict[str, Any]]) -> Table:
-    """The same for a terminal: as wide as that is, with the share of the step and the slowest step."""
+    """Return the phase table for a terminal, with the share of the step and the slowest step."""
     title, rows = summary(lines)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("Metric", "Mean", "Of step", "Largest", "In step", "Unit"):
@@ -123,7 +125,10 @@ def _digits(value: float) -> str:
 
 
 def learning_summary(lines: list[dict[str, Any]]) -> str:
-    """Mean training reward of the first and of the last tenth of the steps, and validation before and after."""
+    """Return training reward at the start and at the end, and validation before and after.
+
+    Training reward is the mean over the first and over the last tenth of the steps.
+    """
     scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
     parts = []
     if scores:
@@ -138,15 +143,15 @@ def learning_summary(lines: list[dict[str, Any]]) -> str:
 
 
 def _ends(values: list[float]) -> tuple[float, float, str]:
-    """Means of the first and the last tenth of the steps, and the number of those steps in words."""
-    # Single steps are too noisy to show whether a run has learnt.
+    """Return the means of the first and the last tenth of the steps, and the number of those steps as text."""
+    # Single steps are too noisy to show learning.
     tenth = max(1, len(values) // 10)
     steps = "step" if tenth == 1 else f"{tenth} steps"
     return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth, steps
 
 
 def mostly_truncated(run: Path, lines: list[dict[str, Any]]) -> str:
-    """One line where most responses at the end were truncated, or truncation rose with the reward; else ""."""
+    """Return a warning if most responses at the end were truncated, or truncation rose with the reward, else ""."""
     keys = "response_length/clip_ratio", "critic/score/mean"
     found = [[line[key] for key in keys] for line in lines if all(key in line for key in keys)]
     if not found:
@@ -163,17 +168,17 @@ def mostly_truncated(run: Path, lines: list[dict[str, Any]]) -> str:
 
 
 def _look(run: Path) -> str:
-    """The command that shows responses."""
+    """Return the command that shows responses."""
     run = run if run.is_dir() else run.parent
     hint = "" if any(run.glob("samples/train_*")) else " (this run has kept none; trainer.samples_freq=1 keeps all)"
     return f"look at them with python -m rltrain.view {shlex.quote(str(run))} --worst{hint}"
 
 
 def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
-    """One line where no answer of the run earned more than 0, or all earned the same; "" for any other run."""
+    """Return a warning if no response earned more than 0, or all earned the same; else ""."""
     ends = [(line["critic/score/min"], line["critic/score/max"]) for line in lines if "critic/score/max" in line]
     least, most = min((low for low, _ in ends), default=0.0), max((high for _, high in ends), default=1.0)
-    # Not all that is negative: a reward model may give no other numbers.
+    # A negative maximum gives no warning by itself: a reward model may have only negative scores.
     if most not in (least, 0):
         return ""
     sentence = f"every answer earned {most:g}" if most == least else "no answer earned more than 0"
@@ -181,13 +186,13 @@ def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
 
 
 def report(run: Path) -> str:
-    """Phase table, learning summary, and the newest exported model."""
+    """Return phase table, learning summary, and the newest exported model."""
     lines = read_metrics(run)
     return "\n".join([phase_table(lines), *_rest(run, lines)])
 
 
 def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
-    # By number, since as text step 100 stands before step 20.
+    # By number, because "100" sorts before "20".
     exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     exported = [f"exported model: {exports[-1]}"] if exports else []
     remarks = learning_summary(lines), nothing_earned(run, lines), mostly_truncated(run, lines)
@@ -195,8 +200,8 @@ def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
 
 
 def show_report(run: Path) -> None:
-    """Print it: for the eye on a terminal, for scripts elsewhere."""
-    # Scripts parse this layout, so it must not depend on a width or on rich.
+    """Print the report, formatted for a terminal or for scripts."""
+    # Scripts parse this layout, so it must not depend on the terminal width or on rich.
     if not console.is_terminal:
         sys.stdout.write(report(run) + "\n")
         return

@@ -1,6 +1,6 @@
-"""The trackers of ``trainer.logger``: a few lines between each package and `Tracker`, which calls them in threads.
+"""The trackers of ``trainer.logger``: thin wrappers of packages, which `Tracker` calls in threads.
 
-One class over accelerate.tracking would need its global state, and would still leave tables and resumed runs to us.
+accelerate.tracking is not used: it needs global state and supports neither tables nor resumed runs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rltrain.base.errors import first_line
 log = logging.getLogger(__name__)
 
 Rows = Sequence[Sequence[Any]]
-# The name that the step of training has among the metrics.
+# Name of the training step among the metrics.
 _STEP = "training/global_step"
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told of a run."""
+    """Description of a run for a tracker."""
 
     project: str
     name: str
@@ -35,13 +35,13 @@ class RunInfo:
     folder: Path
     first_step: int = 0
     run_id: str | None = None
-    """The tracker's own id of a run to continue (None: a new run)."""
+    """The tracker's id of a run to continue (None: a new run)."""
     chosen: bool = True
-    """Whether the user chose the name."""
+    """True if the user chose the name."""
 
 
 class Sink:
-    """One tracker, by default with the interface of wandb, which many have. run_id: what a resumed run is told."""
+    """Base class of trackers, by default with the interface of wandb. run_id: the id that a resumed run continues."""
 
     run_id: str | None = None
     _run: Any
@@ -62,11 +62,11 @@ class Sink:
 
 
 class TensorBoard(Sink):
-    """Scalars and texts; on resume the events after the resumed step are purged."""
+    """TensorBoard tracker of scalars and texts. On resume, events after the resumed step are purged."""
 
     def __init__(self, run: RunInfo) -> None:
-        # Each package is imported where it is used: it takes long, and only those of the trackers that are named need
-        # be there.
+        # Packages are imported where they are used, because they are slow and only the named trackers must be
+        # installed.
         from torch.utils.tensorboard import SummaryWriter
 
         purge = run.first_step + 1 if run.first_step else None
@@ -88,10 +88,10 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases; without a login or its server, files of its offline mode for `wandb sync`.
+    """Weights & Biases tracker. Without a login or server, it writes files of offline mode for `wandb sync`.
 
-    It drops what has a smaller step than it has seen, without a word to us: the steps that a resumed run makes again,
-    and an entry that is sent late. So its own count goes on, and the step of training is the axis of all plots.
+    wandb silently drops entries whose step is smaller than one it has seen: repeated steps of a resumed run, and
+    entries that are sent late. So wandb counts entries, and the training step is the axis of all plots.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -104,13 +104,13 @@ class WandB(Sink):
         named["settings"] = wandb.Settings(console="off")
         why = ""
         if wandb.setup().settings.mode == "online":
-            # What is sent behind later steps would arrive out of order.
+            # Entries sent after later steps would arrive out of order.
             waits = run.run_id and any(folder.name.endswith(f"-{run.run_id}") for folder in unsent_wandb(run.folder))
             why = "earlier steps of this run are not sent yet" if waits else wandb_refusal()
         if not why:
             try:
                 self._run = wandb.init(**named)
-            except wandb.errors.Error as error:  # the server is gone since, or lets nobody into the project
+            except wandb.errors.Error as error:  # the server became unreachable, or denies access to the project
                 why = first_line(error).rstrip(".")
         if why:
             self._run = wandb.init(**named, mode="offline")
@@ -132,9 +132,9 @@ class WandB(Sink):
 
 
 class VemlpWandB(Sink):
-    """Volcengine's machine learning platform. Its module has the interface of wandb.
+    """Tracker of Volcengine's machine learning platform, whose module has the interface of wandb.
 
-    This class is written from the documentation of the platform only.
+    This class is written from the platform's documentation only.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -148,26 +148,26 @@ class VemlpWandB(Sink):
 
 
 class MLflow(Sink):
-    """MLflow, at MLFLOW_TRACKING_URI or where it keeps runs by itself."""
+    """MLflow tracker, at MLFLOW_TRACKING_URI or MLflow's default location."""
 
     run_id: str
 
     def __init__(self, run: RunInfo) -> None:
         from mlflow import MlflowClient
 
-        # The client takes the run's id with every call; the functions of `mlflow` itself depend on an active run, which
-        # is global state.
+        # The client takes the run id with every call; the functions of `mlflow` depend on an active run, which is
+        # global state.
         self._client = MlflowClient()
         if run.run_id:
             self.run_id = run.run_id
-            # An earlier start has set it to finished or failed.
+            # An earlier start has set the status to finished or failed.
             self._client.update_run(run.run_id, status="RUNNING")
             return
         existing = self._client.get_experiment_by_name(run.project)
         experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
         for name, value in _flat(run.config):
-            # Servers of older MLflow refuse values of more than 500 characters.
+            # Older MLflow servers refuse values of more than 500 characters.
             self._client.log_param(self.run_id, _plain(name), str(value)[:500])
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -186,7 +186,7 @@ class MLflow(Sink):
 
 
 class SwanLab(Sink):
-    """SwanLab."""
+    """SwanLab tracker."""
 
     def __init__(self, run: RunInfo) -> None:
         import swanlab
@@ -194,7 +194,7 @@ class SwanLab(Sink):
         self._table = lambda columns, rows: swanlab.echarts.Table().add(columns, rows)
         named = {"project": run.project, "name": run.name, "config": run.config, "log_dir": str(run.folder / "swanlog")}
         resume = "allow" if run.run_id else "never"
-        # It must neither ask on the terminal nor record what is shown there.
+        # It must neither prompt on the terminal nor record it.
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         self._run = swanlab.init(**named, id=run.run_id, resume=resume, settings=quiet)
         self.run_id = self._run.id
@@ -205,21 +205,20 @@ class SwanLab(Sink):
 
 
 class ClearML(Sink):
-    """ClearML: the first part of a metric's name is the title of its plot."""
+    """ClearML tracker. The first part of a metric's name is the title of its plot."""
 
     def __init__(self, run: RunInfo) -> None:
         from clearml import Task
 
-        # By itself ClearML patches argparse, frameworks and output streams of the whole process, and reuses the task of
-        # the last run.
+        # By default ClearML patches argparse, frameworks and output streams of the process, and reuses the last task.
         hooks = ("auto_connect_arg_parser", "auto_connect_frameworks", "auto_connect_streams", "reuse_last_task_id")
-        # An offline task was packed when it ended; to go on with it hangs.
+        # An offline task was packed when it ended; continuing it hangs.
         goes_on = None if (run.run_id or "").startswith("offline-") else run.run_id
         options: dict[str, Any] = dict.fromkeys(hooks, False) | {"continue_last_task": goes_on or False}
         self._task = Task.init(project_name=run.project, task_name=run.name, **options)
         self.run_id = self._task.id
         if goes_on:
-            self._task.set_initial_iteration(0)  # our steps count from the first start
+            self._task.set_initial_iteration(0)  # steps count from the first start
         else:
             self._task.connect_configuration(run.config, name="rltrain")
         self._logger = self._task.get_logger()
@@ -241,7 +240,7 @@ class ClearML(Sink):
 
 
 class Trackio(Sink):
-    """Trackio: a run goes on under its name."""
+    """Trackio tracker. A run is continued by its name."""
 
     def __init__(self, run: RunInfo) -> None:
         import trackio
@@ -253,7 +252,7 @@ class Trackio(Sink):
 
 
 def wandb_login_lacks() -> str:
-    """What a user shall do to log in to W&B; empty where there is a login or none is wanted. Asks no server."""
+    """Return advice on logging in to W&B; "" if there is a login or none is needed. Contacts no server."""
     import wandb
     from requests.utils import get_netrc_auth
 
@@ -265,23 +264,23 @@ def wandb_login_lacks() -> str:
 
 
 def wandb_refusal() -> str:
-    """Why W&B would take nothing now, or an empty text. Takes seconds where its server does not answer."""
+    """Return the reason why W&B would reject data now, or "". Takes seconds if its server does not respond."""
     import wandb
 
     if lacks := wandb_login_lacks():
         return lacks
-    # By itself it asks on the terminal, in the middle of training, and older versions do not ask the server.
+    # By default it prompts on the terminal during training, and older versions do not contact the server.
     options: dict[str, Any] = {"prompt": False, "verify": True}
     parameters = inspect.signature(wandb.login).parameters
     try:
         logged_in = wandb.login(**{name: value for name, value in options.items() if name in parameters})
         return "" if logged_in else "not logged in"
-    except (wandb.errors.Error, OSError, ValueError) as error:  # ValueError: a key of another form, in older versions
+    except (wandb.errors.Error, OSError, ValueError) as error:  # ValueError: an invalid key, in older versions
         return first_line(error).rstrip(".")
 
 
 def unsent_wandb(folder: Path) -> list[Path]:
-    """The folders of wandb's offline mode in a run folder that its own sync command has not marked as sent."""
+    """Return the offline wandb folders in a run folder that `wandb sync` has not marked as sent."""
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     return [file.parent for file in files if not file.with_name(f"{file.name}.synced").exists()]
 
@@ -293,7 +292,7 @@ TRACKERS: dict[str, type[Sink]] = {
 
 
 def markdown_table(columns: Sequence[str], rows: Rows) -> str:
-    """A table as Markdown, one line a row, whatever the cells hold."""
+    """Return a table as Markdown, one line per row, whatever the cells contain."""
     lines = [list(columns), ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
@@ -312,5 +311,5 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    """A name with the characters that MLflow takes."""
+    """Return a name with the characters that MLflow accepts."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))

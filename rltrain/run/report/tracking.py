@@ -1,8 +1,8 @@
-"""Metrics go to metrics.jsonl always, and to the console and the trackers of ``trainer.logger``.
+"""Logging of metrics: always to metrics.jsonl, and to the console and the trackers of ``trainer.logger``.
 
-A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker is made and fed in a
-thread of its own, failed entries are retried with growing pauses, and the end of the run waits a bounded time.
-metrics.jsonl has all metrics, unless the run folder takes no more until the end.
+A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker runs in a separate thread,
+failed entries are retried with growing pauses, and the end of the run waits a bounded time. metrics.jsonl has all
+metrics, unless the run folder stays unwritable until the end.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ from rltrain.trainer.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# Entries (steps, tables) kept for a tracker that is down; the oldest go first.
+# Entries (steps, tables) kept for a tracker that is down; the oldest are dropped first.
 MOST_KEPT = 10_000
 # Seconds between attempts, doubled up to the second number.
 _PAUSES_S = (1.0, 300.0)
-# So many failures in a row, and the tracker is down.
+# After this many failures in a row, the tracker is down.
 _DOWN_AFTER = 3
-# An entry that failed so often while others went through is at fault itself.
+# An entry that failed this often while others succeeded is dropped.
 _GIVE_UP_AFTER = 5
-# How long the end of a run waits for trackers, and that of one that failed.
+# Seconds that the end of a run waits for trackers, and the end of a failed run.
 CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
-# Each tracker's own name of a run.
+# File with the id of the run in each tracker.
 IDS_FILE = "tracking.json"
-# The entry of that file with the name of a run that was given none.
+# Key in that file of a generated run name.
 _NAME = "run_name"
 
 
 class JsonLines:
-    """One JSON object a step, added to what the file has.
+    """Appender of one JSON object per step to a file.
 
-    A line that cannot be written, or that storage does not answer for, is told once, kept, and written with a later
-    one: that is no reason to stop training, and no error on its way may be lost over it. Raises where there cannot be
-    such a file at the start (`unwritten`).
+    A line that cannot be written is kept and written with a later one, with one warning: that is no reason to stop
+    training, and must not hide another error. Raises an error of `unwritten` if the file cannot be opened at the start.
     """
 
     def __init__(self, file: Path) -> None:
@@ -73,9 +72,9 @@ class JsonLines:
 
 
 class Sender(threading.Thread):
-    """Makes and feeds one tracker in a thread of its own.
+    """Thread that creates and feeds one tracker.
 
-    Errors are logged once, and failed entries are retried with growing pauses.
+    The first error is logged, and failed entries are retried with growing pauses.
     """
 
     def __init__(
@@ -89,9 +88,9 @@ class Sender(threading.Thread):
         self._tracker, self._make, self._pauses_s, self._most_kept = name, make, pauses_s, most_kept
         self._sink: Sink | None = None
         self._changed = threading.Condition()
-        # A dict and not a queue: it keeps the order, and one entry can leave from the middle. Every call of `put` makes
-        # a function of its own, so the keys differ.
-        self._waiting: dict[Callable[[Sink], None], int] = {}  # what to send, and how often that failed
+        # A dict and not a queue: it keeps the order, and an entry can be removed from the middle. Every call of `put`
+        # creates a new function, so the keys differ.
+        self._waiting: dict[Callable[[Sink], None], int] = {}  # entry -> number of failures
         self._finish: Callable[[Sink], None] | None = None
         self._lost = 0
         self._told = False
@@ -99,7 +98,7 @@ class Sender(threading.Thread):
         self.start()
 
     def put(self, send: Callable[[Sink], None]) -> None:
-        """Queue one thing to send; returns at once."""
+        """Queue one entry to send. Return at once."""
         with self._changed:
             if len(self._waiting) == self._most_kept:
                 self._waiting.pop(next(iter(self._waiting)))
@@ -108,13 +107,13 @@ class Sender(threading.Thread):
             self._changed.notify()
 
     def ask_to_finish(self, finish: Callable[[Sink], None]) -> None:
-        """Send what waits, then ``finish``, then end."""
+        """Send the waiting entries, then ``finish``, then end."""
         with self._changed:
             self._finish = finish
             self._changed.notify()
 
     def wait_until_finished(self, within_s: float) -> None:
-        """Wait until the thread has ended, and log how many entries did not arrive."""
+        """Wait until the thread has ended, and log the number of lost entries."""
         self.join(max(0.0, within_s))
         self.given_up = self.is_alive()
         if self._lost or self.given_up:
@@ -127,8 +126,7 @@ class Sender(threading.Thread):
         pause, longest = self._pauses_s
         while True:
             with self._changed:
-                # Without a sink nothing is waited for: the tracker is made at once, so that a missing login is told
-                # before the first step has ended.
+                # The tracker is created at once, so that a missing login is reported before the first step has ended.
                 self._changed.wait_for(lambda: self._waiting or self._finish or not self._sink)
                 entries, finish = list(self._waiting), self._finish
             try:
@@ -137,27 +135,27 @@ class Sender(threading.Thread):
                 if sent and finish:
                     finish(self._sink)
                     return
-            # Whatever a tracker raises, SystemExit too: a thread that ended would take its entries along in silence.
+            # Any error, SystemExit too: if the thread ended, its entries would be lost silently.
             except BaseException as error:  # noqa: BLE001
                 self._tell(error)
                 sent = False
             if not sent:
                 with self._changed:
-                    # The pause ends early when the run does.
+                    # The pause ends early when the run ends.
                     self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause)  # type: ignore[misc]
             pause = self._pauses_s[0] if sent or finish else min(2 * pause, longest)
 
     def _send(self, entries: list[Callable[[Sink], None]], sink: Sink) -> bool:
-        """Try all entries in order, past failures. Returns whether nothing is left. Raises if the tracker is down."""
+        """Try to send all entries in order. Return whether nothing is left. Raises if the tracker is down."""
         failed: list[Callable[[Sink], None]] = []
         in_a_row = 0
-        for send in entries:  # (a full queue may lose some of them meanwhile)
+        for send in entries:  # (a full queue may drop some of them meanwhile)
             try:
                 send(sink)
             except BaseException as error:
                 failed.append(send)
                 in_a_row += 1
-                # Raised before attempts are counted: entries are not to blame for a tracker that is down.
+                # Raised before attempts are counted, because entries are not to blame for a tracker that is down.
                 if in_a_row == _DOWN_AFTER:
                     raise
                 self._tell(error)
@@ -166,7 +164,7 @@ class Sender(threading.Thread):
                 with self._changed:
                     self._waiting.pop(send, None)
         with self._changed:
-            # Attempts count only where something else went through, because then the entry itself is refused.
+            # Attempts count only if another entry was sent, because then the entry itself is refused.
             for send in failed if len(failed) < len(entries) else []:
                 if send in self._waiting:
                     self._waiting[send] += 1
@@ -186,23 +184,23 @@ class Sender(threading.Thread):
 
 
 class Tracker(Watcher):
-    """Sends metrics and tables to all outputs that ``trainer.logger`` names.
+    """Sender of metrics and tables to all outputs of ``trainer.logger``.
 
-    The end of its context finishes all of these outputs.
+    The exit of its context finishes these outputs.
     """
 
     def __init__(self, loggers: Sequence[str], run: RunInfo, total_steps: int, close_s: float | None = None) -> None:
         self._close_s = CLOSE_S if close_s is None else close_s
         self._console = Console(run.first_step, total_steps, shown="console" in loggers)
         self._always = JsonLines(run.folder / METRICS)
-        # A resumed run goes on under it, a new one starts anew.
+        # Ids under which a resumed run continues.
         self._ids_file = run.folder / IDS_FILE
-        # A run from step 0 is a new one: under the old name its steps would mix with those of the run before.
+        # A run from step 0 is new: under the old ids its steps would mix with those of the previous run.
         self._ids = read_ids(self._ids_file) if run.first_step else {}
         self._ids |= {} if run.chosen else {_NAME: run.name}
         self._ids_lock = threading.Lock()
         self._senders: list[Sender] = []
-        # The summary is kept here: a tracker gets it whole at the end, whatever of the steps has arrived there.
+        # The summary is kept here, so that a tracker gets all of it at the end, whichever steps have arrived.
         self._summary: dict[str, float] = {}
         for line in json_lines(run.folder / METRICS):
             self._summarise(line["step"], line)
@@ -215,9 +213,9 @@ class Tracker(Watcher):
 
     @classmethod
     def of(cls, cfg: Config, folder: Path, first_step: int, total_steps: int) -> Tracker:
-        """Of a run in ``folder`` that goes on after ``first_step``."""
+        """Create the tracker of a run in ``folder`` that continues after ``first_step``."""
         names, chosen = (cfg.trainer.project_name, cfg.trainer.experiment_name), True
-        if names[1] == TrainerConfig.experiment_name:  # the default, under which all runs would have one name
+        if names[1] == TrainerConfig.experiment_name:  # with the default, all runs would have the same name
             kept = read_ids(folder / IDS_FILE).get(_NAME) if first_step else None
             names, chosen = (names[0], kept or f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"), False
         return cls(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder, first_step, chosen=chosen), total_steps)
@@ -225,14 +223,14 @@ class Tracker(Watcher):
     def _make(self, name: str, run: RunInfo) -> Sink:
         sink = TRACKERS[name](run)
         if sink.run_id:
-            # Every tracker has a thread, and the file that is written last must hold the names of all.
+            # Trackers run in threads, and the last written file must hold all ids.
             with self._ids_lock:
                 self._ids[name] = sink.run_id
                 temporary = self._ids_file.with_suffix(".tmp")
                 try:
                     temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
                     temporary.replace(self._ids_file)
-                # The tracker works; making it again would begin a run with every attempt.
+                # The tracker works; creating it again would start a run with every attempt.
                 except OSError as error:
                     log.warning("%s cannot be written, so a resumed run begins new tracker runs: %s", temporary, error)
         return sink
@@ -253,7 +251,7 @@ class Tracker(Watcher):
         self._summary["summary/steps"] = step
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Rows) -> None:
-        """Send a table of texts and numbers, such as sampled answers, to every tracker.
+        """Send a table of texts and numbers, such as sampled responses, to every tracker.
 
         name: such as "val/generations".
         """
@@ -264,10 +262,10 @@ class Tracker(Watcher):
         self._console.phase(name)
 
     def close(self, failed: bool = False) -> None:
-        """Finish all, waiting a minute at most for trackers that do not answer."""
+        """Finish all outputs, waiting at most a minute for trackers that do not respond."""
         self._console.close()
         self._always.close()
-        # All are asked before one is waited for: they finish side by side, within one deadline.
+        # All are asked before one is waited for, so that they finish in parallel within one deadline.
         senders, self._senders = self._senders, []
         for sender in senders:
             sender.ask_to_finish(lambda sink: sink.finish(self._summary, failed))
@@ -283,25 +281,25 @@ class Tracker(Watcher):
 
 
 def hanging() -> bool:
-    """Whether a tracker that a run was done with still does not answer."""
+    """Return whether a tracker of a closed run still does not respond."""
     return any(isinstance(thread, Sender) and thread.given_up for thread in threading.enumerate())
 
 
 def missing_package(logger: str) -> str | None:
-    """What to install before ``trainer.logger`` may name ``logger``, or None."""
+    """Return the package to install for ``logger``, or None."""
     package = LOGGERS[logger]
     return package if package and importlib.util.find_spec(package) is None else None
 
 
 def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
-    """What a run will say of its trackers at its start, as far as nobody need be asked."""
+    """Yield the warnings that a run will give on its trackers at its start, without contacting a server."""
     for name in loggers:
         if package := missing_package(name):
             yield f"trainer.logger={name}: not installed here, so it is left out (pip install {package})"
         elif name == "wandb":
             try:
                 lacks = wandb_login_lacks()
-            except Exception as error:  # noqa: BLE001 - what a package raises where its settings are wrong
+            except Exception as error:  # noqa: BLE001 - any error of a package with wrong settings
                 yield f"trainer.logger=wandb: it fails here ({first_line(error)})"
                 continue
             if lacks:
@@ -312,7 +310,7 @@ def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
 
 
 def read_ids(file: Path) -> dict[str, str]:
-    """Each tracker's own name of a run, as far as the file can be read."""
+    """Return the id of the run in each tracker; empty if the file cannot be read."""
     try:
         ids = json.loads(file.read_text("utf-8")) if file.exists() else {}
         return {str(name): str(run_id) for name, run_id in ids.items()}

@@ -1,4 +1,4 @@
-"""``python -m rltrain.view RUN``: the answers of a run, from its samples folder, on the terminal."""
+"""``python -m rltrain.view RUN``: shows the saved samples of a run on the terminal."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _ORDERS = {
 }
 _TEXTS = ("question", "prompt", "answer", "messages", "ground_truth", "reward_error", "agent_failed")
 _TROUBLES = ("tool_errors", "unreadable_calls", "calls_not_run")
-# Of a conversation on one line; of a longer one the first and the last are shown.
+# Maximum number of parts of a conversation on one line. The first and the last are shown.
 _MOST_PARTS = 6
 _POLICY = "policy, turn"
-# Of a call, above its result.
+# Characters of a call in the label of its result.
 _LABEL_CHARS = 500
 _HEAD = ("step", "data_source", "row", "index", "sample")
 
 
 def is_right(sample: Mapping[str, Any]) -> bool:
-    """By ``acc``, where the scorer gives it, else by the score."""
+    """Return whether a sample is right, by ``acc`` if the scorer returns it, else by the score."""
     acc = sample.get("acc")
-    # In a table, a number that some rows lack is NaN for them, and NaN differs from itself. A text says nothing here.
+    # In a table, a number that a row lacks is NaN, which differs from itself. A text has no meaning here.
     return float(sample["score"] if acc is None or isinstance(acc, str) or acc != acc else acc) > 0
 
 
 def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
-    """``47+9=? -> 56 ✓``; a wrong answer with the right one behind it.
+    """Return ``47+9=? -> 56 ✓``; after a wrong response, also the right one.
 
-    A conversation shows calls with their results, and what else was said: ``17*23? -> [mul 17, 23 = 391] -> 391 ✓``.
+    A conversation shows calls with their results and the other messages: ``17*23? -> [mul 17, 23 = 391] -> 391 ✓``.
     """
     parts = _parts(sample)
     if len(parts) > _MOST_PARTS:
@@ -60,8 +60,10 @@ def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
 
 
 def conversation(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was said behind the prompt, in order: messages of the assistant (the policy), of tools and of users. Empty
-    for an answer of one turn."""
+    """Return the messages after the prompt: of the assistant (the policy), of tools and of users.
+
+    Empty for a response of one turn.
+    """
     return json.loads(sample.get("messages") or "[]")
 
 
@@ -73,37 +75,40 @@ def _parts(sample: Mapping[str, Any]) -> list[str]:
             call = " ".join(filter(None, [message.get("name"), _values(message.get("arguments", ""))]))
             said = as_text(message["content"])
             parts.append(f"[{call} = {said}]" if call else f"[{said}]")
-        elif following.get("role") != "tool":  # else the call is shown with its result
+        elif following.get("role") != "tool":  # otherwise the call is shown with its result
             parts.append(message["content"])
     return parts or [sample["answer"]]
 
 
 def shorten(text: str, width: int) -> str:
-    """One line of at most ``width`` characters, with the start and the end of the text."""
+    """Return one line of at most ``width`` characters, with the start and the end of the text."""
     text = plain(" ".join(text.split()))
     head = (width - 3) // 2
     return text if len(text) <= width else f"{text[:head]} … {text[len(text) - (width - 3 - head) :]}"
 
 
 def without_middle(text: str, most: int, how: str = "") -> str:
-    """``text`` with its start and its end, of ``most`` characters, around how many were left out. how: to see them."""
+    """Return start and end of ``text``, ``most`` characters in all, around the number of omitted characters.
+
+    how: a hint on how to see them.
+    """
     cut = len(text) - most
     middle = f"\n… {cut:,} characters left out{how} …\n"
     return text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
 
 
 def _values(arguments: str) -> str:
-    """The values of a call's arguments, without their names."""
+    """Return the values of a call's arguments, without their names."""
     try:
         return ", ".join(
             value if isinstance(value, str) else json.dumps(value) for value in json.loads(arguments).values()
         )
-    except (ValueError, AttributeError):  # it was no JSON, or lost its middle
+    except (ValueError, AttributeError):  # not JSON, or its middle was cut
         return arguments
 
 
 def sample_steps(run: Path, split: str) -> dict[int, Path]:
-    """The steps whose answers were kept, ascending, and their files."""
+    """Return the steps with saved samples, ascending, and their files."""
     matches = [
         (match, file)
         for file in run_folder(run).glob("samples/*")
@@ -121,7 +126,7 @@ def sample_steps(run: Path, split: str) -> dict[int, Path]:
 
 
 def read_samples(run: Path | str, step: int | None = None, split: str = "train") -> pd.DataFrame:
-    """The answers of one step (None: the newest) that a run has kept; split: train or val. One row an answer."""
+    """Return the saved samples of one step (None: the newest), one row per response. split: train or val."""
     import pandas as pd
     import pyarrow as pa
 
@@ -138,14 +143,14 @@ def read_samples(run: Path | str, step: int | None = None, split: str = "train")
 
 
 def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.DataFrame:
-    """The answers of one data source in one of the orders of the command."""
+    """Return the samples of one data source in one of the orders of the command."""
     if source is not None:
         sources = frame["data_source"].unique()
         frame = frame[frame["data_source"] == source]
         if not len(frame):
             raise DataError(f"--source {source}: there is none of it. Sources: {', '.join(sources)}.")
     if order in ("worst", "best"):
-        # Stable, so that answers of equal score keep the order of the data and two calls show the same.
+        # Stable, so that equal scores keep the order of the data and repeated calls show the same.
         return frame.sort_values("score", ascending=order == "worst", kind="stable")
     if order == "longest":
         return frame.sort_values("response_length", ascending=False, kind="stable")
@@ -156,7 +161,7 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
         return _by_turns(frame, order)
     if order == "mixed":
         right = frame.apply(is_right, axis=1)
-        # Of an empty table pandas' `apply` returns a table and not a column.
+        # For an empty table, pandas' `apply` returns a table and not a column.
         return frame[right.groupby(frame["row"]).transform("nunique") > 1] if len(frame) else frame
     return frame
 
@@ -171,9 +176,12 @@ def _by_turns(frame: pd.DataFrame, order: str) -> pd.DataFrame:
 
 
 def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
-    """One line per first answer to the same validation prompts at two steps (default: the first and the newest)."""
+    """Return one line per first response to the same validation prompts at two steps.
+
+    steps: default is the first and the newest.
+    """
     tested = list(sample_steps(run, "val"))
-    # One step is compared with the first.
+    # A single step is compared with the first.
     steps = [tested[0], *steps] if len(steps) == 1 else steps or tested
     if steps[0] == steps[-1]:
         only = f"there is one validation only, of step {tested[0]}" if len(tested) == 1 else f"step {steps[0]} twice"
@@ -182,7 +190,7 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
             "steps, trainer.val_before_train=True before the first."
         )
     frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]
-    # The first answer to each prompt: which prompts are kept does not change from one validation to the next.
+    # The first response to each prompt: the saved prompts do not change between validations.
     before, after = [frame[frame["sample"] == 0].set_index("row") for frame in frames]
     lines = []
     for row in [row for row in before.index if row in after.index][:count]:
@@ -194,9 +202,9 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
 
 
 def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
-    """One answer: where it is from, prompt, answer, truth, and every number. Long texts lose their middle.
+    """Print one sample: origin, prompt, response, ground truth, and every number. Long texts lose their middle.
 
-    A conversation is shown message by message; what the policy has sampled is called so.
+    A conversation is printed message by message, with a label on the policy's turns.
     """
     from rich.text import Text
 
@@ -212,8 +220,10 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
 
 
 def texts_of(sample: Mapping[str, Any], most: int, how: str = "") -> list[tuple[str, str]]:
-    """Prompt, answer (or what was said, message by message) and truth, each with its label. Texts of more than ``most``
-    characters lose their middle; how: to see that."""
+    """Return prompt, response (or messages) and ground truth, each with its label.
+
+    Texts of more than ``most`` characters lose their middle. how: a hint on how to see it.
+    """
 
     def columns(*names: str) -> list[tuple[str, str]]:
         return [(name, sample[name]) for name in names if sample.get(name)]
@@ -224,14 +234,14 @@ def texts_of(sample: Mapping[str, Any], most: int, how: str = "") -> list[tuple[
 
 
 def numbers_of(sample: Mapping[str, Any]) -> str:
-    """Every number of an answer, on one line."""
+    """Return all numbers of a sample on one line."""
     numbers = {name: value for name, value in sample.items() if name not in (*_HEAD, *_TEXTS)}
     parts = (f"{name} {each:.4g}" if isinstance(each, float) else f"{name} {each}" for name, each in numbers.items())
     return "  ".join(parts)
 
 
 def _labelled(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The texts of messages, and who says each: ``policy, turn 1``, ``add {"a": 2} (0.003 s)``, ``user``."""
+    """Return the texts of messages with labels: ``policy, turn 1``, ``add {"a": 2} (0.003 s)``, ``user``."""
     labelled, turn = [], 0
     for message in messages:
         if message["role"] == "assistant":
@@ -283,8 +293,8 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 show(sample, console, arguments.chars)
         console.print(f"{min(len(arranged), arguments.n)} of {len(arranged)} answers, step {frame['step'].iloc[0]}")
-    except BrokenPipeError:  # head has seen enough
-        # Else Python reports the broken pipe there, when it flushes standard output at its end.
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        # Else Python reports the broken pipe when it flushes standard output at exit.
         sys.stderr.close()
     return 0
 

@@ -1,6 +1,6 @@
-"""Seconds of a step, estimated from the configuration, a chip, lengths of responses, and assumptions that are printed.
+"""Estimated time of a step, from the configuration, a chip, response lengths, and printed assumptions.
 
-`lengths` draws the lengths, `engine` generates responses event by event, `passes` lays samples out as a step does and
-times the micro-batches, `step` adds the phases up; `assumptions` holds the numbers that are not counted. Nothing here
-needs a device or weights.
+`lengths` draws the lengths, `engine` simulates generation event by event, `passes` lays out samples as a step does and
+times the micro-batches, and `step` adds up the phases. `assumptions` holds the numbers that are not computed. Neither a
+device nor weights are needed.
 """

@@ -1,10 +1,10 @@
-"""Generation event by event: replicas with continuous batching that take jobs from the queue of a step.
+"""Simulation of generation: replicas with continuous batching take jobs from the queue of a step.
 
-Problem: a mean length and a mean rate hide what a step waits for, which is the last long answer, and a cache that is
-full. Choice: time goes from the end of one answer to that of the next. Between two ends all rows of a replica write one
-token a decode step, and the step takes what its weights and its keys and values take to be read, or their FLOPs, and a
-fixed time. The queue is the one that runs have. Left out: swapping, speculation, turns, and prompts that are computed
-beside decoding: those stand in front of it here.
+A mean length and a mean rate would hide the last long response, which a step waits for, and a full cache. So time
+advances from the end of one response to the end of the next. In between, all rows of a replica write one token per
+decode step. The step takes a fixed time plus the time to read its weights, keys and values, or to compute its FLOPs.
+The queue is the one of real runs. Not simulated: swapping, speculation, turns, and prefill during decoding (here
+prefill comes first).
 """
 
 from __future__ import annotations
@@ -22,86 +22,87 @@ from rltrain.run.seconds.lengths import Ints
 from rltrain.workers.rollout.contract import Job
 from rltrain.workers.rollout.queue import JobQueue, Replica, samples_per_job
 
-# Of a cache, what stays free when an answer enters, so that the others can go on for a while.
+# Share of a cache that stays free when a response enters, so that the others can continue for a while.
 _WATERMARK = 0.01
 _NOTHING = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """One replica: what a decode step reads and computes, and how fast its devices together do so."""
+    """One replica: the bytes and FLOPs of a decode step, and the speed of its devices together."""
 
     weight_bytes: float
-    """Without experts."""
+    """Bytes of the weights without experts."""
     bytes_per_token: float
-    """Of keys and values."""
+    """Bytes of keys and values per token."""
     flops_per_token: float
     flops_per_pair: float
-    """Of a (query, key) pair."""
+    """FLOPs of a (query, key) pair."""
     bandwidth: float
     """Bytes/s."""
     flops: float
     """FLOP/s."""
     step_s: float
-    """Of a decode step, whatever it computes."""
+    """Fixed time of a decode step."""
     max_rows: int
     cache_tokens: int | None = None
-    """Tokens that have room (None: as many as rows write)."""
+    """Capacity of the cache in tokens (None: unlimited)."""
     expert_bytes: float = 0.0
-    """Of all experts; a token is not routed to `idle_share` of them."""
+    """Bytes of all experts. A token is not routed to `idle_share` of them."""
     idle_share: float = 0.0
 
     def decode_s(self, rows: int, context: float) -> float:
-        """Seconds of a decode step of so many rows, with so many tokens in front of them together."""
-        # Of routers that choose evenly each row leaves an expert alone with probability `idle_share`.
+        """Return the seconds of a decode step of ``rows`` rows whose contexts have ``context`` tokens in all."""
+        # With evenly choosing routers, a row does not use an expert with probability `idle_share`.
         weights = self.weight_bytes + self.expert_bytes * (1 - self.idle_share**rows)
         read = weights + self.bytes_per_token * context
         computed = rows * self.flops_per_token + self.flops_per_pair * context
         return self.step_s + max(read / self.bandwidth, computed / self.flops)
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds of a text of so many tokens."""
+        """Return the seconds to prefill ``tokens`` tokens of one sequence."""
         return (tokens * self.flops_per_token + self.flops_per_pair * tokens**2 / 2) / self.flops
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The answers of a step."""
+    """The simulated responses of a step."""
 
     ended_s: NDArray[np.float64]
-    """[p, n]: when each answer ended; NaN where the step stopped before."""
+    """[p, n]: end of each response; NaN if the step stopped before."""
     replicas_s: NDArray[np.float64]
-    """[replicas]: when each had nothing left."""
+    """[replicas]: time at which each replica ran out of work."""
     decode_steps: int
-    """Of the replica with the most."""
+    """Decode steps of the replica with the most."""
     most_waiting: int
-    """Answers that waited for room in the cache of a replica, at most at once."""
+    """Maximum number of responses that waited at once for room in the cache of a replica."""
     put_back: int
-    """How often one had to leave a full cache, whose tokens were computed again."""
+    """Number of preemptions: a response left a full cache, and its tokens were computed again."""
 
     @property
     def seconds(self) -> float:
-        """Until the last."""
+        """Time until the last replica is done."""
         return float(self.replicas_s.max())
 
     @property
     def tail_s(self) -> float:
-        """From the end of 90 % of the answers to the last, as ``perf/rollout_tail_s``."""
+        """Time from the end of 90 % of the responses to the last, as ``perf/rollout_tail_s``."""
         ended = self.ended_s[~np.isnan(self.ended_s)]
         return self.seconds - float(np.quantile(ended, 0.9))
 
     @property
     def idle_share(self) -> float:
-        """Of the replicas' time, as ``perf/rollout_idle_share``."""
+        """Share of the replicas' time without work, as ``perf/rollout_idle_share``."""
         return 1 - float(self.replicas_s.mean()) / max(self.seconds, 1e-12)
 
 
 def generate(
     prompts: Ints, answers: Ints, speed: EngineSpeed, num_replicas: int, enough: int | None = None
 ) -> Generation:
-    """Answer all prompts. prompts [p], answers [p, n]: their tokens. enough: stop when so many prompts are answered.
+    """Simulate the responses to all prompts.
 
-    Raises ValueError where the cache has no room for one of them.
+    prompts [p], answers [p, n]: lengths in tokens. enough: stop when this many prompts are complete. Raises ValueError
+    if the cache has no room for one of the sequences.
     """
     longest = int((prompts + answers.max(1)).max())
     if speed.cache_tokens is not None and longest > speed.cache_tokens:
@@ -110,7 +111,7 @@ def generate(
     size = samples_per_job(num_prompts, n, num_replicas, speed.max_rows)
     cuts = [np.arange(first, min(first + size, n)) for first in range(0, n, size)]
     jobs = [Job(place, cut, _NOTHING, cut.astype(np.uint64)) for place in range(num_prompts) for cut in cuts]
-    # As `rollout_worker` deals them.
+    # As in `rollout_worker`.
     num_dealt = min(len(jobs), num_replicas * (speed.max_rows // size))
     replicas = [
         _Replica(
@@ -122,7 +123,7 @@ def generate(
     ended_s = np.full(answers.shape, np.nan)
     events = [(replica.schedule(), number) for number, replica in enumerate(replicas)]
     heapq.heapify(events)
-    # The first that has an event goes on: so jobs of the common rest are taken in the order of time.
+    # The replica with the earliest event advances, so jobs of the shared queue are taken in the order of time.
     while events and np.isfinite(events[0][0]):
         now, number = heapq.heappop(events)
         replica = replicas[number]
@@ -162,12 +163,12 @@ class _Replica:
         """Decode steps until the next event, and their seconds."""
 
     def schedule(self) -> float:
-        """Take jobs while there is room and return the time of the next event (infinite: there is none)."""
+        """Take jobs while there is room. Return the time of the next event (infinite: there is none)."""
         self._take()
         if not len(self.rows):
             return float("inf")
         while (steps := min(int(self.rows[:, _LEFT].min()), self._steps_with_room())) < 1:
-            # The newest response leaves a full cache, as in vLLM, and waits in front of the others.
+            # The newest response leaves a full cache, as in vLLM, and waits before the others.
             self._waiting.appendleft(self.rows[-1])
             self.rows = self.rows[:-1]
             self.num_put_back += 1
@@ -179,7 +180,7 @@ class _Replica:
         return self.now + self._stretch[1]
 
     def advance(self) -> list[tuple[int, int]]:
-        """Go to the next event and return the (prompt, sample) of the responses that end there."""
+        """Advance to the next event. Return the (prompt, sample) of the responses that end there."""
         steps, seconds = self._stretch
         self.now += seconds
         self.decode_steps += steps
@@ -202,7 +203,7 @@ class _Replica:
                 self._waiting.append(np.array([job.place, sample, 0, self.answers[job.place, sample]]))
         while self._waiting:
             prompt, _, written, _ = self._waiting[0].tolist()
-            # A prompt is computed once for all its responses that run; tokens written before are computed again.
+            # A prompt is computed once for all its running responses. Tokens of preempted responses are computed again.
             new = 0 if prompt in self.rows[:, _PROMPT] else int(self.prompts[prompt])
             cache = self.speed.cache_tokens
             if cache is not None and len(self.rows) and self._used() + written + 1 + new > (1 - _WATERMARK) * cache:
@@ -212,7 +213,7 @@ class _Replica:
         self.most_waiting = max(self.most_waiting, len(self._waiting))
 
     def _used(self) -> int:
-        """Tokens in the cache, a prompt once for all its responses."""
+        """Return the tokens in the cache. A prompt counts once for all its responses."""
         return int(self.rows[:, _WRITTEN].sum() + self.prompts[np.unique(self.rows[:, _PROMPT])].sum())
 
     def _steps_with_room(self) -> int:

@@ -16,23 +16,23 @@ from rltrain.config.schema.arguments import read_arguments, required
 from rltrain.config.schema.fields import key
 
 Ints = NDArray[np.int64]
-# Of the logarithm of a length: its standard deviation, and the share of its variance that answers to a prompt have in
-# common. Both are typical of mathematics, and assumed.
+# Standard deviation of the logarithm of a length, and the share of its variance that the responses to a prompt have in
+# common. Both are assumed, and typical of mathematics.
 SPREAD, ALIKE = 0.7, 0.5
 _WAY_OUT = "Give mean:10426,max:27648 (and spread:, alike:, prompt: if they are known), or the folder of a run."
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and answers, for any number of them."""
+    """Distribution of the lengths of prompts and responses in tokens."""
 
     told: str
-    """What a reader is told of them."""
+    """Description for the user."""
     draw: Callable[[int, int], tuple[Ints, Ints]]
-    """(prompts, answers to each) -> tokens of the prompts [p] and of the answers [p, n]."""
+    """(number of prompts, responses per prompt) -> tokens of the prompts [p] and of the responses [p, n]."""
 
     def cut(self, most_prompt: int, most_answer: int) -> Lengths:
-        """These, where a run cuts them."""
+        """Return the lengths truncated as in a run."""
 
         def draw(prompts: int, answers: int) -> tuple[Ints, Ints]:
             given, written = self.draw(prompts, answers)
@@ -51,11 +51,14 @@ def read_lengths(text: str) -> Lengths:
 
 
 def lognormal(mean: float, most: float, spread: float = SPREAD, alike: float = ALIKE, prompt: int = 128) -> Lengths:
-    """Answers whose logarithm is normal, cut at ``most``, with this mean after the cut; each quantile once."""
+    """Return lognormal response lengths truncated at ``most``, whose mean after truncation is ``mean``.
+
+    Each quantile occurs once.
+    """
     middle = _middle(mean, most, spread)
 
     def draw(prompts: int, answers: int) -> tuple[Ints, Ints]:
-        # The same quantiles for every seed and layout, so that two settings differ by themselves alone.
+        # The same quantiles for every seed and layout, so that two settings differ only by themselves.
         noise = np.random.default_rng(0)
         shared = noise.permutation(_normal(prompts))[:, None]
         own = noise.permutation(_normal(prompts * answers)).reshape(prompts, answers)
@@ -76,7 +79,7 @@ def _normal(number: int) -> NDArray[np.float64]:
 
 
 def _middle(mean: float, most: float, spread: float) -> float:
-    """The mean of the logarithm with which lengths that are cut at ``most`` have this ``mean``."""
+    """Return the mean of the logarithm with which lengths truncated at ``most`` have this ``mean``."""
     quantiles = spread * _normal(1000)
     low, high = np.log(mean) - 40 * spread - 1, np.log(most) + 40 * spread + 1
     for _ in range(100):
@@ -104,12 +107,12 @@ def _named(text: str) -> Lengths:
 
 
 def _kept(run: Path) -> Lengths:
-    """The answers that a run has kept, prompt by prompt."""
+    """Return the response lengths of the samples that a run has saved, grouped by prompt."""
     import pandas as pd
 
     files = sorted((run / "samples").glob("train_*.parquet"))
     columns = ["step", "row", "prompt_length", "response_length"]
-    # Of the first step no more than of any other: what engines and files are warmed up for is no length.
+    # The first step counts like any other: warm-up of engines and files does not change lengths.
     samples = [pd.read_parquet(file, columns=columns) for file in files]
     if not samples:
         raise DataError(f"--lengths {run}: this run has kept no answers (samples/train_*.parquet). {_WAY_OUT}")

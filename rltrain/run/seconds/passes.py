@@ -1,7 +1,7 @@
-"""Seconds of the passes over samples: laid out by the code that lays out a run's, FLOPs as its metrics count them.
+"""Time of the passes over samples, with the layout code of a run and the FLOPs of its metrics.
 
-Ranks are in step at every micro-batch, so each lasts as long as the rank with the most in it; the weights of a layer
-arrive while the one before computes, so the slower of the two counts.
+Ranks are in step at every micro-batch, so each micro-batch takes as long as the rank with the most work. The weights of
+a layer are gathered while the previous layer computes, so the slower of the two counts.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from rltrain.trainer.mini_batches import cut_prompts
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.timing import flops_metrics
 
-# An update gathers the weights for its forward and once more for its backward, and sends as many gradients; a sample
-# comes along with as much more.
+# An update gathers the weights for its forward and again for its backward, and sends as many gradients. A sample is
+# sent with as much more data.
 _ROUNDS = {True: 3, False: 1}
 
 
 @dataclass(frozen=True)
 class PassSpeed:
-    """A pass: what its devices do in a second, and what a micro-batch takes beside FLOPs."""
+    """Speed of the devices in a pass, and fixed times."""
 
     flops: float
-    """FLOP/s of the devices of a data-parallel rank, together."""
+    """FLOP/s of the devices of a data-parallel rank together."""
     token_s: float
-    """Of a token, what its activations take to be written and read beside the products: they stand between them."""
+    """Time to write and read the activations of a token between the matrix products."""
     gather_s: float
-    """Until the weights of a micro-batch have arrived."""
+    """Time to gather the weights of a micro-batch."""
     micro_batch_s: float
     sample_s: float
     optimizer_s: float
-    """All: however little is computed."""
+    """Fixed time of an optimizer step. The two above are per micro-batch and per sample."""
 
 
 def time_pass(
@@ -46,7 +46,7 @@ def time_pass(
 ) -> tuple[float, str]:
     """Return the seconds of the pass ``name`` over the samples of ``mini_batches``, and their parts as text.
 
-    sizes: of the models, as workers tell the trainer.
+    sizes: sizes of the models, as reported by workers.
     """
     mini_batches = [ids for ids in mini_batches if len(ids)]
     if not mini_batches:
@@ -68,13 +68,13 @@ def time_pass(
     fixed += max(map(len, layout.ids)) * speed.sample_s * _ROUNDS[learning]
     together = float(np.maximum(slowest, speed.gather_s * _ROUNDS[learning]).sum())
     compute = (cost.cost * per_cost / speed.flops + cost.tokens * speed.token_s) / ranks
-    # Computing, were all ranks equally busy; waiting for ranks with more in a micro-batch, and for weights.
+    # Compute time if all ranks were equally busy; waiting for ranks with larger micro-batches and for weights.
     parts = f"compute {compute:,.2f}, waiting {together - compute:,.2f}, fixed {fixed:,.2f} s"
     return together + fixed, f"{len(slowest):,} micro-batch{'es' * (len(slowest) != 1)} of a rank: {parts}"
 
 
 def mini_batches_of(name: str, cfg: Config, plan: Plan, assumed: Assumptions) -> list[Ints]:
-    """The samples of each optimizer step of an update, or all in one of another pass."""
+    """Return the samples of each optimizer step of an update, or all samples for another pass."""
     everything = np.arange(plan.samples_per_step)
     actor, critic = cfg.actor_rollout_ref.actor, cfg.critic
     if name == "update_critic":
@@ -86,7 +86,7 @@ def mini_batches_of(name: str, cfg: Config, plan: Plan, assumed: Assumptions) ->
         return [everything]
     if not plan.passes.skips_silent:
         return cut
-    # Whole groups are silent: every so-manieth prompt.
+    # Whole groups have no gradient: every n-th prompt.
     silent = np.arange(plan.prompts_per_step) < round(assumed.silent_share * plan.prompts_per_step)
     silent = np.random.default_rng(0).permutation(silent).repeat(plan.answers_per_prompt)
     return [ids[~silent[ids]] for ids in cut]

@@ -1,4 +1,4 @@
-"""A step, phase by phase: what it takes, and why."""
+"""Estimated time of a step by phase, with an explanation of each."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Sizes = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Foretold:
-    """A step that was foretold."""
+    """The estimate of a step."""
 
     seconds: dict[str, float]
-    """By phase, in the order of a report; generate_sequences and reshard are parts of gen."""
+    """Seconds by phase, in the order of a report. generate_sequences and reshard are parts of gen."""
     why: dict[str, str]
-    """By phase, what its seconds are made of."""
+    """Explanation of the seconds, by phase."""
     tokens: int
-    """Of prompts and answers."""
+    """Tokens of prompts and responses."""
     response_tokens: int
     num_devices: int
     left_out: tuple[str, ...]
-    """What the run does and this does not count."""
+    """Parts of the run that are not estimated."""
 
     @property
     def step_s(self) -> float:
@@ -49,12 +49,15 @@ class Foretold:
 
     @property
     def throughput(self) -> float:
-        """Tokens/s of a device, prompts and answers, as ``perf/throughput``."""
+        """Tokens/s per device, prompts and responses, as ``perf/throughput``."""
         return self.tokens / (self.step_s * self.num_devices)
 
 
 def sizes_of(cfg: Config, plan: Plan) -> dict[str, float]:
-    """What workers tell the trainer of their models (`workers.hybrid`), from configs alone. Raises ConfigError."""
+    """Return the sizes of the models as workers report them (`workers.hybrid`), from configs only.
+
+    Raises ConfigError.
+    """
     sizes: dict[str, float] = {}
     for role, (kind, spec) in specs_of(cfg, get_device(cfg.trainer.device), plan.passes).items():
         numbers = model_numbers(empty_packed(kind, spec, spec.load_config()))
@@ -66,10 +69,10 @@ def sizes_of(cfg: Config, plan: Plan) -> dict[str, float]:
 def foretell(
     cfg: Config, plan: Plan, lengths: Lengths, chip: Chip, assumed: Assumptions, device_bytes: int | None = None
 ) -> Foretold:
-    """Foretell a step of ``plan`` with answers of ``lengths`` on devices of ``chip``.
+    """Estimate a step of ``plan`` with responses of ``lengths`` on devices of ``chip``.
 
-    device_bytes: memory of one (None: unknown, and no cache is ever full). Raises ConfigError where the model has no
-    config, or an engine no room for an answer.
+    device_bytes: memory of one device (None: unknown, and the cache is never full). Raises ConfigError if the model has
+    no config, or if an engine has no room for a response.
     """
     sizes = sizes_of(cfg, plan)
     lengths = lengths.cut(cfg.data.max_prompt_length, cfg.data.max_response_length)
@@ -85,7 +88,7 @@ def foretell(
             f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}: {error}. Raise it, "
             "or actor_rollout_ref.rollout.tensor_model_parallel_size."
         ) from None
-    # Those that are complete first are learnt from.
+    # The prompts that are complete first are trained on.
     complete = np.flatnonzero(~np.isnan(generation.ended_s).any(1))[: plan.prompts_per_step]
     prompts, answers = prompts[complete], answers[complete]
     model_bytes = sizes["num_parameters"] * resolve_dtype(rollout.dtype, get_device(cfg.trainer.device)).itemsize
@@ -125,14 +128,14 @@ def _told(generation: Generation) -> str:
 
 
 def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, device_bytes: int | None) -> EngineSpeed:
-    """A replica of the run's engine."""
+    """Return the speed of a replica of the run's engine."""
     rollout = cfg.actor_rollout_ref.rollout
     devices, size = rollout.tensor_model_parallel_size, resolve_dtype(rollout.dtype, get_device(cfg.trainer.device))
     per_token, weights = size.itemsize * sizes["cache_width"], size.itemsize * sizes["num_parameters"]
     cache = None
     if device_bytes is not None:
         room = rollout.gpu_memory_utilization * device_bytes * devices - weights
-        # An embedded engine has what its share of free memory is, which is that of the whole device at most.
+        # An embedded engine gets its share of the free memory, which is at most that share of the whole device.
         cache = max(0, int(room / per_token))
     step_s = assumed.step_ms / 1e3
     if devices > 1:
@@ -157,7 +160,7 @@ def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, de
 def _passes(
     cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, assumed: Assumptions, prompts: Ints, answers: Ints
 ) -> dict[str, tuple[float, str]]:
-    """Seconds of each pass that a step makes, and what they are made of."""
+    """Return the seconds of each pass of a step, with an explanation."""
     n = plan.answers_per_prompt
     pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
     work = Workload.of_groups(prompts.repeat(n), answers.ravel(), np.arange(len(prompts)).repeat(n), pair_cost)
@@ -173,16 +176,16 @@ def _passes(
 
 
 def pass_speed(name: str, cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, assumed: Assumptions) -> PassSpeed:
-    """What the devices of a rank do in the pass ``name``."""
+    """Return the speed of the devices of a rank in the pass ``name``."""
     role, learns = PASSES[name].role, PASSES[name].updates
     spec = _spec(role, cfg, plan)
-    # Recomputed activations are a forward more, beside the update's three.
+    # Recomputed activations are one more forward, in addition to the update's three.
     again = 4 / 3 if learns and spec.gradient_checkpointing else 1.0
     share = assumed.update_share if learns else assumed.forward_share
     shards = devices_per_copy(spec.fsdp.fsdp_size, plan.num_devices)
     weight_bytes = _of(role, "num_parameters", sizes) * spec.compute_dtype.itemsize
     devices = plan.num_devices // plan.ranks[role]
-    # A backward writes and reads about twice what a forward does.
+    # A backward writes and reads about twice as much as a forward.
     traffic = _traffic(spec) * (3 if learns else 1) * again
     link = assumed.node_gb_per_s if shards <= plan.devices_per_node else assumed.network_gb_per_s
     return PassSpeed(
@@ -196,9 +199,11 @@ def pass_speed(name: str, cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, ass
 
 
 def _traffic(spec: ModelSpec) -> float:
-    """Bytes of a token's activations between the products of a forward, in two bytes each: a layer writes or reads its
-    width about 20 times (norms, residuals, rotations, the products' own ends) and that of its MLP 7 times; the logits
-    are made in two bytes and become log-probs in four, about 24 bytes a word of the vocabulary. A rough count.
+    """Return the bytes of a token's activations between the matrix products of a forward.
+
+    This is a rough count, in two bytes per element. A layer writes or reads its width about 20 times (norms, residuals,
+    rotations, inputs and outputs of the products) and the width of its MLP 7 times. The logits are written in two bytes
+    and become log-probs in four, which makes about 24 bytes per word of the vocabulary.
     """
     config = spec.load_config().get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 1
@@ -209,18 +214,18 @@ def _traffic(spec: ModelSpec) -> float:
 
 
 def _spec(role: Role, cfg: Config, plan: Plan) -> ModelSpec:
-    """The model of ``role``; the reference may be the actor without its adapters."""
+    """Return the model of ``role``. The reference may be the actor without its adapters."""
     specs = specs_of(cfg, get_device(cfg.trainer.device), plan.passes)
     return specs[role if role in specs else "actor"][1]
 
 
 def _of(role: Role, name: str, sizes: Sizes) -> float:
-    """A size of that model."""
+    """Return the size ``name`` of the model of ``role``."""
     return sizes.get(f"{role}_{name}", sizes[name])
 
 
 def _moved_bytes(name: str, cfg: Config, plan: Plan, sizes: Sizes) -> float:
-    """What a device takes from the host for a pass, and gives back behind an update."""
+    """Return the bytes that a device loads from host memory for a pass, and writes back after an update."""
     role: Role = PASSES[name].role if f"{PASSES[name].role}_num_parameters" in sizes else "actor"
     fsdp, spec = ROLES[role].fsdp, _spec(role, cfg, plan)
     shards = devices_per_copy(spec.fsdp.fsdp_size, plan.num_devices)

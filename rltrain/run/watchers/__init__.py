@@ -1,1 +1,1 @@
-"""Whoever watches a run."""
+"""Callbacks that observe a run."""

@@ -1,8 +1,7 @@
-"""Callbacks: the user's code that is told of steps, validations and checkpoints. docs/plugins.md has an example.
+"""User callbacks on steps, validations and checkpoints. docs/plugins.md has an example.
 
-A callback must not end a night's run. So everything that can be checked (names of methods, signatures, imports) is
-checked before the run starts. An error during the run is logged once per kind with its traceback, and only counted
-afterwards.
+A callback must not end a long run. So names of methods, signatures and imports are checked before the run starts. An
+error during the run is logged once per kind with its traceback, and counted afterwards.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics import Answered, Metrics
 
 log = logging.getLogger(__name__)
-# What a callback may have, and what each is called with; the last of on_step may be left out.
+# Methods of a callback with their arguments. on_step may omit the last one.
 HOOKS = {"on_step": ("step", "metrics", "samples"), "on_validation": ("step", "metrics"), "on_save": ("step", "folder")}
 
 
 def callback_problems(names: Sequence[str]) -> Iterator[str]:
-    """What is wrong with ``trainer.callbacks``, as far as it shows before a class among them is made."""
+    """Yield the problems of ``trainer.callbacks`` that are visible before a class is instantiated."""
     for name in names:
         try:
             yield from (
@@ -37,7 +36,7 @@ def callback_problems(names: Sequence[str]) -> Iterator[str]:
 
 
 class Callbacks(Watcher):
-    """Those of ``trainer.callbacks``, and ``objects``: classes are made without arguments, all else is taken as it is.
+    """The callbacks of ``trainer.callbacks`` and ``objects``. Classes are instantiated without arguments.
 
     Raises ConfigError.
     """
@@ -54,14 +53,14 @@ class Callbacks(Watcher):
         for name, callback in [*loaded, *((type(instance).__name__, instance) for instance in objects)]:
             try:
                 callback = callback() if isinstance(callback, type) else callback
-            except Exception as error:  # user code; whatever it raises is reported with its traceback
-                # The last frames are the user's; those above are ours and would hide them.
+            except Exception as error:  # user code; any error is reported with its traceback
+                # The last frames are the user's. The frames above are rltrain's and would hide them.
                 trace = traceback.format_exc(limit=-2)
                 raise ConfigError(f"trainer.callbacks={name} cannot be made:\n{trace}") from error
             self._hooks += [(name, hook, function) for hook, function in _hooks_of(callback).items()]
 
     def on_step(self, made: Answered) -> Metrics:
-        """Returns the callbacks' own metrics. They get the numbers of the answers, each [n]."""
+        """Return the metrics of the callbacks, which receive the per-response numbers, each [n]."""
         return self._tell("on_step", made.metrics, made.step, made.metrics, made.samples.numbers)
 
     def on_validation(self, made: Answered) -> Metrics:
@@ -74,12 +73,12 @@ class Callbacks(Watcher):
         metrics: Metrics = {}
         hooks = [(name, function) for name, of, function in self._hooks if of == hook]
         for name, function in hooks:
-            # Copies: a callback looks, it does not change what others see.
+            # Copies, so that a callback cannot change what others see.
             given = [dict(argument) if isinstance(argument, Mapping) else argument for argument in arguments]
             try:
-                # Names that are taken are refused, also between callbacks: none may replace a number of the run's.
+                # Duplicate names are refused, also between callbacks: none may replace a metric of the run.
                 metrics |= _numbers(function(*(given if _takes(function, len(given)) else given[:-1])), taken | metrics)
-            except Exception as error:  # noqa: BLE001 - user code must not end a night's run
+            except Exception as error:  # noqa: BLE001 - user code must not end the run
                 self._num_errors += 1
                 kind = (name, hook, type(error))
                 if kind not in self._told:
@@ -93,15 +92,15 @@ class Callbacks(Watcher):
 
 
 def _hooks_of(callback: Any) -> dict[str, Callable[..., Any]]:
-    """The methods of an object or a class; a function is an on_step."""
-    # Not `callable`: an object with `__call__` and hooks is known by its hooks.
+    """Return the hooks of an object or a class. A plain function is an on_step."""
+    # Not `callable`: an object with `__call__` and hooks counts by its hooks.
     if inspect.isfunction(callback):
         return {"on_step": callback}
     return {name: getattr(callback, name) for name in dir(callback) if name.startswith("on_")}
 
 
 def _misfits(callback: Any) -> Iterator[str]:
-    """What is wrong with a function, a class, or an object that is there already."""
+    """Yield the problems of a function, a class or an instance."""
     hooks, is_class = _hooks_of(callback), isinstance(callback, type)
     if not hooks:
         yield f"it has none of the methods {', '.join(HOOKS)}."
@@ -130,7 +129,7 @@ def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
 
 
 def _numbers(returned: Any, taken: Metrics) -> Metrics:
-    """What a hook returned, as metrics. Raises TypeError or ValueError."""
+    """Return the result of a hook as metrics. Raises TypeError or ValueError."""
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):

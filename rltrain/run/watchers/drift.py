@@ -1,4 +1,4 @@
-"""Memory of a run's processes as metrics (``drift/*``): a plot over the steps shows which kind of process grows."""
+"""Memory of the processes of a run as metrics (``drift/*``), to show which kind of process grows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rltrain.controller.processes import own_memory_gb
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics import Answered, Metrics
 
-# Memory is read every so many steps, and at least once in so many seconds.
+# Memory is read every `_STEPS` steps, and at least every `_SECONDS` seconds.
 _STEPS, _SECONDS = 10, 60.0
 
 
 class Drift(Watcher):
-    """A watcher that adds the largest process of each kind over all nodes.
+    """Metrics of the largest process of each kind over all nodes.
 
-    ask(): asks all nodes for their metrics, and returns a function that gives the replies so far.
+    ask(): requests metrics from all nodes, and returns a function that returns the replies so far.
     """
 
     def __init__(self, ask: Callable[[], Callable[[], list[Metrics]]], clock: Clock = SYSTEM) -> None:
@@ -26,13 +26,13 @@ class Drift(Watcher):
         self._asked_step, self._asked_at = -_STEPS, 0.0
 
     def before_step(self, step: int) -> None:
-        """Ask the nodes if it is time to."""
+        """Request the metrics if they are due."""
         now = self._clock.monotonic()
         if step - self._asked_step >= _STEPS or now - self._asked_at >= _SECONDS:
             self._replies, self._asked_step, self._asked_at = self._ask(), step, now
 
     def on_step(self, made: Answered) -> Metrics:
-        """Return ``drift/*`` if the nodes were asked in this step."""
+        """Return ``drift/*`` if metrics were requested in this step."""
         if self._replies is None:
             return {}
         nodes, self._replies = self._replies(), None

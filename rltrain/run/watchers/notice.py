@@ -1,7 +1,7 @@
-"""Does the step still fit between the signal and the kill (`trainer.stop_notice_s`)?
+"""Decision whether a step still fits between a signal and the kill (`trainer.stop_notice_s`).
 
-A scheduler says how long after SIGTERM it kills. A step that cannot be finished and saved within that time is better
-left at once: then there is time to save the step before it. That is possible until an update of the step has begun.
+A scheduler kills a fixed time after SIGTERM. A step that cannot be finished and saved within that time is abandoned at
+once, which leaves time to save the previous step. That is possible until an update of the step has begun.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rltrain.base.stop import Stop
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics import Answered, Metrics
 
-# Of so many steps the slowest counts.
+# The slowest of this many recent steps counts.
 _REMEMBERED = 5
-# As long as no save was seen, this share of the notice is kept for one.
+# Until a save was timed, this share of the notice is reserved for one.
 _FIRST_SAVE = 0.25
 
 
 class Notice(Watcher):
-    """Times the steps of a run, and tells ``stop`` when to leave one.
+    """Timer of the steps of a run, which makes ``stop`` abandon a step.
 
-    saving_s(): for how long a save is under way, which is over before the next begins; None where none is.
+    saving_s(): seconds since the running save began; None if there is none. Saves do not overlap.
     """
 
     def __init__(self, stop: Stop, saving_s: Callable[[], float | None] = lambda: None, clock: Clock = SYSTEM) -> None:
@@ -33,7 +33,7 @@ class Notice(Watcher):
         self._began = 0.0
         self._updates_began: float | None = None
         self._in_step = False
-        self._took: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # whole step, its updates
+        self._took: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # seconds of the step and of its updates
         self._save_s: float | None = None
         stop.leave_where(self._why_to_leave)
 
@@ -49,7 +49,7 @@ class Notice(Watcher):
         self._in_step = False
 
     def on_phase(self, name: str) -> None:
-        """Raises StepLeft."""
+        """Record the start of the updates. Raises StepLeft."""
         if self._in_step:
             self._stop.raise_if_asked()
             if name.startswith("update_") and self._updates_began is None:
@@ -61,18 +61,18 @@ class Notice(Watcher):
 
     def _why_to_leave(self) -> str:
         left_s, notice_s = self._stop.left_s, self._stop.notice_s
-        # Weights that are half updated are those of no step.
+        # Half-updated weights belong to no step.
         if notice_s is None or not self._in_step or self._updates_began is not None:
             return ""
         leaves = f"and trainer.stop_notice_s={notice_s:g} leaves {max(left_s, 0):.0f} s: it was left"
         if not self._took:
             return f"how long step {self._step} takes is not known yet, {leaves}"
         whole, updates = (max(seconds) for seconds in zip(*self._took, strict=True))
-        # A step that is slower than usual has its updates before it all the same.
+        # A step that is slower than usual still has its updates ahead.
         needs_s = max(whole - (self._clock.monotonic() - self._began), updates)
         save_s = _FIRST_SAVE * notice_s if self._save_s is None else self._save_s
         saving_s = self._saving_s()
-        # A save that is under way goes on beside the step, and what is left of it then is waited for.
+        # A running save continues during the step; the rest of it is waited for.
         if saving_s is not None:
             save_s += max(save_s - saving_s - needs_s, 0.0)
         if needs_s + save_s <= left_s:

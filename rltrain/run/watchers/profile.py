@@ -1,4 +1,4 @@
-"""Profiles of chosen phases of chosen steps (``trainer.profile_steps``), on chosen ranks."""
+"""Profiles of the chosen phases of the chosen steps (``trainer.profile_steps``) on the chosen ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rltrain.workers.roles import Profiled
 
 log = logging.getLogger(__name__)
 FOLDER = "profile"
-# A long generation makes a trace that nothing opens, so it has to be asked for. In the others no model runs.
+# A long generation makes a trace that no viewer can open, so it must be named. The others run no model.
 _UNLESS_NAMED = ("gen", "reward", "adv", "step", "testing", "save_checkpoint")
 
 
 class Profile(Watcher):
-    """Begins and ends the profilers of workers around phases; traces are in the folder ``profile`` of ``folder``."""
+    """Starts and stops the workers' profilers around phases. Traces go to the folder ``profile`` in ``folder``."""
 
     def __init__(self, cfg: TrainerConfig, folder: Path, group: WorkerGroup) -> None:
         self._steps, self._phases = frozenset(cfg.profile_steps or ()), cfg.profile_phases
@@ -29,12 +29,12 @@ class Profile(Watcher):
         self._running = False
 
     def before_step(self, step: int) -> None:
-        """A profile may begin."""
-        # That of a step that has failed is lost with its workers.
+        """Enable profiling of ``step``."""
+        # The profile of a failed step is lost with its workers.
         self._step, self._running = step, False
 
     def on_phase(self, name: str) -> None:
-        """End the profile of the phase before, and begin that of this one."""
+        """Stop the profile of the previous phase and start one for this phase."""
         self._end()
         chosen = name in self._phases if self._phases else name not in _UNLESS_NAMED
         if self._step in self._steps and chosen:
@@ -45,7 +45,7 @@ class Profile(Watcher):
             self._running = True
 
     def on_step(self, made: Answered) -> Metrics:
-        """End the profile of the last phase."""
+        """Stop the profile of the last phase."""
         self._end()
         self._step = 0
         return {}

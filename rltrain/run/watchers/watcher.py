@@ -1,8 +1,7 @@
-"""Whoever watches a run: trackers, kept answers, callbacks, drift, the time that a stop leaves, the saver.
+"""Interface of the objects that observe a run: trackers, sample archive, callbacks, drift, stop notice, saver.
 
-Problem: each of them wants to know of other moments, and a run that knows each by its own methods is wired by hand.
-Choice: one interface whose methods do nothing unless a watcher needs the moment, and one list. Left out: `Alarms`,
-which may end a step before its update and so belongs to the step.
+Each method does nothing unless a watcher overrides it, so the run keeps one list of watchers. `Alarms` is no watcher:
+it may end a step before its update and so belongs to the step.
 """
 
 from __future__ import annotations
@@ -13,55 +12,55 @@ from rltrain.trainer.metrics import Answered, Metrics
 
 
 class Watcher:
-    """Each method may be left as it is. Metrics that a method returns become metrics of the step."""
+    """Hooks of a run. Metrics that a method returns are added to the metrics of the step."""
 
     def on_wait(self) -> None:
-        """Called every now and then while the driver waits for workers or scorers. What it raises ends the wait."""
+        """Called periodically while the driver waits for workers or scorers. An exception ends the wait."""
 
     def on_phase(self, name: str) -> None:
-        """Phase ``name`` of a step begins, or "testing", or "save_checkpoint"."""
+        """Called when phase ``name`` of a step, "testing" or "save_checkpoint" begins."""
 
     def before_step(self, step: int) -> None:
-        """``step`` is about to begin."""
+        """Called before ``step`` begins."""
 
     def on_step(self, made: Answered) -> Metrics:
-        """A step is made. Its metrics have those of the watchers before this one."""
+        """Called after a step. ``made.metrics`` includes the metrics of the watchers before this one."""
         return {}
 
     def after_step(self, step: int) -> None:
-        """``step`` is over, also where it failed."""
+        """Called after ``step``, even if it failed."""
 
     def on_validation(self, made: Answered) -> Metrics:
-        """A validation is made; likewise."""
+        """Called after a validation; as `on_step`."""
         return {}
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
-        """The checkpoint ``folder`` of ``step`` is whole and in its place, so long after its save began."""
+        """Called when the checkpoint ``folder`` of ``step`` is complete, ``seconds`` after its save began."""
         return {}
 
     def written(self, step: int, wait_s: float) -> bool:
-        """Whether what a checkpoint of ``step`` presupposes is on the disk, or is within ``wait_s``."""
+        """Return whether the files that a checkpoint of ``step`` requires are on disk within ``wait_s``."""
         return True
 
     def on_metrics(self, step: int, metrics: Metrics) -> None:
-        """All metrics of a step, or of a validation before the first."""
+        """Called with all metrics of a step, or of a validation before the first step."""
 
     def on_failure(self) -> None:
-        """An error ends the run, and the workers live still: the last moment to keep something."""
+        """Called when an error ends the run, while the workers still run: the last chance to save."""
 
     def last_words(self) -> str:
-        """What is to stand in the last lines of a run that has got to its end, behind the report; "" for nothing."""
+        """Return text for the end of the output of a finished run, after the report; "" for none."""
         return ""
 
 
 class Watchers(Watcher):
-    """All of a run, asked in their order."""
+    """All watchers of a run, called in their order."""
 
     def __init__(self, *watchers: Watcher) -> None:
         self._all = list(watchers)
 
     def add(self, *watchers: Watcher) -> None:
-        """They watch from now on."""
+        """Register watchers."""
         self._all += watchers
 
     def on_wait(self) -> None:

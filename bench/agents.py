@@ -1,9 +1,9 @@
-"""What the machinery of several turns costs, with the embedded engine and a tiny model: a row a question.
+"""Cost of multi-turn generation with the embedded engine and a tiny model: one table row per question.
 
     python -m bench.agents [NAME...] [--out FILE]      prints the table and writes it to bench/results/
 
-Each question has a function here, whose docstring says how it is asked. The model is tiny, so that shares of its time
-are larger than those of any real one; that of `follow_ups` is larger.
+Each question has a function here, whose docstring describes the measurement. The model is tiny, so that relative costs
+are larger than with any real model; the model of `follow_ups` is larger.
 """
 
 from __future__ import annotations
@@ -61,27 +61,27 @@ class Adds:
     def score(self):
         return self.sum
 """
-# As the template of `tests.tiny_tools` shows the tool, so that prompts are the same tokens with it and without.
+# As the template of `tests.tiny_tools` shows the tool, so that prompts have the same tokens with it and without.
 SHOWN = {"role": "system", "content": "add\n"}
 NEVER = "\N{SECTION SIGN}"
 
 
 def trainer_of(folder: Path, model: Path, code: str = TOOLS, rows: int = 24, **keys: Any) -> PPOTrainer:
-    """A trainer in this process whose answers may have 400 tokens."""
+    """Return a trainer in this process whose responses may have 400 tokens."""
     files = write_arithmetic(folder / "train.parquet", range(rows)), write_arithmetic(folder / "test.parquet", range(6))
     keys = tool_run(model, folder, code) | keys
     return local_trainer(small_run(model, files, folder / "run", **{k: v for k, v in keys.items() if v is not None}))
 
 
 def generated(trainer: PPOTrainer, prompts: int, samples: int, step: int, tokens: int | None = None) -> Any:
-    """Payload, texts and numbers of a rollout. tokens: of every answer; None: as many as the policy writes."""
+    """Return payload, texts and numbers of a rollout. tokens: of every response; None: until the policy ends."""
     places, sampling = np.arange(prompts, dtype=np.int32), Sampling(tokens or 400, 1.0, ignore_eos=tokens is not None)
     task = GenerateTask("train", places, samples, sampling, seed=1, step=step, call=next(trainer.calls))
     return trainer.worker.rollout.generate(task)
 
 
 def never_called(folder: Path, smoke: bool) -> str:
-    """Processor time of rollouts in pairs: 128 answers with a tool that no answer calls, against the plain path."""
+    """Measure processor time of paired rollouts: 128 responses with an unused tool, against the path without tools."""
     model = save_calling_model(folder / "model", call=NEVER)
     plain = folder / "plain"
     plain.mkdir()
@@ -120,7 +120,7 @@ def _pairs(with_tool: PPOTrainer, without: PPOTrainer, tokens: int, pairs: int) 
 
 
 def per_turn(folder: Path, smoke: bool) -> str:
-    """Milliseconds from a turn's end until its context is there in tokens: decode, parse, tool, seam; one at a time."""
+    """Measure the milliseconds from a turn's end to its tokenised context: decode, parse, tool, seam; one at a time."""
     trainer = trainer_of(folder, save_calling_model(folder / "model"))
     answering = trainer.worker.rollout._answering
     rows = trainer.worker.rollout._rows["train"]
@@ -156,9 +156,10 @@ def _files(pids: Sequence[int]) -> int:
 
 
 def long_run(folder: Path, smoke: bool) -> str:
-    """4,000 trajectories with an instance each, 80 at a time: memory and open files after 2,000, and at the end.
+    """Measure memory and open files of 4,000 trajectories with an instance each, 80 at a time, after 2,000 and at the
+    end.
 
-    Until then threads are started, one after the other, as many as calls were ever under way at once.
+    Until 2,000, threads are still started on demand, up to the maximum of concurrent calls.
     """
     (folder / "own.py").write_text(ENVIRONMENT)
     keys = {R + "multi_turn__environment": folder / "own.py:Adds", R + "multi_turn__function_tool_path": None}
@@ -181,8 +182,11 @@ def long_run(folder: Path, smoke: bool) -> str:
 
 
 def places(folder: Path, smoke: bool) -> str:
-    """Share of 8 decode places in use: 32 answers whose tool takes 1 s and whose turns take 0.5 s on average, until
-    fewer than 24 of them are left; and 96 answers, until the last is begun."""
+    """Measure the share of 8 decode slots in use.
+
+    32 responses, whose tool takes 1 s and whose turns take 0.5 s on average, until fewer than 24 are left; and 96
+    responses, until the last one starts.
+    """
     numbers = (32,) if smoke else (32, 96)
     return "; ".join(f"{answers} answers {_in_use(folder / str(answers), answers, smoke):.0%}" for answers in numbers)
 
@@ -230,16 +234,18 @@ def _in_use(folder: Path, answers: int, smoke: bool) -> float:
 
 
 class LongTalk(Talk):
-    """Conversations whose answers are told 20 tokens behind each turn."""
+    """Conversations with 20 tokens of tool output after each turn."""
 
     def said(self, key: Key) -> list[int]:
         return [2 + (7 * key[0] + number) % 90 for number in range(20)]
 
 
 def follow_ups(folder: Path, smoke: bool) -> str:
-    """8 conversations of up to 4 turns of 20 tokens on average, behind prompts of 1,000 tokens, in pairs of rollouts of
-    one process: as it is, and with an engine that is not told that they go on, so that it computes all anew. A random
-    six-layer Qwen3 of width 256."""
+    """Measure 8 conversations of up to 4 turns of 20 tokens on average, with prompts of 1,000 tokens.
+
+    Rollouts run in pairs in one process: as usual, and with an engine that recomputes every turn because it is not
+    informed of further turns. The model is a random six-layer Qwen3 of width 256.
+    """
     config = Qwen3Config(
         vocab_size=1000, hidden_size=256, intermediate_size=768, num_hidden_layers=1 if smoke else 6,
         num_attention_heads=8, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, eos_token_id=1,
@@ -296,7 +302,7 @@ QUESTIONS: dict[str, tuple[str, Callable[[Path, bool], str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Answer the questions."""
+    """Run the benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[*QUESTIONS, []])
     given = parse(parser, argv, out="agents_cpu.md")

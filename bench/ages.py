@@ -1,4 +1,4 @@
-"""How old each table of results/ is: its day, and how many commits have changed the library since it was written."""
+"""Age of each table in results/: its date, and the number of commits to the library since it was written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Age(NamedTuple):
-    """commits: to rltrain/ since the table was committed; 0 also where it has changed and is not committed yet."""
+    """commits: to rltrain/ since the table was committed; 0 also for a table with uncommitted changes."""
 
     table: str
     day: str
@@ -19,7 +19,7 @@ class Age(NamedTuple):
 
 
 def ages() -> list[Age]:
-    """Of all tables, the oldest first. None where there is no history of git (an unpacked archive, a shallow clone)."""
+    """Return the ages of all tables, oldest first; [] without git history (an unpacked archive, a shallow clone)."""
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return []
     tables = sorted((ROOT / "bench/results").glob("*.md"))

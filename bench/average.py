@@ -1,11 +1,10 @@
-"""What does averaging checkpoints bring? Three learning runs of the quickstart's task; averages of their checkpoints.
+"""Effect of averaging checkpoints: three learning runs of the quickstart's task, and averages of their checkpoints.
 
     python -m bench.average [--steps 100] [--seeds 3]
 
-The runs share their first weights and differ in the order of the data and in the answers that are drawn. Each saves a
-checkpoint every ten steps. Averaged are the last three of each run, and the last ones of all runs, by
-`rltrain.average`; all are scored by `rltrain.evaluate`. Complete models and runs in the folder `--work` are not made
-again.
+The runs share their initial weights and differ in the order of the data and in the sampled responses. Each saves a
+checkpoint every ten steps. `rltrain.average` averages the last three of each run, and the last ones of all runs;
+`rltrain.evaluate` scores all. Complete models and runs in the folder `--work` are reused.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ EVALUATED = [
 
 
 def prepare(out: Path, num_test: int, warm_up: int) -> list[str]:
-    """Data and model; returns the keys that name them."""
+    """Create data and model; return the keys that name them."""
     data, model = out / "data", out / "model"
     if not (model / "config.json").exists():
         sizes = ["--num-train", 2048, "--num-test", num_test, "--max-operand", 49, "--seed", 0]
@@ -40,7 +39,7 @@ def prepare(out: Path, num_test: int, warm_up: int) -> list[str]:
 
 
 def train(out: Path, keys: list[str], seed: int, steps: int, every: int) -> Path:
-    """The folder of a run that has made its steps."""
+    """Return the folder of a run that has done its steps."""
     run = out / f"run_{seed}"
     if not (run / f"global_step_{steps}").is_dir():
         own = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={run}"]
@@ -56,7 +55,7 @@ def averaged(folder: Path, models: list[Path]) -> Path:
 
 
 def scores(out: Path, models: dict[str, Path]) -> list[str]:
-    """A row for each model: the mean over answers, and the chance that one of them is right, with intervals."""
+    """Return a row for each model: mean over responses, and probability that one of them is right, with intervals."""
     folder = out / "scores"
     named = ",".join(map(str, models.values()))
     call("-m", "rltrain.evaluate", f"model={named}", f"data={out}/data/test.parquet", f"out={folder}", *EVALUATED)

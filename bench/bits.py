@@ -43,7 +43,7 @@ RUNS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """Return a SHA-256 of all weights of the actor and, where there is one, of the critic."""
+    """Return a SHA-256 of all weights of the actor and of the critic, if there is one."""
     digest = hashlib.sha256()
     for role in ("actor", "critic"):
         if (checkpoint / role).is_dir():
@@ -65,7 +65,7 @@ def train(tree: Path, inputs: Path, folder: Path, name: str) -> str:
         changes["critic.model.path"] = inputs / "model"
     command = [sys.executable, "-m", "rltrain.main_ppo", *small_run(inputs / "model", files, folder / "run")]
     command += [f"{key}={value}" for key, value in changes.items()]
-    # One thread: how a kernel divides its sums among threads depends on how many it gets.
+    # One thread: a kernel's summation order depends on its number of threads.
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with open(folder / "log", "w") as log:
         code = subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=log).returncode

@@ -1,10 +1,10 @@
-"""Device memory of every phase of a step by owner: foretold, and counted by an allocator.
+"""Device memory of every phase of a step by owner: estimated, and counted by an allocator.
 
     python -m bench.device_memory                 prints the table; writes it and a chart to bench/results/
 
-Two processes with real workers make two steps without Ray, with the longest prompts and answers that the budgets allow.
-Where no device is, they have the stand-in of the tests, whose allocator counts every byte. The second step counts:
-optimizer state is there then.
+Two processes with real workers make two steps without Ray, with the longest prompts and responses that the budgets
+allow. Without a device, they use the stand-in of the tests, whose allocator counts every byte. The second step counts,
+because the optimizer state exists only then.
 """
 
 import argparse
@@ -68,7 +68,7 @@ SMOKE: dict[str, dict[str, object]] = {
 
 
 def arguments(folder: Path, case: str) -> list[str]:
-    """The run's settings."""
+    """Return the run's settings."""
     file = folder / "train.parquet"
     keys = {
         "data.train_batch_size": PROMPTS, "data.max_prompt_length": PROMPT, "data.max_response_length": ANSWER,
@@ -80,7 +80,7 @@ def arguments(folder: Path, case: str) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    """A model of 7 layers, and prompts of exactly the longest length."""
+    """Create a model of 7 layers, and prompts of exactly the maximum length."""
     save_tiny_tokenizer(folder / "model")
     config = Qwen3Config(
         vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=7, num_attention_heads=8,
@@ -93,7 +93,7 @@ def prepare(folder: Path) -> None:
     import pyarrow.parquet as pq
 
     records = pq.read_table(rows).to_pylist()
-    for number, record in enumerate(records):  # one token a character, and two of the template
+    for number, record in enumerate(records):  # one token per character, and two of the template
         record["prompt"][0]["content"] = str(number) * (PROMPT - 2)
     pq.write_table(pa.Table.from_pylist(records), rows, write_page_checksum=True)
 
@@ -102,7 +102,8 @@ def prepare(folder: Path) -> None:
 
 
 class _Kernel(torch.autograd.Function):
-    """The stand-in's attention as the real one takes memory: it works in its own, and keeps what `fake_run` says."""
+    """The stand-in's attention with the memory use of the real one: its workspace and the outputs that `fake_run`
+    states."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, others: Any, more: Any) -> Tensor:
@@ -127,7 +128,7 @@ def _compute(inputs: Any, others: Any, more: Any) -> Tensor:
 
 
 def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
-    """Steps on one rank; writes the peaks of the last."""
+    """Run steps on one rank; write the peaks of the last."""
     import torch_npu
 
     torch_npu.npu_fusion_attention = lambda q, k, v, *others, **more: (_Kernel.apply(q, k, v, others, more),)
@@ -151,14 +152,14 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
         before = module.memory_allocated()
         enter(self, phase, whole=whole)
         claim(worker, ledger)
-        # What leaves is gone before anything comes.
+        # Offloading ends before onloading begins.
         most = max(before, module.memory_allocated())
         found["moving"] = max(found.get("moving", (0, Counter())), (module.max_memory_allocated() - most, Counter()))
         module.reset_peak_memory_stats()
         ledger.cut()
 
     Residency.enter = entered
-    # Which would begin the count anew within a phase.
+    # It would restart the count within a phase.
     Device.take_peaks = lambda self: (0, 0)  # type: ignore[method-assign]
     decode = kv.KeyValues.decode
 
@@ -188,7 +189,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
                 make_step(worker, cfg, step)
             except RuntimeError as error:
                 raise worker.explain(error) from None
-            # Within the phase of the update, whose peak it must not raise.
+            # Within the update phase, whose peak it must not raise.
             worker.actor.stage(SaveTask(str(folder / f"{case} {step}")))
             worker.actor.write()
         entered(worker.rollout.residency, "sync")
@@ -197,7 +198,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
 
 
 def claim(worker: HybridWorker, ledger: Ledger) -> None:
-    """Whose the tensors are that stay."""
+    """Assign owners to the tensors that stay."""
     for role in (getattr(worker, "actor", None), getattr(worker, "critic", None)):
         for model in ("policy", "reference", "model"):
             if role is not None and hasattr(role, model):
@@ -210,7 +211,7 @@ def claim(worker: HybridWorker, ledger: Ledger) -> None:
 
 
 def make_step(worker: HybridWorker, cfg: Any, step: int) -> None:
-    """Every phase once, as the driver calls them."""
+    """Run every phase once, as the driver does."""
     import numpy as np
 
     length, answers, prompts = cfg.data.max_response_length, cfg.actor_rollout_ref.rollout.n, cfg.data.train_batch_size
@@ -241,10 +242,10 @@ def make_step(worker: HybridWorker, cfg: Any, step: int) -> None:
 
 
 def measured(folder: Path, case: str, cap: int | None = None, steps: int = 2) -> dict[str, tuple[int, Counter[str]]]:
-    """Peak of every phase on rank 0: by the allocator, and by owner. cap: bytes of a device."""
+    """Return the peak of every phase on rank 0: by the allocator, and by owner. cap: bytes of a device."""
     from tests.npu.standin import environment
 
-    (folder / case).unlink(missing_ok=True)  # where the ranks of an earlier run have met
+    (folder / case).unlink(missing_ok=True)  # the rendezvous file of an earlier run
     command = [sys.executable, "-m", "bench.device_memory"]
     ranks = [
         subprocess.Popen(
@@ -266,17 +267,17 @@ Row = tuple[str, Counter[str], Counter[str], int]
 
 
 def foretold(folder: Path, case: str, room: float = 1.1) -> tuple[dict[str, Counter[str]], int]:
-    """What every phase needs by owner, and a device of ``room`` times the largest, or more if the engine needs it."""
+    """Estimate every phase by owner, and a device of ``room`` times the largest, or more if the engine needs it."""
     cfg = load_config(arguments(folder, case)).config
     plan = make_plan(cfg, PROMPTS)
     cap = round(room * max(row.total() for phase, row in forecast(cfg, plan, None).items() if phase != "gen"))
-    while not forecast(cfg, plan, cap, ("gen",))["gen"]["cache"]:  # what rests may leave the engine no room
+    while not forecast(cfg, plan, cap, ("gen",))["gen"]["cache"]:  # resident tensors may leave no memory for the engine
         cap = round(1.1 * cap)
     return forecast(cfg, plan, cap), cap
 
 
 def compare(folder: Path, case: str, steps: int = 2, room: float = 1.1) -> list[Row]:
-    """Phase, foretold by owner, counted by owner, and the allocator's own peak, on the device of `foretold`."""
+    """Return phase, estimate by owner, count by owner, and the allocator's peak, on the device of `foretold`."""
     told, cap = foretold(folder, case, room)
     found = measured(folder, case, cap, steps)
     assert found["moving"][0] == 0, "what leaves is gone before anything comes"
@@ -284,7 +285,7 @@ def compare(folder: Path, case: str, steps: int = 2, room: float = 1.1) -> list[
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Two bars for each phase: what was foretold, and what was counted."""
+    """Draw two bars for each phase: the estimate and the count."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,10 @@
-"""Does the quickstart's model learn faster from a larger one of its family than from rewards? One table.
+"""Distillation from a larger model against learning from rewards, with the quickstart's model: one table.
 
     python -m bench.distill [--samples 5120] [--seeds 2] [--jobs 2] [--only grpo,reverse_kl]
 
-The teacher is made as the student is, by scripts/make_small_model.py, with twice the layers, with answers without slips
-and until it is right. Every way gets as many answers; a teacher alone needs one to a prompt, and so makes more steps of
-them. Complete runs in the folder `--work` are not made again.
+The teacher is trained like the student by scripts/make_small_model.py, with twice the layers, on error-free responses
+and until it is right. Every method gets the same number of responses; pure distillation needs one per prompt, so it
+does more steps. Complete runs in the folder `--work` are reused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH = "data.train_batch_size="
 GOAL = 0.7
 WAYS = {
     "grpo": ["algorithm.adv_estimator=grpo", f"{R}n=8"],
-    # Steps of as few answers as a teacher's alone.
+    # Steps with as few responses as pure distillation.
     "grpo_small": ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{BATCH}4", f"{A}ppo_mini_batch_size=2"],
     "reverse_kl": [*ALONE, f"{LOSS}loss_mode=reverse_kl"],
     "forward_kl": [*ALONE, f"{LOSS}loss_mode=forward_kl"],
@@ -46,7 +46,7 @@ NAMES = {
 
 
 def make_teacher(out: Path, steps: int) -> Path:
-    """A model of four layers that is right nine times in ten."""
+    """Create a model of four layers that is right nine times in ten."""
     teacher = out / "teacher"
     if not (teacher / "config.json").exists():
         means = ["--layers", 4, "--slip-rate", 0, "--target-accuracy", 0.9, "--steps", steps, "--seed", 2]
@@ -55,14 +55,14 @@ def make_teacher(out: Path, steps: int) -> Path:
 
 
 def sizes(way: str) -> tuple[int, int]:
-    """(prompts of a step, answers to a prompt)."""
+    """Return (prompts per step, responses per prompt)."""
     words = [f"{BATCH}32", *WAYS[way]]
     prompts, answers = ([int(w.partition("=")[2]) for w in words if w.startswith(key)] for key in (BATCH, f"{R}n="))
     return prompts[-1], answers[-1]
 
 
 def settings(way: str, seed: int, samples: int, every: int) -> list[str]:
-    """The keys of a run that validates after ``every`` responses."""
+    """Return the keys of a run that validates after ``every`` responses."""
     of_step = math.prod(sizes(way))
     own = {word.partition("=")[0] for word in WAYS[way]} | {"trainer.test_freq"}
     common = [word for word in COMMON if word.partition("=")[0] not in own]
@@ -73,7 +73,7 @@ def settings(way: str, seed: int, samples: int, every: int) -> list[str]:
 def row(way: str, runs: list[Path], samples: int, every: int) -> str:
     prompts, answers = sizes(way)
     of_step = prompts * answers
-    # A run that was asked for more is the same up to here: the learning rate is constant.
+    # A longer run is identical up to here, because the learning rate is constant.
     curves = [
         {step * of_step: value for step, value in curve(run).items() if step * of_step <= samples} for run in runs
     ]

@@ -74,7 +74,7 @@ def save_model(name: str, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES | keys))
     with torch.no_grad():
         for path, weight in model.named_parameters():
-            # With their first size all experts would be nearly alike, unlike those of trained models.
+            # With their initial size all experts would be nearly equal, unlike in trained models.
             if path.endswith((".gate.weight", ".router.weight")):
                 weight.normal_(std=0.1)
             elif ".experts." in path:
@@ -116,7 +116,7 @@ def print_row(engine: str, row: Row) -> None:
     numbers = " | ".join(f"{float(number):.2e}" for number in (found.mean(), found.quantile(0.99), found.max()))
     sys.stdout.write(f"| {' | '.join([engine, *row])} | {len(found)} | {numbers} |\n")
     sys.stdout.flush()
-    os._exit(0)  # an engine may have processes that an ordinary end waits for
+    os._exit(0)  # an engine may have processes that an ordinary exit waits for
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
-"""What expert parallelism spares a device and what it costs: bytes that arrive, and memory, by the ranks that share
-experts.
+"""Cost and savings of expert parallelism: received bytes and memory, by the number of ranks that share the experts.
 
     python -m bench.experts [--ranks 16] [--tokens 16384]
 
-The update of one micro-batch of Qwen3-30B-A3B, in bfloat16, on ranks that are only pretended: torch computes shapes,
-and every collective is counted by what a rank receives. Routers are taken to choose evenly. Then the steps of a small
-model are made for real on four ranks, and weights compared; and the update of one with 64 experts is timed with the
-loss on their balance and without, in turns. Writes bench/results/experts_cpu.md.
+The update of one micro-batch of Qwen3-30B-A3B, in bfloat16, runs on simulated ranks: torch computes shapes only, and
+every collective is counted by the bytes that a rank receives. Routers are assumed to balance perfectly. Then a small
+model is really trained on four ranks, and weights are compared; and the update of one with 64 experts is timed with and
+without the load-balancing loss, in turns. Writes bench/results/experts_cpu.md.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ LARGE = TEXT["Qwen3-30B-A3B"]
 SHORT, LONG = 3, 6
 GIB = 2**30
 STEPS = 20
-# What is timed.
+# The timed model.
 TIMED = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_experts": 64, "num_experts_per_tok": 8,
     "moe_intermediate_size": 64,
@@ -61,7 +60,7 @@ KINDS = {"_allgather_base_": "weights", "_reduce_scatter_base_": "gradients", "a
 
 
 class Arrivals(TorchDispatchMode):
-    """Bytes that collectives bring to a rank, by their kind. size: ranks among which tokens travel."""
+    """Bytes that a rank receives from collectives, by kind. size: ranks among which tokens are exchanged."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -70,14 +69,14 @@ class Arrivals(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kind := KINDS.get(func._schema.name.removeprefix("c10d::")):
-            # The larger one has a part of every rank, of which one's own does not move.
+            # The larger tensor has a part of every rank, and the rank's part is not sent.
             small, large = sorted(each.nbytes for each in args[:2])
             self.bytes[kind] += large - (large // self._size if kind == "tokens" else small)
         return func(*args, **(kwargs or {}))
 
 
 def pretended(folder: Path, size: int, ranks: int, tokens: int) -> str:
-    """A line of the first table."""
+    """Return a line of the first table."""
     spec = ModelSpec(
         str(folder), fsdp=ShardingConfig(expert_parallel_size=size), compute_dtype=torch.bfloat16,
         gradient_checkpointing=True,
@@ -107,7 +106,7 @@ def one_row(tokens: int) -> Batch:
 
 
 def learn(rank: int, world: int, folder: Path, sizes: list[int]) -> None:
-    """`STEPS` steps of a small model with every size."""
+    """Train a small model for `STEPS` steps with every size."""
     found = {}
     for size in sizes:
         spec = ModelSpec(str(folder), fsdp=ShardingConfig(expert_parallel_size=size))
@@ -127,7 +126,7 @@ def learn(rank: int, world: int, folder: Path, sizes: list[int]) -> None:
 
 
 def time_balance(rank: int, world: int, folder: Path, rounds: int) -> None:
-    """Seconds of an update's forward and backward passes: without the loss on balance, and with it."""
+    """Measure the seconds of an update's forward and backward passes, with and without the load-balancing loss."""
     policy = sharded_model(PolicyModel, ModelSpec(str(folder)), get_device("cpu")).train()
     rows = [torch.randint(2, 128, (128,), dtype=torch.int32) for _ in range(8)]
     free, replayed = (batch_of_rows(rows, [32] * 8) for _ in range(2))

@@ -1,7 +1,7 @@
-"""What a step costs without a trainer: the same decoder in plain torch, packed, or with shared prompts.
+"""Lower bound of a step's time: the same decoder in plain torch without a trainer, packed or with shared prompts.
 
-Written for speed on one process and nothing else: Qwen3 only, prompts of one length, answers of one length. With shared
-prompts, every prompt is computed once for all its answers.
+Optimised for speed on one process only: Qwen3, prompts of equal length, responses of equal length. With shared prompts,
+every prompt is computed once for all its responses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Group:
-    """tokens [groups, prompt], answers [groups, n, length]."""
+    """tokens [groups, prompt], responses [groups, n, length]."""
 
     prompts: Tensor
     answers: Tensor
@@ -29,7 +29,7 @@ class Group:
 
 
 class Floor:
-    """Weights of ``model`` as fp32 leaves, computed with in ``dtype``."""
+    """Weights of ``model`` as fp32 leaves, used in ``dtype``."""
 
     def __init__(self, model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
         self.config = model.config
@@ -48,11 +48,12 @@ class Floor:
         self._angles = torch.outer(torch.arange(2048), frequencies).repeat(1, 2)
 
     def cast(self) -> dict[str, Tensor]:
-        """Weights in the compute dtype, for one forward."""
+        """Return the weights in the compute dtype, for one forward."""
         return {name: weight.to(self.dtype) for name, weight in self.weights.items()}
 
     def hidden(self, weights: dict[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Last hidden states [tokens, hidden]. attend(layer, q [t, heads, d], k, v [t, kv, d]) -> [t, heads, d]."""
+        """Return the last hidden states [tokens, hidden]. attend(layer, q [t, heads, d], k, v [t, kv, d]) -> [t, heads,
+        d]."""
         x = weights["embed_tokens.weight"][tokens]
         cos, sin = (f(self._angles[positions])[:, None].to(self.dtype) for f in (torch.cos, torch.sin))
         for layer in range(self.config.num_hidden_layers):
@@ -82,7 +83,7 @@ class Floor:
         return x * cos + torch.cat((-right, left), -1) * sin
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [n, t, heads, d] over the last t of k, v [n, s, kv, d], causal.
+        """Compute attention of q [n, t, heads, d] over the last t of k, v [n, s, kv, d], causal.
 
         The query heads of a key head are stacked as queries.
         """
@@ -96,7 +97,7 @@ class Floor:
     # -- log-probs -----------------------------------------------------------------------------------------------------
 
     def log_probs(self, batch: Group, shared: bool) -> Tensor:
-        """log pi of every answer token [groups, n, length]."""
+        """Return log pi of every response token [groups, n, length]."""
         weights = self.cast()
         hidden = self._shared(weights, batch) if shared else self._packed(weights, batch)
         logits = linear(hidden, weights[self._head]).float()
@@ -142,7 +143,8 @@ class Floor:
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, n: int, length: int) -> tuple[Tensor, Tensor]:
-        """Answers and their log-probs [groups, n, length]: prompts read once, keys shared, weights in compute dtype."""
+        """Generate responses and log-probs [groups, n, length]: prompts read once, keys shared, weights in compute
+        dtype."""
         weights = self.cast()
         groups, start = prompts.shape
         rows, share = groups * n, self.heads // self.kv
@@ -194,7 +196,7 @@ class Floor:
 
     @staticmethod
     def _sample(logits: Tensor) -> tuple[Tensor, Tensor]:
-        """One token a row by the inverse of the cumulative distribution, and its log-prob."""
+        """Sample one token per row by the inverse of the cumulative distribution, with its log-prob."""
         probs = torch.softmax(logits.float(), -1)
         drawn = torch.searchsorted(probs.cumsum(-1), torch.rand(len(probs), 1)).clamp(max=probs.shape[-1] - 1)
         return drawn[:, 0], probs.gather(-1, drawn)[:, 0].log()
@@ -204,7 +206,7 @@ class Floor:
     def update(
         self, batch: Group, reference: Tensor, optimizer: torch.optim.Optimizer, shared: bool, micro: int, minis: int
     ) -> None:
-        """``minis`` optimizer steps of PPO with a KL (k3) to ``reference``, ``micro`` groups at a time."""
+        """Run ``minis`` optimizer steps of PPO with a KL (k3) to ``reference``, ``micro`` groups at a time."""
         size = len(batch.prompts) // minis
         for first in range(0, len(batch.prompts), size):
             for at in range(first, first + size, micro):

@@ -1,15 +1,15 @@
-"""The first hour on a machine with accelerators: what runs there, how near to the device's peaks, and what does not.
+"""First test of a machine with accelerators: working features, performance relative to the devices' peaks, failures.
 
     python -m bench.gpu [--shape 0.5b]                  every stage, on all devices of this machine
     python -m bench.gpu --stages kernels step           some of them
-    python -m bench.gpu --shape tiny --device cpu       in a minute, to see that it runs
+    python -m bench.gpu --shape tiny --device cpu       a trial run of a minute
 
 Stages: `kernels` (attention and head, forward and backward), `step` (whole steps on one device with the embedded
 engine), `eager` and `graphs` (whole steps with vLLM, which sleeps and wakes in each), `devices` (all devices: vLLM over
 two, Ulysses over two, parameters and optimizer offloaded), `reshard` (weights of the shape of a 7B model to vLLM). Each
-is a process of its own with a time limit, so that one that crashes takes no other along; its error becomes the reason
-in the table. Models are Qwen2.5 of the given shape with random weights, answers have a fixed length. Goals are beside
-the figures. Writes bench/results/gpu.md after every stage.
+is a separate process with a timeout, so that a crash does not affect the others; its error becomes the reason in the
+table. Models are Qwen2.5 of the given shape with random weights, responses have a fixed length. Goals are next to the
+figures. Writes bench/results/gpu.md after every stage.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Metrics = dict[str, float]
 
 
 class Row(NamedTuple):
-    """goal: what the figure should reach, "" where there is none."""
+    """goal: target of the figure, "" without one."""
 
     what: str
     value: str
@@ -68,11 +68,11 @@ class Row(NamedTuple):
 
 
 class CannotRun(Exception):
-    """Why a stage does not run on this machine."""
+    """The reason why a stage does not run on this machine."""
 
 
 def make_model(folder: Path, shape: str, dtype: torch.dtype) -> Path:
-    """A Hugging Face folder with a tokenizer of bytes; 7B of zeros, the others with random weights."""
+    """Create a Hugging Face folder with a byte tokenizer; 7B with zeros, the others with random weights."""
     if (folder / "config.json").exists():
         return folder
     hidden, layers, heads, key_heads, intermediate, vocabulary, tied = SHAPES[shape]
@@ -93,7 +93,7 @@ def make_model(folder: Path, shape: str, dtype: torch.dtype) -> Path:
 
 
 def settings(options: argparse.Namespace, shape: str, steps: int) -> list[str]:
-    """Arguments of a GRPO run of ``steps`` steps."""
+    """Return the arguments of a GRPO run of ``steps`` steps."""
     folder = options.work / shape
     folder.mkdir(parents=True, exist_ok=True)
     make_model(folder, shape, torch.float32 if shape == "tiny" else torch.bfloat16)
@@ -111,7 +111,7 @@ def settings(options: argparse.Namespace, shape: str, steps: int) -> list[str]:
 
 
 def run(options: argparse.Namespace, name: str, shape: str, steps: int, keys: Sequence[str]) -> list[Metrics]:
-    """Metrics of a whole run through Ray, step by step. Raises CannotRun with what it said at its end."""
+    """Return the metrics of a whole run through Ray, step by step. Raises CannotRun with the end of its output."""
     folder = options.work / f"run_{name}_{time.time_ns()}"
     folder.mkdir(parents=True)
     (folder / "reward.py").write_text(REWARD)
@@ -134,7 +134,7 @@ def _last_words(text: str) -> str:
 
 
 def kernels(options: argparse.Namespace) -> list[Row]:
-    """Attention and head alone, over a packed micro-batch whose answers share their prompts."""
+    """Measure attention and head alone, over a packed micro-batch whose responses share their prompts."""
     device = get_device(options.device)
     hidden, _, heads, key_heads, _, vocabulary, _ = SHAPES[options.shape]
     prompt, answer = options.prompt_tokens, options.response_tokens
@@ -189,7 +189,7 @@ def _tera(flops_per_s: float) -> str:
 
 
 def step(options: argparse.Namespace) -> list[Row]:
-    """Whole steps of the real trainer in this process: one device, no Ray, the embedded engine."""
+    """Measure whole steps of the real trainer in this process: one device, no Ray, the embedded engine."""
     if not dist.is_initialized():
         dist.init_process_group(get_device(options.device).backend, store=dist.HashStore(), rank=0, world_size=1)
     keys = settings(options, options.shape, options.steps + 1)
@@ -199,12 +199,12 @@ def step(options: argparse.Namespace) -> list[Row]:
 
 
 def eager(options: argparse.Namespace) -> list[Row]:
-    """vLLM on one device without graphs."""
+    """Measure vLLM on one device without graphs."""
     return _with_vllm(options, eager=True)
 
 
 def graphs(options: argparse.Namespace) -> list[Row]:
-    """The same with graphs, as by default."""
+    """Measure vLLM on one device with graphs, the default."""
     if get_device(options.device).is_cpu:
         raise CannotRun("a CPU captures no graphs")
     return _with_vllm(options, eager=False)
@@ -220,7 +220,7 @@ def _with_vllm(options: argparse.Namespace, *, eager: bool) -> list[Row]:
 
 
 def devices(options: argparse.Namespace) -> list[Row]:
-    """All devices at once."""
+    """Measure all devices together."""
     _need_vllm()
     count = _count(options) // 2 * 2
     if count < 2:
@@ -236,13 +236,13 @@ def devices(options: argparse.Namespace) -> list[Row]:
 
 
 def reshard(options: argparse.Namespace) -> list[Row]:
-    """Weights of the shape of a 7B model (of ``tiny``: tiny ones) from all devices' shards into vLLM."""
+    """Measure the transfer of a 7B model's weights (of ``tiny``: tiny ones) from all devices' shards to vLLM."""
     _need_vllm()
     device, count = get_device(options.device), _count(options)
     shape = "tiny" if options.shape == "tiny" else "7b"
     hidden, layers, _, _, intermediate, vocabulary, _ = SHAPES[shape]
     parameters = layers * hidden * (3 * intermediate + 3 * hidden) + 2 * vocabulary * hidden
-    # Weights in fp32, their gradients, and the engine's copy with some cache; the optimizer rests on the host.
+    # Weights in fp32, their gradients, and the engine's copy with some cache; the optimizer is offloaded to the host.
     needs, has = parameters * (8 / count + 2 + 1), device.total_memory_bytes()
     if needs > has:
         raise CannotRun(f"{count} devices of {has / 2**30:.0f} GiB are too few: each would need {needs / 2**30:.0f}")
@@ -266,7 +266,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
 
 
 def figures(steps: Sequence[Metrics]) -> list[Row]:
-    """What the steps after the first have reached, medians."""
+    """Return the medians of the steps after the first."""
     counted = steps[1:] or steps
 
     def median(name: str) -> float:
@@ -313,7 +313,7 @@ def _count(options: argparse.Namespace) -> int:
 
 
 def attempt(name: str, options: argparse.Namespace, argv: Sequence[str]) -> tuple[list[Row], str]:
-    """The figures of a stage, or none and the reason. ``here``: in this process, else in one of its own."""
+    """Run a stage in this process (``here``) or a separate one. Return its figures, or none and the reason."""
     if options.here:
         try:
             return STAGES[name](options), ""

@@ -1,4 +1,4 @@
-"""A worker that computes nothing and returns columns of the right length: what is left of a step is the driver.
+"""A worker that computes nothing and returns columns of the right length, so that only the driver's time remains.
 
 Tokens and log-probs are one byte each, so that many workers fit on one machine.
 """
@@ -22,9 +22,9 @@ from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask
 
 
 class IdleWorker(Actor, Rollout):
-    """Answers have ``task.sampling.max_tokens`` tokens on average, give or take half.
+    """A worker whose responses have ``task.sampling.max_tokens`` tokens on average, plus or minus half.
 
-    ranks: of the driver's, for which this process stands, one after the other.
+    ranks: number of the driver's ranks for which this process stands, one after the other.
     """
 
     def __init__(self, prompt_tokens: int, ranks: int = 1) -> None:
@@ -34,7 +34,7 @@ class IdleWorker(Actor, Rollout):
         self._finished: SimpleQueue[tuple[list[str], Finished]] = SimpleQueue()
 
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
-        """The columns and numbers of `RolloutWorker.generate`, for a fair share of the prompts, drawn at random."""
+        """Return the columns and numbers of `RolloutWorker.generate`, for a random fair share of the prompts."""
         rank = next(self._turns)
         drawn = np.random.default_rng(task.call).permutation(len(task.rows))
         places = np.sort(np.array_split(drawn, self._world)[rank])
@@ -63,7 +63,7 @@ class IdleWorker(Actor, Rollout):
         return payload, texts, GenerationNumbers({"reshard": 1e-3, "generate_sequences": 1e-3}, None, numbers)
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
-        """All texts at once, when they are there."""
+        """Return all texts at once, when they are ready."""
         try:
             return self._finished.get(timeout=wait_s)
         except Empty:
@@ -71,18 +71,18 @@ class IdleWorker(Actor, Rollout):
             return [], Finished(nothing, nothing, False)
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """Columns of the length of log-probs."""
+        """Return columns of the length of log-probs."""
         return self._column(batch, c.OLD_LOG_PROBS), PassNumbers()
 
     def ref_log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """Likewise."""
+        """Return columns of the length of log-probs."""
         return self._column(batch, c.REF_LOG_PROBS), PassNumbers()
 
     def _column(self, batch: Batch, name: str) -> Batch:
         return Batch({name: batch.ragged(c.RESPONSE)} if len(batch) else {})
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
-        """Numbers of the optimizer steps."""
+        """Return the numbers of the optimizer steps."""
         steps = np.zeros(len(task.mini_batches))
         shares = dict.fromkeys(("loss", "pg_loss", "kl_loss"), steps)
         token_sums = dict.fromkeys(("ppo_kl", "pg_clipfrac"), steps)

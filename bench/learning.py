@@ -1,11 +1,11 @@
-"""Does every algorithm learn? The quickstart's task, model and step, three seeds each: one table and one plot.
+"""Learning curves of every algorithm on the quickstart's task, model and step, three seeds each: a table and a plot.
 
     python -m bench.learning [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
     python -m bench.learning --newer --out learning_newer_cpu.md …
     python -m bench.learning --moe --out learning_moe_cpu.md …
 
-Complete runs in the folder `--work` are not made again. The plot needs matplotlib (extra `dev`). `--newer`: the methods
-of 2025 and 2026, and grpo. `--moe`: a model with eight experts in a layer.
+Complete runs in the folder `--work` are reused. The plot needs matplotlib (extra `dev`). `--newer`: the methods of 2025
+and 2026, and grpo. `--moe`: a model with eight experts per layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.table import ROOT, parse, table, write
 from rltrain.run.report.table import read_metrics
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-# Without the penalty for long answers, where there is one.
+# Without the penalty for long responses, if there is one.
 KEYS = ("val-aux/rltrain/arithmetic/rule_score/mean@4", "val-core/rltrain/arithmetic/reward/mean@4")
 GOAL = 0.7
 EVERY = 10
@@ -72,7 +72,7 @@ NEWER = {
     )},
     **{name: [f"algorithm.adv_estimator={name}"] for name in ("maxrl", "lite_ppo", "optimal_token_baseline")},
     "top_entropy_quantile": [*GRPO, f"{A}top_entropy_quantile=0.2"],
-    # The policy begins at an entropy of about 0.5 nats a token.
+    # The policy begins at an entropy of about 0.5 nats per token.
     "adaptive_entropy": [
         *GRPO, f"{A}adaptive_entropy.target_entropy=0.3",
         f"{A}adaptive_entropy.delta_ent_coef=0.0005",
@@ -94,7 +94,7 @@ MOE = {
 
 
 def prepare(out: Path, experts: int = 0, warm_up: int = 400) -> list[str]:
-    """Data and model of the quickstart, which has ``experts``; returns the keys that name them."""
+    """Create data and model of the quickstart, optionally with ``experts``; return the keys that name them."""
     data, model = out / "data", out / ("model_experts" if experts else "model")
     if not (model / "config.json").exists():
         arguments = ["--output", data, "--num-train", 2048, "--num-test", 128, "--max-operand", 49, "--seed", 0]
@@ -120,14 +120,14 @@ def train(run: Path, *arguments: object, command: Sequence[str] = (sys.executabl
 
 
 def at_once(jobs: int, actions: Iterable[Callable[[], None]]) -> None:
-    """Do all actions, ``jobs`` at a time."""
+    """Run all actions, ``jobs`` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         for job in [pool.submit(action) for action in actions]:
             job.result()
 
 
 def seconds_a_step(runs: Iterable[Path]) -> float:
-    """Return the mean over all steps of the runs."""
+    """Return the mean seconds over all steps of the runs."""
     seconds = [line["timing_s/step"] for run in runs for line in read_metrics(run) if "timing_s/step" in line]
     return sum(seconds) / len(seconds)
 
@@ -137,7 +137,7 @@ def folder_of(out: Path, name: str, seed: int) -> Path:
 
 
 def curve(run: Path) -> dict[int, float]:
-    """Held-out accuracy by step."""
+    """Return the held-out accuracy by step."""
     lines = [line for line in read_metrics(run) if KEYS[1] in line]
     return {line["step"]: line.get(KEYS[0], line[KEYS[1]]) for line in lines}
 

@@ -1,9 +1,9 @@
-"""Do tools and environments teach? examples/agent_cpu.sh, with what they say and with noise in its place.
+"""Learning from tools and environments: examples/agent_cpu.sh with their real output and with noise instead.
 
     python -m bench.learning_agents [--seeds 3] [--jobs 1] [--only calculator,guess]
 
-A seed decides the model, the order of the data and the answers that are drawn; both arms of a seed share them.
-Complete runs in the folder `--work` are not made again. The plot needs matplotlib (extra `dev`).
+A seed determines the model, the order of the data and the sampled responses; both arms of a seed share them. Complete
+runs in the folder `--work` are reused. The plot needs matplotlib (extra `dev`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Task:
     """A task of examples/agent_cpu.sh and its control."""
 
     score: str
-    """Key of the held-out score: the share of right answers."""
+    """Key of the held-out score: the share of right responses."""
     aside: str
-    """What stands beside it."""
+    """The second metric."""
     shown: tuple[int, ...]
-    """Steps of the table's columns; the last is that of the run."""
+    """Steps of the table's columns; the last is the run's last step."""
     arms: dict[str, str]
-    """What it is told, and the setting for that."""
+    """Kind of tool output -> its setting."""
 
 
 TASKS = {
@@ -57,12 +57,12 @@ def folder(out: Path, task: str, arm: str, seed: int) -> Path:
 
 
 def train(out: Path, task: str, seed: int, warm_up: int) -> None:
-    """Both arms, one after the other: the second finds the model of the first."""
+    """Train both arms, one after the other, because the second reuses the model of the first."""
     for arm, setting in TASKS[task].arms.items():
         run = folder(out, task, arm, seed)
         settings = [f"data.seed={seed}", f"trainer.total_training_steps={TASKS[task].shown[-1]}"]
         settings += [f"trainer.test_freq={EVERY}", "trainer.save_at_end=False", "trainer.logger=[]"]
-        # Seeds that run at the same time must not write the same file.
+        # Concurrent seeds must not write the same file.
         made = str(out / f"made_{task}_{seed}")
         environment = {"TASK": task, "SEED": str(seed), "RUN": str(run), "OUT": made, "WARM_UP": str(warm_up)}
         words = ["examples/agent_cpu.sh", *settings, *([setting] if setting else [])]
@@ -70,13 +70,13 @@ def train(out: Path, task: str, seed: int, warm_up: int) -> None:
 
 
 def points(run: Path, task: str) -> dict[int, tuple[float, float]]:
-    """Held-out score, and what stands beside it, by step."""
+    """Return the held-out score and the second metric by step."""
     lines = [line for line in read_metrics(run) if TASKS[task].score in line]
     return {line["step"]: (line[TASKS[task].score], _aside(line, task)) for line in lines}
 
 
 def _aside(line: dict[str, Any], task: str) -> float:
-    # num_turns counts what answers a turn as one more, and the prompt. A call is answered, and then there is another.
+    # num_turns also counts replies to turns, and the prompt. A call gets a reply, and then another turn follows.
     turns = line["val-aux/num_turns/mean"] / 2
     return turns - 1 if task == "calculator" else turns
 

@@ -1,9 +1,9 @@
-"""Do images teach? examples/vlm_cpu.sh for each family, with the images and with white ones: one table.
+"""Learning from images: examples/vlm_cpu.sh for each family, with the images and with white ones: one table.
 
     python -m bench.learning_vision [--steps 150] [--seeds 3] [--jobs 1] [--only …]
 
-A seed decides the weights, the order of the data and the answers that are drawn; both arms of a seed share them.
-Complete runs in the folder `--work` are not made again.
+A seed determines the weights, the order of the data and the sampled responses; both arms of a seed share them. Complete
+runs in the folder `--work` are reused.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def train(out: Path, family: str, arm: str, seed: int, steps: int) -> None:
     run = folder(out, family, arm, seed)
     settings = [f"data.seed={seed}", f"trainer.total_training_steps={steps}", f"trainer.test_freq={EVERY}"]
     settings += ["trainer.save_at_end=False", "trainer.logger=[]"]
-    # Runs at the same time must not write the same file.
+    # Concurrent runs must not write the same file.
     environment = {"FAMILY": family, "BLANK": ARMS[arm], "OUT": str(run / "made"), "SEED": str(seed), "RUN": str(run)}
     learning.train(run, "examples/vlm_cpu.sh", *settings, command=["bash"], **environment)
 
 
 def curve(run: Path) -> dict[int, float]:
-    """Held-out accuracy by step."""
+    """Return the held-out accuracy by step."""
     return {line["step"]: line[KEY] for line in read_metrics(run) if KEY in line}
 
 

@@ -1,9 +1,9 @@
-"""Peak memory of the log-prob pass and the update against vocabulary and tokens: ours, and with all logits at once.
+"""Peak memory of log-prob pass and update by vocabulary and tokens: rltrain's, and with all logits at once.
 
     python -m bench.memory                   prints the table and writes it to bench/results/
 
-Every figure is a child process of its own: its peak resident memory (VmHWM) less what it had before the pass. The model
-is one layer of 128, so that what remains is the vocabulary's.
+Every figure is from a separate child process: its peak resident memory (VmHWM) minus its memory before the pass. The
+model is one layer of 128, so that the vocabulary dominates.
 """
 
 import os
@@ -41,7 +41,7 @@ PLAIN_LIMIT = 2048 * 151_936
 
 
 def peak_mib() -> float:
-    """Peak resident memory of this process."""
+    """Return the peak resident memory of this process, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 
@@ -56,9 +56,9 @@ def plain_log_probs(
     in_fp32: bool = False,
     with_squares: bool = False,
 ) -> TokenLogProbs:
-    """`head.token_log_probs` by automatic differentiation of the definition, with all logits at once.
+    """Compute `head.token_log_probs` by automatic differentiation of the definition, with all logits at once.
 
-    Without its last two options.
+    Does not support its last two options.
     """
     assert not in_fp32
     assert not with_squares
@@ -73,7 +73,8 @@ def plain_log_probs(
 
 
 def measure(folder: Path, way: str, work: str, vocabulary: int, tokens: int) -> float:
-    """MiB that one pass adds to this process. tokens: answer tokens in one micro-batch. folder: of the models."""
+    """Return the MiB that one pass adds to this process. tokens: response tokens per micro-batch. folder: of the
+    models."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     folder = folder / str(vocabulary)

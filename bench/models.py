@@ -1,12 +1,12 @@
-"""Which families of decoders are computed as transformers computes them: tiny models of each, on the CPU.
+"""Decoder families that are computed as transformers computes them: tiny models of each, on the CPU.
 
     python -m bench.models [--out models.md] [--no-vllm] [FAMILY ...]
 
-Each row is a configuration of transformers' own sizes, or with the fields that are named here, made small by
-`rltrain.run.preflight.small`, as every run does before it loads a model. Training, the embedded engine, adapters and
-a round trip through an export are compared with transformers' eager forward on each sample alone, by log-probs,
-gradients or weights; vLLM through the weight sync of a run, twice, in a process per family. Rows that are not asked
-for stay as they are in the page, and with --no-vllm what it says of vLLM.
+Each row is a configuration with transformers' default sizes, or with the fields given here, made small by
+`rltrain.run.preflight.small`, as every run does before it loads a model. Training, the embedded engine, adapters and a
+round trip through an export are compared with transformers' eager forward on each sample alone, by log-probs, gradients
+or weights; vLLM through the weight sync of a run, twice, in a process per family. The page keeps the rows that were not
+requested, and with --no-vllm its results for vLLM.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ _FAR = 1e-3
 @dataclass(frozen=True)
 class Family:
     """A row. kind: transformers' model_type; fields: of the configuration; longest: of a sequence; vllm: tried;
-    recomputes: with gradient checkpointing.
-    """
+    recomputes: with gradient checkpointing."""
 
     kind: str
     peculiar: str
@@ -211,7 +210,7 @@ FAMILIES = {
 
 
 def row_of(name: str, *, vllm: bool) -> str:
-    """The row of the table. Needs a process group of one process."""
+    """Return the row of the table. Needs a process group of one process."""
     family = FAMILIES[name]
     cells = [name, family.peculiar, *_cells(name, family, vllm)]
     return f"| {' | '.join(cells)} |"
@@ -241,11 +240,11 @@ def _cells(name: str, family: Family, vllm: bool) -> list[str]:
 
 
 def _said(check: Callable[[], object]) -> str:
-    """What a cell says: works, or why a run refuses."""
+    """Return the text of a cell: works, or the reason of a refusal."""
     try:
         check()
     except (Wrong, ConfigError) as error:
-        # The way out is that of a run.
+        # The suggested fix is for a run.
         return "refused: " + re.split(r"\. (?:Use|Keep|Set|Raise) ", str(error))[0].rstrip(".")
     except CannotTry as error:
         return f"not tried: {error}"
@@ -253,7 +252,7 @@ def _said(check: Callable[[], object]) -> str:
 
 
 def _save(config: Any, folder: Path) -> Path:
-    """A small copy with random weights, as a checkpoint."""
+    """Save a small copy with random weights as a checkpoint."""
     from tests.tiny import save_tiny_tokenizer
 
     small = small_copy(config)
@@ -273,7 +272,7 @@ def _policy(folder: Path, lora: Lora | None = None) -> PolicyModel:
 
 
 def _export(folder: Path, out: Path) -> None:
-    """Read by the trainer and written again: the same names and numbers."""
+    """Check that a model read by the trainer and written again has the same names and numbers."""
     config = load_config(str(folder))
     if problems := export_huggingface(_policy(folder), config, ChatEncoder(str(folder)), str(out)):
         raise Wrong(problems[0])
@@ -284,7 +283,8 @@ def _export(folder: Path, out: Path) -> None:
 
 
 def _adapters(folder: Path) -> str:
-    """On all linear layers; where all-linear is refused because experts are none, on those that are."""
+    """Try adapters on all linear layers; if all-linear is refused because the experts are not linear, on the linear
+    ones."""
     verdict = _said(lambda: _train_adapters(folder, "all-linear"))
     if "does not reach the experts" not in verdict:
         return verdict
@@ -295,13 +295,13 @@ def _adapters(folder: Path) -> str:
 
 
 def _train_adapters(folder: Path, targets: Any) -> None:
-    """Adapters filled by chance: the merged weights compute what they do."""
+    """Check that merged weights compute the same as randomly filled adapters."""
     lora = Lora("actor_rollout_ref.model", 4, 8, targets, None, None, torch.float32, 0)
     policy, plain = _policy(folder, lora), _plain(folder)
     generator, samples = torch.Generator().manual_seed(0), model_check.trial_samples()
     model_check.packed_scores(policy.train(), samples).sum().backward()
     for weight in policy.parameters():
-        # A router may take the weight of a layer that it never calls: adapters there learn nothing and change nothing.
+        # A router may use the weight of a layer without calling it: adapters there learn nothing and change nothing.
         if weight.grad is not None:
             local: Any = weight.detach()
             local.to_local().normal_(std=0.2, generator=generator)
@@ -318,7 +318,7 @@ def _train_adapters(folder: Path, targets: Any) -> None:
 
 
 def _by_vllm(name: str) -> str:
-    """In a process of its own, as vLLM starts once a process."""
+    """Try vLLM in a separate process, because it starts once per process."""
     if not importlib.util.find_spec("vllm"):
         return _NOT_RUN
     command = [sys.executable, "-m", "bench.models", "--vllm", name]
@@ -327,7 +327,7 @@ def _by_vllm(name: str) -> str:
 
 
 def _say_vllm(name: str) -> None:
-    """The weight sync of a run, with first and with other weights, each with its canary."""
+    """Run the weight sync of a run, with first and with other weights, each with its canary."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from tests.workers.engines import engine_of
@@ -364,7 +364,7 @@ def _say_vllm(name: str) -> None:
             verdict = f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
     sys.stdout.write(verdict + "\n")
     sys.stdout.flush()
-    os._exit(0)  # vLLM's own threads would go on for a while
+    os._exit(0)  # vLLM's threads would keep running for a while
 
 
 _PAGE = """# Families of models
@@ -385,13 +385,13 @@ with this family. Its CPU kernel has no latent attention of a small size: with D
 
 
 def rows_of(page: str) -> dict[str, str]:
-    """The rows of a page by the name of their family."""
+    """Return the rows of a page by the name of their family."""
     rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
     return {row.split(" | ")[0].removeprefix("| "): row for row in rows}
 
 
 def page_of(rows: Sequence[str]) -> str:
-    """The page with these rows."""
+    """Return the page with these rows."""
     command = (
         f"`python -m bench.models` wrote this on {date.today()}, with transformers {version('transformers')} and torch "
         f"{version('torch')}, in float32 on a CPU."
@@ -400,7 +400,7 @@ def page_of(rows: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print rows, and write the page where all families were run."""
+    """Print rows, and write the page if all families were run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []])
     parser.add_argument("--no-vllm", action="store_true")

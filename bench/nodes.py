@@ -1,12 +1,12 @@
-"""What goes from node to node: the real trainer over idle workers on several Ray nodes of this machine.
+"""Traffic between nodes: the real trainer with idle workers on several Ray nodes of this machine.
 
     python -m bench.nodes [--nodes 2,4,8] [--workers 2] [--samples 128] [--tokens 10000]
 
-Every node is a raylet with an object store of its own, so what is read on another node than where it was made goes
-over the loopback interface. That of a network namespace made for the purpose (which needs root) counts it, with Ray's
-own messages. The workers compute nothing and return columns of a byte a token. Samples grow with the nodes; so the
-bytes of a sample show how the traffic grows. `whole` is how it was before: every node reads whole objects, and layouts
-do not look at where an answer lies; so the difference is that of both, not of parcels alone. Writes
+Every node is a raylet with a separate object store, so data that is read on another node than where it was created
+crosses the loopback interface. A dedicated network namespace (which needs root) counts its bytes, including Ray's
+messages. The workers compute nothing and return columns of a byte per token. Samples grow with the nodes, so the bytes
+per sample show how the traffic grows. `whole` is the old behaviour: every node reads whole objects, and layouts ignore
+where a response is stored; so the difference includes both, not only cutting objects. Writes
 bench/results/nodes_cpu.md.
 """
 
@@ -36,29 +36,30 @@ _ADDRESS = "198.51.100.1"
 _STORE_BYTES = 512 << 20
 STEPS = 3
 TITLES = ("nodes", "workers", "samples", "reading", "counted, kB a sample", "wire, kB a sample", "share", "step, s")
-# Of a sample and its two columns of log-probs, with the idle workers' byte a token.
+# Per sample with its two columns of log-probs, with the idle workers' byte per token.
 COLUMNS = 5
 
 
 def own_network() -> None:
-    """Move this process into a network namespace of its own, whose loopback nobody else uses. Raises OSError."""
+    """Move this process to a new network namespace, whose loopback has no other users. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "a network namespace needs root")
-    # With an address and a route, as on a machine with a network: Ray looks for the address by which it is reached.
+    # With an address and a route, as on a machine with a network, because Ray looks for its reachable address.
     for command in ("link set lo up", f"address add {_ADDRESS}/32 dev lo", f"route add default dev lo src {_ADDRESS}"):
         subprocess.run(["ip", *command.split()], check=True)
 
 
 def loopback_bytes() -> int:
-    """Bytes that the loopback interface has carried so far."""
+    """Return the bytes that the loopback interface has carried so far."""
     match = re.search(r"^\s*lo:\s*(\d+)", Path("/proc/self/net/dev").read_text(), re.MULTILINE)
     assert match
     return int(match[1])
 
 
 def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[str, float, float, float]]:
-    """Per way of reading: bytes a sample between nodes as the trainer counts them and on the wire, seconds a step."""
+    """Measure per way of reading: bytes per sample between nodes as counted by the trainer and on the wire, seconds a
+    step."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": workers, "object_store_memory": _STORE_BYTES})
     try:
         for _ in range(nodes - 1):
@@ -73,7 +74,7 @@ def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[s
         group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS})
         places, rows = group.nodes, []
         for way in ("whole", "parcels"):
-            # With all ranks on one node nothing is cut, and layouts do not look at nodes.
+            # With all ranks on one node nothing is cut, and layouts ignore nodes.
             group.nodes = [0] * len(places) if way == "whole" else places
             trainer = make_trainer(group, workers * nodes, samples * nodes, tokens)
             trainer.step(1)
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         if not options.smoke:
             raise
     os.environ.pop("RAY_ADDRESS", None)
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # nobody else is in this network, and raylets and driver must agree
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # the network has no other users, and raylets and driver must agree
     size, rows = COLUMNS * options.tokens, []
     for nodes in options.nodes:
         for way, counted, wire, seconds in measure(nodes, options.workers, options.samples, options.tokens):

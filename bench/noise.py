@@ -1,4 +1,4 @@
-"""A tool and an environment that tell nothing: what is learnt with them is not learnt from what they say."""
+"""A tool and an environment with random output, as controls for learning."""
 
 import random
 from typing import Any
@@ -19,14 +19,14 @@ def calculator(expression: str) -> str:
 
 
 class DeafGuess(Guess):
-    """Says "higher" or "lower" by chance until the number is found."""
+    """Says "higher" or "lower" at random until the number is found."""
 
     def reset(self, row: Any, seed: int) -> None:
-        """Begin, with chances of this answer's own."""
+        """Start a game, with a random generator seeded per response."""
         super().reset(row, seed)
         self._chance = random.Random(seed)
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """As `Guess.step`, but for the word."""
+        """Return `Guess.step` with a random word."""
         said, reward, done = super().step(text)
         return (self._chance.choice(("higher", "lower")) if said in ("higher", "lower") else said), reward, done

@@ -1,11 +1,12 @@
-"""Each phase of a step against a bare floor: the same in plain torch (bench/floor.py), packed and with shared prompts.
-And the passes of the trainer over long-tailed lengths against equal ones, per token: against the equal lengths of the
-floor, and against as many equally long answers of as many tokens, where nothing but the lengths differs.
+"""Each phase of a step against a lower bound in plain torch (bench/floor.py), packed and with shared prompts.
+
+Also compares the trainer's passes over long-tailed lengths with equal ones, per token: with the equal lengths of the
+floor, and with as many responses of equal length and the same number of tokens, so that only the lengths differ.
 
     python -m bench.phases [--dtype bfloat16] [--shape tiny] [--steps 3] [--rounds 2]
 
-Ours is a real run (`python -m rltrain.main_ppo`, phases as in its metrics); the floor is a process with the same
-environment and one thread. 32 prompts x 8 answers x 128 tokens, two optimizer steps, KL in the loss. Writes
+rltrain's side is a real run (`python -m rltrain.main_ppo`, phases as in its metrics); the floor is a process with the
+same environment and one thread. 32 prompts x 8 responses x 128 tokens, two optimizer steps, KL in the loss. Writes
 bench/results/phases_cpu.md.
 """
 
@@ -29,13 +30,13 @@ from rltrain.base.env import worker_environment
 
 PHASES = ("generate_sequences", "old_log_prob", "ref", "update_actor")
 PASSES = ("old_log_prob", "ref", "update_actor")
-# Half of the old log-probs come from the update itself (actor.recompute_old_log_prob=auto), here as there.
+# Half of the old log-probs come from the update itself (actor.recompute_old_log_prob=auto), here as in the run.
 OLD_LOG_PROB_SHARE = 0.5
 MICRO_GROUPS, MINI_BATCHES = 4, 2
 
 
 def floors(folder: Path, dtype: str, limit: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Seconds of each phase, packed and shared. Runs in this process."""
+    """Return the seconds of each phase, packed and shared. Runs in this process."""
     import torch
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
@@ -74,7 +75,7 @@ def floors(folder: Path, dtype: str, limit: int, repeats: int) -> dict[str, dict
 
 
 def seconds(action: Callable[[], object], repeats: int) -> float:
-    """Median wall clock after a warm run."""
+    """Return the median wall-clock seconds after a warm-up run."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -84,7 +85,7 @@ def seconds(action: Callable[[], object], repeats: int) -> float:
 
 
 def run_floors(folder: Path, options: argparse.Namespace, limit: int) -> dict[str, dict[str, float]]:
-    """`floors` in a process with the environment of our workers."""
+    """Run `floors` in a process with the environment of rltrain's workers."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | worker_environment("cpu", 1)
     command = [
         sys.executable,
@@ -100,7 +101,7 @@ def run_floors(folder: Path, options: argparse.Namespace, limit: int) -> dict[st
 
 
 def lengths_table(equal: dict[int, Steps], long_tail: Steps) -> str:
-    """Microseconds per computed token of each pass over answers of each equal length; long_tail's as ratios of them."""
+    """Return microseconds per computed token of each pass for each equal length, and long_tail's as ratios of them."""
     mean = statistics.mean(step["response_length"] for step in long_tail)
     titles = [title for length in equal for title in (f"all of {length} tokens, us/token", "ratio")]
     rows = []

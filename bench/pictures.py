@@ -1,4 +1,4 @@
-"""The work with pictures: a random Qwen2.5-VL in the proportions of the real ones, its processor, and drawings."""
+"""Workload with images: a random Qwen2.5-VL in the proportions of the real ones, its processor, and drawings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-# Of a picture: 11 x 8 tokens of 28 x 28 pixels.
+# Of an image: 11 x 8 tokens of 28 x 28 pixels.
 WIDTH, HEIGHT, TOKENS = 308, 224, 88
 _PATCH = 14
 _START, _END, _IMAGE, _VIDEO = MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def make_model(shape: Any, vocabulary: int, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    """A model with as many layers in the tower as in the language model. Gives the tokenizer the marks of images."""
+    """Return a model with as many layers in the tower as in the language model. Adds image tokens to the tokenizer."""
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = TEMPLATE
     ids = tokenizer.convert_tokens_to_ids
@@ -51,7 +51,7 @@ def make_model(shape: Any, vocabulary: int, tokenizer: PreTrainedTokenizerFast) 
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
-    """The processor of Qwen2.5-VL (needs torchvision)."""
+    """Return the processor of Qwen2.5-VL (needs torchvision)."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     sizes = {"shortest_edge": 4 * (2 * _PATCH) ** 2, "longest_edge": 1280 * (2 * _PATCH) ** 2}
@@ -60,7 +60,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def drawing(number: int) -> bytes:
-    """A triangle with a circle, as a PNG file."""
+    """Return a triangle with a circle, as a PNG file."""
     draw, image = random.Random(number), Image.new("RGB", (WIDTH, HEIGHT), "white")
     pen = ImageDraw.Draw(image)
     corners = [(draw.randrange(WIDTH), draw.randrange(HEIGHT)) for _ in range(4)]

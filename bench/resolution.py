@@ -1,10 +1,10 @@
-"""What does a search of the resolution find? A small model that learnt on rectangles of 84 x 84 pixels, and a mean.
+"""Result of a resolution search: a small model trained on rectangles of 84 x 84 pixels, and an averaged one.
 
     python -m bench.resolution [--steps 150] [--sizes 84x84,168x168] [--models last,mean]
 
-The run is that of examples/vlm_cpu.sh with a checkpoint every ten steps. `rltrain.resolution` searches for its last
-checkpoint, and for the mean of its last three, on images of the size of training and on the same
-ones drawn twice as wide and high. Complete models and runs in the folder `--work` are not made again.
+The run is examples/vlm_cpu.sh with a checkpoint every ten steps. `rltrain.resolution` searches for its last checkpoint,
+and for the mean of its last three, on images of the training size and on the same images at twice the width and height.
+Complete models and runs in the folder `--work` are reused.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SEARCHED = [
     "data.image_key=images", "data.max_prompt_length=128", "data.max_response_length=2", "trainer.device=cpu",
     "trainer.n_gpus_per_node=1", f"{R}name=hf",
 ]  # fmt: skip
-# Of images, and the folder of their rows.
+# Size of the images -> the folder of their rows.
 SIZES = {"84x84": "held", "168x168": "held_twice"}
 
 
 def prepare(out: Path, num_dev: int, num_test: int) -> None:
-    """Rows to train on, rows to search and test on in two sizes, and a model."""
+    """Create rows to train on, rows to search and test on in two sizes, and a model."""
     rectangles = ("-m", "rltrain.data_preprocess.rectangles", "--output")
     if not (out / "model" / "config.json").exists():
         call(*rectangles, out / "data", "--num-train", 2 * num_dev, "--num-test", 128, "--seed", 0)
@@ -54,7 +54,7 @@ def prepare(out: Path, num_dev: int, num_test: int) -> None:
 
 
 def enlarged(small: pa.Table) -> pa.Table:
-    """The same rows, every pixel of their images four."""
+    """Return the same rows with every pixel of their images doubled in width and height."""
     rows = small.to_pylist()
     for row in rows:
         pixels = [np.asarray(open_image(image)) for image in row["images"]]
@@ -76,7 +76,7 @@ def train(out: Path, steps: int, names: list[str]) -> dict[str, str]:
 
 
 def search(out: Path, name: str, model: str, size: str) -> Iterator[str]:
-    """Rows of a search: one for each setting."""
+    """Yield the rows of a search: one for each setting."""
     folder, data = out / "search" / f"{name} {size}".replace(" ", "_"), out / SIZES[size]
     words = [model, f"dev={data}/train.parquet", f"test={data}/test.parquet", f"out={folder}"]
     call("-m", "rltrain.resolution", *words, *SEARCHED)

@@ -1,9 +1,9 @@
-"""The reward pool: what an easy answer costs, and what a hostile one costs the others.
+"""Reward pool: cost of an ordinary response, and the cost of a response that hangs for the others.
 
     python -m bench.rewards            prints the table and writes it to bench/results/
 
-2,048 answers on two workers, scored by the MATH scorer inside a custom reward function; a hostile answer (every
-hundredth) never comes back and is killed at its deadline.
+2,048 responses on two workers, scored by the MATH scorer inside a custom reward function; every hundredth response
+hangs and is killed at its deadline.
 """
 
 import os
@@ -43,7 +43,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def easy(number: int) -> str:
-    """An answer of a few thousand characters whose box is right."""
+    """Return a response of a few thousand characters whose box is right."""
     return (
         f"{'We add the two numbers and check the sum once more. ' * 40}"
         f"The answer is \\boxed{{\\dfrac{{{number}}}{{7}}}}."
@@ -51,7 +51,7 @@ def easy(number: int) -> str:
 
 
 def wall_clock(pool: RewardPool, texts: list[str]) -> float:
-    """Seconds the pool takes for these answers."""
+    """Return the pool's seconds for these responses."""
     reference, every = ray.put(texts), np.arange(len(texts))
     started = time.perf_counter()
     scoring = pool.begin_scoring("train", len(texts))
@@ -64,7 +64,7 @@ def wall_clock(pool: RewardPool, texts: list[str]) -> float:
 
 
 def in_this_process(texts: list[str]) -> float:
-    """Seconds for the scorer alone, one after the other."""
+    """Return the seconds of the scorer alone, one after the other."""
     started = time.perf_counter()
     for number, text in enumerate(texts):
         math_boxed(text, f"\\frac{{{number}}}{{7}}", {})
@@ -72,7 +72,7 @@ def in_this_process(texts: list[str]) -> float:
 
 
 def replacement(custom: CustomReward) -> float:
-    """Seconds from a killed answer's deadline until the next one is scored by the new process."""
+    """Return the seconds from a killed response's deadline until the new process has scored the next one."""
     with ScoringSlot(custom, TIMEOUT_S) as slot:
         slot.score("math", easy(1), "1", {})
         started = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Rollout engines on the same model, prompts and answer lengths, in one process with one thread: a row an engine.
+"""Rollout engines with the same model, prompts and response lengths, in one process and thread: one row per engine.
 
     python -m bench.rollout [--dtype bfloat16] [--repeats 3]      prints the tables, writes bench/results/rollout_cpu.md
 
-The model is random and its end token is never sampled; every answer has the length the workload says. The floor is the
-same decoder in bare torch (`bench.floor`) for answers of one length: keys and values in place, prompts shared, no
-scheduling. vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the
-process, the least of all runs, with the engines taking turns: other work on the machine counts less than in wall clock.
-Ratios are what counts.
+The model is random and its end token is never sampled; the workload sets every response's length. The floor is the same
+decoder in bare torch (`bench.floor`) for responses of one length: keys and values in place, prompts shared, no
+scheduling. vLLM runs in the same process through rollout.name=vllm. Seconds are processor time of the process, the
+minimum of all runs, with the engines taking turns: other work on the machine disturbs it less than wall-clock time. The
+ratios are the result.
 """
 
 import os
@@ -45,7 +45,7 @@ PROMPT_TOKENS = 57
 
 @dataclass(frozen=True)
 class Workload:
-    """lengths [prompts, answers]: tokens of each answer."""
+    """lengths [prompts, responses]: tokens of each response."""
 
     name: str
     prompts: Tensor
@@ -57,7 +57,7 @@ class Workload:
 
 
 def workloads(count: int = 32, length: int = 128) -> list[Workload]:
-    """``count`` prompts with answers of one length, and half as many with answers of up to 4 times that."""
+    """Return ``count`` prompts with responses of one length, and half as many with responses of up to 4 times that."""
     rng = np.random.default_rng(0)
     prompts, half, most = torch.from_numpy(rng.integers(2, 1000, (count, PROMPT_TOKENS))), count // 2, 4 * length
     skewed = rng.lognormal(3.6, 1.0, (half, 8)).clip(4, most).astype(np.int64)
@@ -70,7 +70,7 @@ def workloads(count: int = 32, length: int = 128) -> list[Workload]:
 
 
 def transformers_generate(model: PreTrainedModel, work: Workload, rows: int) -> None:
-    """`generate`, ``rows`` answers at once. It computes every row of a batch to the length of its longest."""
+    """Run `generate` with ``rows`` responses at once. It computes every row of a batch up to its longest."""
     prompts = work.prompts.repeat_interleave(work.lengths.shape[1], 0)
     for ids, lengths in zip(prompts.split(rows), work.lengths.flatten().split(rows), strict=True):
         model.generate(
@@ -109,7 +109,7 @@ class AllAtOnce:
 
 
 def embedded(engine: hf.HFRollout, work: Workload) -> None:
-    """rollout.name=hf. The lengths are put in place of the limits."""
+    """Run rollout.name=hf, with the lengths instead of the limits."""
 
     class Forced(RunningTurns):
         def add(self, jobs, reused=None):
@@ -123,7 +123,7 @@ def embedded(engine: hf.HFRollout, work: Workload) -> None:
 
 
 def through_vllm(engine: VLLMRollout, work: Workload) -> None:
-    """rollout.name=vllm, likewise."""
+    """Run rollout.name=vllm, with the lengths instead of the limits."""
     params_of = engine._params_of
 
     def forced(job, stream, sampling, **how):
@@ -148,7 +148,7 @@ def serve(engine: RolloutEngine, work: Workload) -> None:
 
 
 def make_model(dtype: torch.dtype) -> PreTrainedModel:
-    """Three million parameters; nothing ends an answer."""
+    """Return a model of three million parameters without an end token."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
@@ -189,7 +189,7 @@ def with_weights(engine, model: PreTrainedModel):
 
 
 def seconds(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Least processor time of each, in turns, after a short warm-up by the first repeat."""
+    """Return the minimum processor time of each, in turns, after a short warm-up by the first repeat."""
     times_of: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats):
         for name, action in actions.items():
@@ -201,7 +201,7 @@ def seconds(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 
 
 def measure(name: str, options: argparse.Namespace) -> str:
-    """The table of one dtype."""
+    """Return the table of one dtype."""
     dtype = getattr(torch, name)
     model = make_model(dtype)
     engine, floor = make_engine(model, dtype), Floor(model, dtype)

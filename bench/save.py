@@ -1,26 +1,26 @@
-"""What saving costs a step: one that waits for it, one beside a save in the background, and one without any.
+"""Cost of saving for a step: a blocking save, a save in the background during the step, and none.
 
     OMP_NUM_THREADS=1 python -m bench.save [--hidden 768] [--layers 8] [--rounds 8] [--mib-per-s 100] [--steps 3]
 
-They take turns in one run, so that all see the same machine: in each round once in one order and once in the other,
-so that a machine that slows down or speeds up within a round favours none. What is left of its moods comes in rare
-large differences, which a mean of few rounds is made of. So beside the mean stands the mean of the middle 60 %.
+They take turns in one run, so that all see the same machine: in each round once in one order and once in the reverse
+order, so that a machine that slows down or speeds up within a round favours none. The remaining noise is rare large
+differences, which dominate a mean of few rounds. So the table also has the mean of the middle 60 %. A save in the
+background costs the time until the step begins (the copy to the host) and the slow-down of the step; a blocking save
+costs its whole time.
 
-A save in the background costs the time until the step begins (the copy to the host) and what the step is slowed down
-by; one that waits costs the time that it takes.
-One thread computes, as on a host of accelerators: with all cores computing, a save in the background has to take the
-processor from the step. The limit that the machine sets is a step beside another process that does no more than to
-digest and write as many bytes. Writes bench/results/save_cpu.md.
+One thread computes, as on a host of accelerators: with all cores computing, a save in the background takes the
+processor from the step. The machine's limit is a step during which another process only digests and writes as many
+bytes. Writes bench/results/save_cpu.md.
 
-The processes keep the memory that they were given. On a host of accelerators gradients are on a device; here, by what
-malloc had given back before, new pages for them took from none to 0.4 s of a step (/proc/PID/task/*/stat): more than a
-save costs.
+The processes keep the memory that they have allocated. On a host of accelerators gradients are on a device. Here,
+depending on the memory that malloc had returned before, new pages for them took from none to 0.4 s of a step
+(/proc/PID/task/*/stat): more than a save costs.
 
---steps: so many are made beside each save, so that it is over when they are; the column at the right says whether.
+--steps: number of steps during each save, enough for the save to finish; the column at the right shows whether it did.
 
---mib-per-s: the run folder lies on storage that takes so much a second and no more, as shared storage does, and the
-table is save_slow_disk_cpu.md. That storage is made for the bench (a file behind a loop device, with the kernel's limit
-for it), so it needs root and the blkio controller of the first version of control groups.
+--mib-per-s: the run folder is on storage of this speed, like shared storage, and the table is save_slow_disk_cpu.md.
+That storage is created for the benchmark (a file on a loop device, with the kernel's limit for it), so it needs root
+and the blkio controller of the first version of control groups.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _KEEPS_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 34), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_ARENA_MAX": "1"
 }  # for glibc, whose arenas of threads would give back memory all the same  # fmt: skip
 WAYS = ("no save", "waits", "in the background", "another process writes")
-# What saving costs is the difference of these, which is small: the others take part in every fourth round alone.
+# The cost of saving is the small difference of these two: the others run only in every fourth round.
 PAIR = (WAYS[0], WAYS[2])
 _OTHER = """
 import os, sys, xxhash
@@ -71,7 +71,7 @@ for line in sys.stdin:
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> Path:
-    """A random Qwen3 over the tests' tokenizer."""
+    """Create a random Qwen3 with the tests' tokenizer."""
     folder.mkdir()
     save_tiny_tokenizer(folder)
     config = Qwen3Config(
@@ -86,7 +86,7 @@ def make_model(folder: Path, hidden: int, layers: int) -> Path:
 
 @contextmanager
 def other_writer(folder: Path, size: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that digests and writes ``size`` bytes for every line that it is told."""
+    """Start a process that digests and writes ``size`` bytes for every line of input."""
     command = [sys.executable, "-c", _OTHER, str(folder), str(round(size / 2**24))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         yield process
@@ -94,7 +94,7 @@ def other_writer(folder: Path, size: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def turn(trainer: Trainer, way: str, other: subprocess.Popen[str], steps: int) -> dict[str, float]:
-    """Seconds of a save and of the steps behind it."""
+    """Return the seconds of a save and of the steps after it."""
     saver, ppo = trainer._saver, trainer.ppo
     assert saver
     assert other.stdin
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     smoke = {"hidden": 64, "layers": 1, "rounds": 1, "mib_per_s": 0, "steps": 1}
     options = parse(parser, out="save_cpu.md", **smoke)
-    os.environ |= _KEEPS_MEMORY  # the workers begin with it
+    os.environ |= _KEEPS_MEMORY  # the workers start with it
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", options.hidden, options.layers)
         size = sum(parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()) * 4
@@ -141,13 +141,13 @@ def main() -> None:
 
 @contextmanager
 def storage(made: Path, mib_per_s: int, size: int) -> Iterator[Path]:
-    """``made``, or a folder on storage of that speed, with room for checkpoints of ``size`` bytes."""
+    """Yield ``made``, or a folder on storage of that speed, with space for checkpoints of ``size`` bytes."""
     if not mib_per_s:
         yield made
         return
     with ExitStack() as stack:
         try:
-            # The newest checkpoint, the one before it, the next one, and what another process writes.
+            # The newest checkpoint, the one before it, the next one, and the other process's files.
             disk = stack.enter_context(slow_disk(made, 256 + 5 * (size >> 20)))
             disk.limit(mib_per_s << 20)
         except OSError as error:
@@ -156,13 +156,13 @@ def storage(made: Path, mib_per_s: int, size: int) -> Iterator[Path]:
 
 
 def measure(options: argparse.Namespace, made: Path, model: Path, folder: Path, size: int) -> None:
-    """Make the rounds with the run in ``folder``, and write the table. size: about that of a checkpoint, in bytes."""
+    """Run the rounds with the run in ``folder``, and write the table. size: about that of a checkpoint, in bytes."""
     files = [write_arithmetic(made / f"{split}.parquet", range(24)) for split in ("train", "test")]
     changes = {"trainer__total_training_steps": 10_000, "trainer__max_actor_ckpt_to_keep": 1}
     args = small_run(model, (files[0], files[1]), folder / "run", **changes)
     with build(load_config([*args, "trainer.val_before_train=False"])) as trainer:
         with other_writer(folder, size) as writer:
-            for way in WAYS * 3:  # the first of each have memory and files to make
+            for way in WAYS * 3:  # the first turn of each allocates memory and creates files
                 turn(trainer, way, writer, options.steps)
             rounds = []
             for number in range(options.rounds):
@@ -198,13 +198,16 @@ def mean_of(turns: list[dict[str, float]]) -> dict[str, float]:
 
 
 def differences(rounds: list[dict[str, dict[str, float]]], way: str) -> list[float]:
-    """Seconds by which ``way`` takes longer than no save, of each round that has it."""
+    """Return the seconds by which ``way`` takes longer than no save, for each round that has it."""
     return [one_round[way]["both"] - one_round[WAYS[0]]["both"] for one_round in rounds if way in one_round]
 
 
 def cost(rounds: list[dict[str, dict[str, float]]], way: str, waits: float) -> str:
-    """What ``way`` adds to the steps: the mean of its rounds' differences and that of their middle 60 %, each with its
-    standard error (of the second by Tukey and McLaughlin, from the deviation of the winsorized differences)."""
+    """Return the cost of ``way``: the mean of its rounds' differences and that of their middle 60 %.
+
+    Each has its standard error (of the second by Tukey and McLaughlin, from the deviation of the winsorized
+    differences).
+    """
     seconds = sorted(differences(rounds, way))
     cut = len(seconds) // 5
     middle = seconds[cut : len(seconds) - cut]
@@ -221,7 +224,7 @@ def cost(rounds: list[dict[str, dict[str, float]]], way: str, waits: float) -> s
 
 
 def deviation(numbers: list[float]) -> float:
-    """Return the standard deviation, which a single number does not have."""
+    """Return the standard deviation; NaN for a single number."""
     return statistics.stdev(numbers) if len(numbers) > 1 else math.nan
 
 

@@ -1,12 +1,12 @@
-"""What the driver costs: the real trainer over real Ray workers that compute nothing.
+"""Overhead of the driver: the real trainer with real Ray workers that compute nothing.
 
     python -m bench.scale [--workers 1,8,32,64] [--samples 512,2048,4096] [--tokens 100,10000]
 
-Controller, requests, references and metrics are those of a run; the workers put together what they are asked for and
-return empty columns of the right size, and answers are scored by nobody. So the whole step is overhead: the driver's
-own CPU time, and (on this machine, where they share the cores) the workers' unpacking. Where there is no memory for as
-many processes, each answers for several ranks: the driver has the same calls, references and results, but fewer
-connections. Writes bench/results/scale_cpu.md.
+Controller, requests, references and metrics are those of a run. The workers assemble the requested data and return
+empty columns of the right size, and responses are not scored. So the whole step is overhead: the driver's CPU time, and
+(on this machine, where they share the cores) the workers' unpacking. If memory does not suffice for so many processes,
+each stands for several ranks: the driver has the same calls, references and results, but fewer connections. Writes
+bench/results/scale_cpu.md.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ TITLES = (
 )  # fmt: skip
 ANSWERS, PROMPT_TOKENS, STEPS = 8, 100, 3
 DEVICES_PER_NODE = 8
-# The table of a published run (DeepSeek-R1-Distill-Qwen-7B, 64 devices, 2048 samples of 10,426 tokens): seconds a step.
+# The table of a published run (DeepSeek-R1-Distill-Qwen-7B, 64 devices, 2048 samples of 10,426 tokens): s per step.
 PUBLISHED_STEP_S, PUBLISHED = 447.4, (64, 2048)
 
 
 class FreeScores:
-    """`RewardPool` and `Scoring` in one that give every answer a score at no cost."""
+    """`RewardPool` and `Scoring` in one, with a score for every response at no cost."""
 
     seconds = 0.0
 
@@ -63,7 +63,7 @@ class FreeScores:
 
 
 def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) -> PPOTrainer:
-    """The real trainer: GRPO with a reference and two optimizer steps a batch."""
+    """Return the real trainer: GRPO with a reference and two optimizer steps per batch."""
     prompts = samples // ANSWERS
     cfg = load_config(
         [
@@ -83,9 +83,9 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
 
 
 def start_group(processes: int, ranks: int = 1) -> WorkerGroup:
-    """One idle worker a device, spawned and connected as in a run; each is that of so many ranks.
+    """Start one idle worker per device, spawned and connected as in a run; each stands for ``ranks`` ranks.
 
-    The driver takes every eight ranks for a node, so that rows travel as they would between these.
+    The driver treats every eight ranks as a node, so that rows are transferred as between nodes.
     """
     cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={processes}"]).config
     device = get_device("cpu")
@@ -99,7 +99,7 @@ def start_group(processes: int, ranks: int = 1) -> WorkerGroup:
 
 
 def measure(trainer: PPOTrainer) -> dict[str, float]:
-    """Medians over a few steps after a warm one."""
+    """Return the medians over a few steps after a warm-up step."""
     trainer.step(1)
     steps = []
     for step in range(2, 2 + STEPS):
@@ -111,7 +111,7 @@ def measure(trainer: PPOTrainer) -> dict[str, float]:
 
 
 def share_of_published(workers: int, samples: int, seconds: float) -> str:
-    """The driver's seconds as a share of the published step; "-" for a step of other devices or samples."""
+    """Return the driver's seconds as a share of the published step; "-" for a step of other devices or samples."""
     return f"{100 * seconds / PUBLISHED_STEP_S:.3f} %" if (workers, samples) == PUBLISHED else "-"
 
 

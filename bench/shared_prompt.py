@@ -1,9 +1,9 @@
-"""Answers that share their prompt against answers that bring it along: same model, samples, process, one thread.
+"""Responses with a shared prompt against responses with separate prompts: same model, samples, process, one thread.
 
     python -m bench.shared_prompt            prints the table and writes it to bench/results/
 
 Both ways are packed and run in turns. The seconds are CPU seconds of the process, which other work on the machine
-disturbs less than the wall clock; the least of the repeats counts.
+disturbs less than wall-clock time; the minimum of the repeats counts.
 """
 
 import os
@@ -29,14 +29,14 @@ from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 
 CPU = torch.device("cpu")
-# (prompt, answers, tokens of an answer)
+# (prompt, responses, tokens per response)
 CASES = [(512, 8, 128), (64, 8, 128), (512, 8, 512)]
 # hidden size, layers, heads, vocabulary
 MODELS = {"3 M parameters": (256, 4, 4, 1024), "29 M parameters": (512, 8, 8, 4096)}
 
 
 def make_policy(folder: Path, hidden: int, layers: int, heads: int, vocabulary: int) -> PolicyModel:
-    """A random Qwen3."""
+    """Return a random Qwen3."""
     config = Qwen3Config(
         hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
         vocab_size=vocabulary, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
@@ -48,7 +48,7 @@ def make_policy(folder: Path, hidden: int, layers: int, heads: int, vocabulary: 
 
 
 def group(prompt: int, num_answers: int, answer: int) -> Batch:
-    """One prompt with its answers."""
+    """Return one prompt with its responses."""
     head = torch.randint(2, 1000, (prompt,), dtype=torch.int32)
     answers = Ragged.from_rows([torch.randint(2, 1000, (answer,), dtype=torch.int32) for _ in range(num_answers)])
     mask = answers.like(torch.ones(len(answers.values), dtype=torch.bool))
@@ -57,7 +57,7 @@ def group(prompt: int, num_answers: int, answer: int) -> Batch:
 
 
 def in_turns(first: Callable[[], None], second: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """CPU seconds of each: the least of the repeats, after a warm run."""
+    """Return the CPU seconds of each: the minimum of the repeats, after a warm-up run."""
     times: list[list[float]] = [[], []]
     for _ in range(repeats + 1):
         for action, seconds in zip((first, second), times, strict=True):
@@ -68,7 +68,7 @@ def in_turns(first: Callable[[], None], second: Callable[[], None], repeats: int
 
 
 def rows_of(name: str, policy: PolicyModel, cases: list[tuple[int, int, int]], repeats: int) -> list[str]:
-    """Table rows of one model."""
+    """Return the table rows of one model."""
     rows = []
     for case in cases:
         batch = group(*case)

@@ -2,7 +2,7 @@
 
     python -m bench.simulate
 
-The published tables are verl's, of DeepSeek-R1-Distill-Qwen-7B on 64 devices (on which five assumptions were fitted)
+The published tables are verl's, of DeepSeek-R1-Distill-Qwen-7B on 64 devices (to which five assumptions were fitted)
 and of the 1.5B on 8 H100 (which is the test). Settings are those of examples/, models are config.json alone. A report
 on NPUs gives the seconds of a whole step only. Writes bench/results/simulate.md.
 """
@@ -28,8 +28,8 @@ from rltrain.trainer.plan import make_plan
 from tests.config.test_recipes import TEXT
 
 EXAMPLES = ROOT / "examples"
-# A report of verl-project/verl-ascend-recipe: GRPO with adapters, engines of two without graphs. Of lengths it says
-# that a second of a device has 655.5 tokens; its micro-batches and the adapters' rank are guessed.
+# A report of verl-project/verl-ascend-recipe: GRPO with adapters, engines of two without graphs. It states only that a
+# device processes 655.5 tokens per second, not the lengths; its micro-batches and the adapters' rank are guessed.
 ON_NPU = """
     algorithm.adv_estimator=grpo data.train_files=none data.train_batch_size=128 data.max_prompt_length=1024
     data.max_response_length=1024 actor_rollout_ref.actor.ppo_mini_batch_size=64
@@ -44,7 +44,7 @@ MODELS = TEXT | {
         head_dim=128, vocab_size=151_936, max_position_embeddings=40_960,
     )
 }  # fmt: skip
-# verl passes all samples in old_log_prob; 5.14 s of scoring for 2,048 samples are given, nobody tells of the 1.5B's.
+# verl passes all samples in old_log_prob; 5.14 s of scoring for 2,048 samples are given, the 1.5B's are unknown.
 AS_VERL = "actor_rollout_ref.actor.recompute_old_log_prob=always"
 RECIPES = {
     "7B, 64 devices (fitted)": (
@@ -59,12 +59,12 @@ RECIPES = {
     "8B, 4 x 910B3 (test)": ("", "Qwen3-8B", "mean:600,max:1024,prompt:100", "", {"step": 273.0}),
 }  # fmt: skip
 TITLES = ("what", "phase", "published, s", "estimated, s", "difference")
-# Where a sign of what the fit rests on would show: other assumptions, and what they do to both tables.
+# Other assumptions, to show how strongly both tables depend on them.
 OTHERS = ("", "spread:0.5", "spread:0.9", "alike:0", "alike:0.8", "bandwidth_share=0.65", "bandwidth_share=0.95")
 
 
 def words_of(script: str, model: str) -> list[str]:
-    """The settings of a launch script ("": of the report on NPUs)."""
+    """Return the settings of a launch script ("": of the report on NPUs)."""
     if not script:
         return [*ON_NPU.split(), f"actor_rollout_ref.model.path={model}", AS_VERL]
     text = (EXAMPLES / script).read_text().partition("rltrain.main_ppo")[2].replace("\\\n", " ")
@@ -73,7 +73,7 @@ def words_of(script: str, model: str) -> list[str]:
 
 
 def published(folder: Path, change: str = "") -> Iterator[tuple[str, Foretold, dict[str, float]]]:
-    """The tables; with a change those with phases.
+    """Yield the tables; with a change, only tables with phases.
 
     change: to the lengths (``name:value``) or to the assumptions (``name=value``).
     """
@@ -95,7 +95,7 @@ def row(what: str, phase: str, real: float, found: float) -> str:
 
 
 def tables(others: Sequence[str]) -> tuple[list[str], str]:
-    """Rows of both tables, and a note of how much ``others``, which are assumptions, matter."""
+    """Return the rows of both tables, and a note on the effect of the assumptions ``others``."""
     rows, lines = list[str](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         for name, found, given in published(Path(folder)):

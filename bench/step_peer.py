@@ -1,11 +1,11 @@
-"""One side of bench.step: TRL's GRPOTrainer on the same files, in the peer's own environment.
+"""TRL's side of bench.step: its GRPOTrainer on the same files, in a separate environment.
 
     PEER_PYTHON bench/step_peer.py '{"folder": ..., "limit": 128, ...}'      prints one line of JSON at the end
 
-Phases are timed around the trainer's own methods: generation (with tokenising and, for vLLM, the weight sync), the two
-log-prob passes without gradient, and what is left of the two training steps (the update). TRL's way of loading weights
-into vLLM does not work on a CPU, where vLLM has packed them; vLLM's own `reload_weights` is called instead.
-Nothing here knows of rltrain.
+Phases are timed around the trainer's methods: generation (with tokenising and, for vLLM, the weight sync), the two
+log-prob passes without gradient, and the rest of the two training steps (the update). TRL's way of loading weights into
+vLLM does not work on a CPU, where vLLM has packed them; vLLM's `reload_weights` is called instead. Imports nothing of
+rltrain.
 """
 
 import json
@@ -18,14 +18,14 @@ STARTED = time.perf_counter()
 
 
 def reload(trainer) -> None:
-    """The trainer's weights into the engine in this process."""
+    """Load the trainer's weights into the engine in this process."""
     engine = trainer.vllm_generation.llm
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(trainer.model.state_dict().items())})
     engine.reset_prefix_cache()
 
 
 def read_rows(file: str):
-    """The prompts as TRL wants them: images in a column of their own, which it decodes when a batch is drawn."""
+    """Return the prompts in TRL's format: images in a separate column, which is decoded when a batch is drawn."""
     import pyarrow.parquet as pq
     from datasets import Dataset, Image, List
 
@@ -35,7 +35,7 @@ def read_rows(file: str):
         return Dataset.from_list(rows)
     for row in rows:
         for message in row["prompt"]:
-            # TRL puts the images first itself.
+            # TRL adds the images first itself.
             message["content"] = message["content"].removeprefix("<image>")
         row["images"] = [{"bytes": image["bytes"], "path": None} for image in row["images"]]
     return Dataset.from_list(rows).cast_column("images", List(Image()))

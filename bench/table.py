@@ -67,7 +67,7 @@ def table(titles: Sequence[str], rows: Sequence[str]) -> str:
 def write(options: Any, *parts: str) -> None:
     """Print a page and write it to ``options.out``: command and machine, then the parts with empty lines between them.
 
-    The load average tells how busy the machine was.
+    The load average shows how busy the machine was.
     """
     load = os.getloadavg()[1]
     made = f"`{options.command}`, {date.today()}, {processor()}, load average {load:.1f}, torch {version('torch')}"

@@ -1,8 +1,8 @@
-"""Several turns with tools, family by family, against transformers: the table bench/results/turns_cpu.md.
+"""Multi-turn generation with tools by family, against transformers: the table bench/results/turns_cpu.md.
 
 Every row is a small copy of a model with random weights, some of whose tokens are whole calls in the family's format
-(tests/tiny_families.py). It generates with the embedded engine and calls a tool that adds; then each answer is computed
-again by transformers' own attention, alone, and each context is made again by the seam.
+(tests/tiny_families.py). It generates with the embedded engine and calls a tool that adds. Then transformers' attention
+recomputes each response alone, and the seam recreates each context.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def row_of(name: str, folder: Path) -> str:
-    """The row of the table. Needs a process group of one process."""
+    """Return the row of the table. Needs a process group of one process."""
     calling = CALLING[name]
     model = save_calling_family(folder / "model", calling)
     files = write_arithmetic(folder / "train.parquet", range(24)), write_arithmetic(folder / "test.parquet", range(6))
@@ -39,14 +39,14 @@ def row_of(name: str, folder: Path) -> str:
 
 
 def rows_of(page: str) -> dict[str, str]:
-    """The rows of the table in a page, by family."""
+    """Return the rows of the table in a page, by family."""
     found = _TABLE.search(page)
     rows = [line for line in found.group().splitlines() if line.startswith("| ")][1:] if found else []
     return {row.split(" | ")[0].removeprefix("| "): row for row in rows}
 
 
 def with_table(page: str, rows: Sequence[str]) -> str:
-    """The page with these rows in its table."""
+    """Return the page with these rows in its table."""
     made = (
         f"`python -m bench.turns`, {date.today()}, transformers {version('transformers')}, torch {version('torch')}, "
         "float32, CPU"
@@ -55,7 +55,7 @@ def with_table(page: str, rows: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print rows, and write the table where all families were run."""
+    """Print rows, and write the table if all families were run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", choices=[*CALLING, []])
     options = parse(parser, argv, out=PAGE, families=list(CALLING)[:1])

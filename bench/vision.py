@@ -1,11 +1,11 @@
-"""Answers to an image that is encoded once against answers that encode it each: time and peak memory of both passes.
+"""Responses with one encoding of a shared image against one encoding each: time and peak memory of both passes.
 
     python -m bench.vision                   prints the table and writes it to bench/results/
 
-Three ways, in one process and in turns: transformers' own forward over padded rows, the pixels repeated for every
-answer; packed rows that bring prompt and image along; packed rows that share both, as a run computes them. Seconds
-are CPU seconds of the process, which other work on the machine disturbs less than the wall clock. Memory is that of the
-tensors that live at the peak of a pass, which is the same in every run and is what an accelerator would need.
+Three ways run in one process and in turns: transformers' forward over padded rows, with the pixels repeated for every
+response; packed rows with separate prompts and images; packed rows that share both, as in a run. Seconds are CPU
+seconds of the process, which other work on the machine disturbs less than wall-clock time. Memory is that of the
+tensors that live at the peak of a pass, which is the same in every run and on an accelerator.
 """
 
 import os
@@ -42,7 +42,7 @@ from rltrain.models.weights.spec import ModelSpec
 
 CPU = torch.device("cpu")
 ANSWERS = 8
-# Edge of the image in pixels, tokens of the question around it, and of an answer.
+# Edge of the image in pixels, tokens of the question around it, and of a response.
 EDGE, QUESTION, LENGTHS = 448, 32, (128, 512)
 WAYS = ("padded", "packed", "shared")
 TITLES = (
@@ -56,7 +56,7 @@ _IDS = {"image_token_id": IMAGE, "video_token_id": 5, "vision_start_token_id": 2
 
 
 def make_model(family: str, folder: Path, size: int = 256, layers: int = 4) -> str:
-    """A random model. Its tower does for a patch about a fifth of what a token takes, as in Qwen2.5-VL-3B."""
+    """Create a random model. Its tower takes about a fifth of a token's compute per patch, as in Qwen2.5-VL-3B."""
     text = {
         "vocab_size": _VOCABULARY, "hidden_size": size, "intermediate_size": 3 * size, "num_hidden_layers": layers,
         "num_attention_heads": size // 64, "num_key_value_heads": max(size // 128, 1), "head_dim": 64,
@@ -78,7 +78,7 @@ def make_model(family: str, folder: Path, size: int = 256, layers: int = 4) -> s
 
 
 def make_batch(policy: PolicyModel, length: int, edge: int) -> Batch:
-    """A question with one image, and its answers."""
+    """Return a question with one image, and its responses."""
     vision: Any = policy.model.config.vision_config
     generator, side = torch.Generator().manual_seed(0), edge // vision.patch_size
     patches, tokens = side**2, side**2 // _MERGE**2
@@ -100,7 +100,7 @@ def make_batch(policy: PolicyModel, length: int, edge: int) -> Batch:
 
 
 def brought_along(batch: Batch) -> Batch:
-    """The batch with a prompt and an image per answer."""
+    """Return the batch with a prompt and an image per response."""
     (prompt, *_), (images, *_) = batch.dictionary("prompt").values, batch.dictionary("images").values
     numbers = torch.arange(len(batch))
     copies = DictionaryColumn([replace(images, pixel_values=images.pixel_values.copy()) for _ in numbers], numbers)
@@ -109,7 +109,7 @@ def brought_along(batch: Batch) -> Batch:
 
 
 def padded_log_probs(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy by transformers alone. The answers are of one length, so nothing is lost to padding."""
+    """Return log-probs and entropy by transformers alone. All responses have one length, so there is no padding."""
     (prompt, *_), (images, *_) = batch.dictionary("prompt").values, batch.dictionary("images").values
     answers = torch.stack(list(batch.ragged("response").rows())).long()
     tokens = torch.cat([prompt.long().expand(len(answers), -1), answers], 1)
@@ -124,7 +124,7 @@ def padded_log_probs(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class Case:
-    """One model and the answers of one length. ``run`` is a pass over them in one of the ways."""
+    """One model and the responses of one length. ``run`` is a pass over them in one of the ways."""
 
     def __init__(self, family: str, length: int, folder: Path, edge: int = EDGE) -> None:
         if not (folder / "config.json").exists():
@@ -137,7 +137,7 @@ class Case:
         self._apart = brought_along(self.batch)
 
     def run(self, way: str, work: str) -> Tensor:
-        """Log-probs [tokens of the answers]; the update takes the gradient of their sum with the entropy's."""
+        """Return log-probs [tokens of the responses]; the update takes the gradient of their sum with the entropy's."""
         updates = work == "update"
         with torch.set_grad_enabled(updates):
             if way == "padded":
@@ -152,7 +152,7 @@ class Case:
 
 
 def in_turns(run: Callable[[str, str], Any], work: str, repeats: int) -> list[list[float]]:
-    """CPU seconds of each way in each turn, after a warm one."""
+    """Return the CPU seconds of each way in each turn, after a warm-up turn."""
     turns = []
     for _ in range(repeats + 1):
         turn = []
@@ -165,7 +165,7 @@ def in_turns(run: Callable[[str, str], Any], work: str, repeats: int) -> list[li
 
 
 def peak_mib(action: Callable[[], Any]) -> float:
-    """MiB of the tensors that ``action`` makes and that live at one time, at most."""
+    """Return the peak MiB of the tensors that ``action`` creates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         action()
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
@@ -174,12 +174,12 @@ def peak_mib(action: Callable[[], Any]) -> float:
 
 
 def rows_of(family: str, case: Case, length: int, options: argparse.Namespace) -> Iterator[str]:
-    """Table rows of one model and one length of answers."""
+    """Yield the table rows of one model and one length of responses."""
     vision: Any = case.policy.model.config.vision_config
     patches = (options.edge // vision.patch_size) ** 2
     for work, title in WORKS.items():
         seconds = in_turns(case.run, work, options.repeats)
-        # Ratios of neighbours in time: what disturbs a turn disturbs all of it.
+        # Ratios of neighbours in time, because a disturbance affects a whole turn.
         ratios = [
             statistics.median(one / other for one, other in zip(times, seconds[-1], strict=True)) for times in seconds
         ]
@@ -191,13 +191,13 @@ def rows_of(family: str, case: Case, length: int, options: argparse.Namespace) -
 
 
 def differences(case: Case) -> float:
-    """The largest difference between the log-probs of the three ways."""
+    """Return the largest difference between the log-probs of the three ways."""
     first, *others = (case.run(way, "log_prob") for way in WAYS)
     return max(float((first - log_probs).abs().max()) for log_probs in others)
 
 
 def start() -> None:
-    """One thread, and a process group of one for FSDP."""
+    """Set one thread, and a process group of one for FSDP."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 

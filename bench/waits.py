@@ -1,12 +1,12 @@
-"""Time of a rollout of several turns against its bound, and against a barrier at every turn.
+"""Time of a multi-turn rollout against its lower bound, and against a barrier at every turn.
 
     python -m bench.waits [--engines hf,vllm] [--rounds 2]      prints the table, writes bench/results/waits_cpu.md
 
 64 trajectories of up to 4 turns, whose environment sleeps a random time (exponential, of the given mean) before it
-answers. Two things bound a rollout from below: the work of the engine, which is what it takes with an environment that
-answers at once, and the longest chain, which is what one trajectory sleeps and decodes when it is alone. The barrier is
-the same rollout in which no trajectory begins its next turn before all have been answered. Sleep and tokens are a
-function of the seed, so all rollouts of a row do the same.
+replies. Two things bound a rollout from below: the work of the engine, measured with an environment that replies at
+once, and the longest chain, which is the time that one trajectory sleeps and decodes alone. The barrier is the same
+rollout in which no trajectory begins its next turn before all have a reply. Sleep and tokens are a function of the
+seed, so all rollouts of a row do the same.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Slow:
 
 
 class Barrier(Conversations):
-    """No trajectory goes on before all are answered."""
+    """Conversations in which no trajectory continues before all have a reply."""
 
     def take(self, most: int) -> list[Job]:
         self._listen()
@@ -81,7 +81,7 @@ class Rollout:
         self._task = GenerateTask("train", prompts, SAMPLES, Sampling(tokens), seed=1, step=1)
 
     def worker(self, mean: float) -> HybridWorker:
-        """One whose environment sleeps so long on average."""
+        """Return a worker whose environment sleeps ``mean`` seconds on average."""
         rollout = "actor_rollout_ref.rollout."
         cfg = load_config(
             [
@@ -104,17 +104,17 @@ class Rollout:
         return worker
 
     def seconds(self, worker: HybridWorker, **changes: Any) -> tuple[float, list, dict]:
-        """Wall clock of a rollout, the texts, and the numbers of its trajectories."""
+        """Return wall-clock seconds of a rollout, the texts, and the numbers of its trajectories."""
         self._call += 1
         _, texts, numbers = worker.rollout.generate(replace(self._task, call=self._call, **changes))
         return numbers.seconds["generate_sequences"], texts, numbers.per_sample
 
 
 def measure(rollout: Rollout, mean: float, rounds: int) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     quick, slow = rollout.worker(0.0), rollout.worker(mean)
     for worker in (quick, slow):
-        rollout.seconds(worker)  # processes and compiled code are there
+        rollout.seconds(worker)  # processes and compiled code exist from here on
     found = {"work": [], "rollout": [], "barrier": []}
     for _ in range(rounds):
         found["work"].append(rollout.seconds(quick)[0])

@@ -1,10 +1,11 @@
-"""What it costs a step to be watched: details for the page, two trackers, answers that are kept and dumped.
+"""Cost of observing a step: details for the page, two trackers, saved and dumped responses.
 
     python -m bench.watched [--groups 16]
 
-One run on one CPU process, whose steps are alike: answers do not end by themselves. Of every six steps two are made
-without, two with all of it, and two without once more as a control, in a mirrored order, so that what else the machine
-does falls on all of them. The page is written behind the last step, and timed. Writes bench/results/watched_cpu.md.
+One run on one CPU process, whose steps are alike, because responses do not end by themselves. Of every six steps, two
+run without observers, two with all of them, and two without again as a control, in a mirrored order, so that other load
+of the machine affects all of them. The page is written after the last step, and timed. Writes
+bench/results/watched_cpu.md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WARM_UP = 2
 
 
 def seconds(root: Path, num_groups: int) -> np.ndarray:
-    """[groups, kinds]: mean seconds of a step, from its begin to that of the next."""
+    """Return [groups, kinds]: mean seconds of a step, from its beginning to that of the next."""
     begins: list[float] = []
     before, last = Details.before_step, WARM_UP + num_groups * len(ORDER) + 1
 

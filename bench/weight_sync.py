@@ -1,9 +1,9 @@
-"""Training shards -> engine weights: in buckets, against a gather weight by weight and a gather of everything.
+"""Training shards -> engine weights: in buckets, against gathering weight by weight and gathering everything.
 
     python -m bench.weight_sync [--ranks 2] [--syncs 50]
 
-Every way runs in fresh processes on the same shards and fills the same engine. Peak: resident memory over that before
-the sync, beyond the engine's own weights. Writes bench/results/weight_sync_cpu.md.
+Every way runs in fresh processes on the same shards and fills the same engine. Peak: resident memory minus the memory
+before the sync, beyond the engine's weights. Writes bench/results/weight_sync_cpu.md.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def sync(way: str, bucket_bytes: int, policy: PolicyModel, engine: HFRollout, dt
 
 
 def weights(way: str, bucket_bytes: int, policy: PolicyModel, dtype: torch.dtype) -> Iterator[Weight]:
-    """All weights and buffers, in one of the `WAYS`."""
+    """Yield all weights and buffers, in one of the `WAYS`."""
     if way == "weight by weight":
         for name, parameter in policy.named_parameters():
             yield Weight(huggingface_name(name), parameter.full_tensor().to(dtype))
@@ -69,7 +69,7 @@ def weights(way: str, bucket_bytes: int, policy: PolicyModel, dtype: torch.dtype
 
 
 def peak_mib(action: Callable[[], None]) -> float:
-    """Highest resident memory during ``action`` over that before it."""
+    """Return the highest resident memory during ``action`` minus the memory before it, in MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     action()
@@ -103,8 +103,8 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
 
 
 def measure(folder: Path, way: str, *, ranks: int, bucket_mib: float, syncs: int, dtype: torch.dtype, start="spawn"):
-    """([(seconds, peak in MiB over that before)] of every sync, MiB of the engine's weights)."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed leaves the resident memory at once
+    """Return ([(seconds, peak in MiB above the memory before)] of every sync, MiB of the engine's weights)."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory leaves the resident memory at once
     mp.start_processes(rank_main, (ranks, folder, way, bucket_mib, syncs, dtype), nprocs=ranks, start_method=start)
     return torch.load(folder / f"{way}.pt", weights_only=False)
 

@@ -1,12 +1,12 @@
-"""The work that whole trainers are compared on: prompts, and a random model whose weights decide how long answers get.
+"""The workload for comparing trainers: prompts, and a random model whose weights determine the lengths of responses.
 
-No sampling rule and no code of ours is needed for that, so any trainer does the same work with the same files. Two
-directions of the residual stream are left alone by every layer: one is constant, the other says whether the last token
-belongs to the first or the second half of the vocabulary. The head reads them, so that a Markov chain over {first half,
-second half, end} comes out:
+That needs no sampling rule and no code of rltrain, so any trainer does the same work with the same files. Every layer
+leaves two directions of the residual stream unchanged: one is constant, the other encodes whether the last token
+belongs to the first or the second half of the vocabulary. The head reads them, which gives a Markov chain over {first
+half, second half, end}:
 
-* ``equal``: the end token is never reached; every answer has the length of the limit.
-* ``long_tail``: most answers end soon (1 in 24 tokens ends), a quarter goes over to the second half and stays there
+* ``equal``: the end token is never reached; every response has the length of the limit.
+* ``long_tail``: most responses end soon (1 in 24 tokens ends), a quarter enters the second half and stays there
   (1 in 170 ends): lengths of about 64 on average, with a tail to the limit of 512.
 * ``images``: as ``equal``, by a Qwen2.5-VL, with an image before every prompt (`bench/pictures.py`).
 """
@@ -47,7 +47,7 @@ SHAPES = {"tiny": Shape(256, 4, 768), "medium": Shape(512, 8, 1536, 8), "test": 
 
 
 def make(folder: Path, kind: str, shape: str, steps: int) -> None:
-    """``model/`` and ``train.parquet`` (enough prompts for ``steps`` steps) in ``folder``."""
+    """Create ``model/`` and ``train.parquet`` (enough prompts for ``steps`` steps) in ``folder``."""
     tokenizer = build_tokenizer()
     tokenizer.model_max_length = 2048
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def make(folder: Path, kind: str, shape: str, steps: int) -> None:
 
 
 def make_model(size: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """For texts."""
+    """Return a model for texts."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY, hidden_size=size.hidden, intermediate_size=size.intermediate,
@@ -79,9 +79,9 @@ def make_model(size: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausa
 
 @torch.no_grad()
 def steer(model: PreTrainedModel, end: int, last_of_prompt: int, kind: str, never: Sequence[int] = ()) -> None:
-    """Set embeddings and head as the module says. The last token of a prompt counts as one of the first half.
+    """Set embeddings and head as the module describes. The last token of a prompt counts as one of the first half.
 
-    never: tokens that no answer has.
+    never: tokens that no response contains.
     """
     middle = VOCABULARY // 2
     second = torch.arange(VOCABULARY) >= middle
@@ -95,11 +95,11 @@ def steer(model: PreTrainedModel, end: int, last_of_prompt: int, kind: str, neve
         layer.self_attn.o_proj.weight[:2] = 0
         layer.mlp.down_proj.weight[:2] = 0
     head[:, :2] = 0
-    # After the last norm both directions have about this size, whatever the rest is.
+    # After the last norm both directions have about this size, regardless of the rest.
     scale = _SIZE / math.sqrt(2 * _SIZE**2 / embedding.shape[1] + 1)
 
     def read(in_first: float, in_second: float) -> torch.Tensor:
-        """What the head must read so that a logit is in_first or in_second, by the half that the last token is from."""
+        """Return the head's weights so that a logit is in_first or in_second, by the half of the last token."""
         return torch.tensor([(in_first + in_second) / 2, (in_second - in_first) / 2]) / scale
 
     if kind == "long_tail":
@@ -115,14 +115,14 @@ def steer(model: PreTrainedModel, end: int, last_of_prompt: int, kind: str, neve
 
 
 def prompts(count: int, terms: int = 5) -> list[str]:
-    """Sums of numbers, all of one length: about 7 tokens a term and 25 more."""
+    """Return sums of numbers, all of one length: about 7 tokens per term and 25 more."""
     draw = random.Random(0)
     sums = [" + ".join(str(draw.randint(1000, 9999)) for _ in range(terms)) for _ in range(count)]
     return [f"Add these numbers: {total} = ?" for total in sums]
 
 
 def write_prompts(file: Path, count: int, terms: int = 5, *, with_images: bool = False) -> None:
-    """A file in verl's schema."""
+    """Write a file in verl's schema."""
     rows = [
         {
             "data_source": "bench",

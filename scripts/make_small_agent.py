@@ -1,9 +1,9 @@
-"""A tiny model that knows how a conversation is written, and not what for: examples/agent_cpu.sh trains it.
+"""Create a tiny model that has learned the format of conversations, but not the task: examples/agent_cpu.sh trains it.
 
-``--task calculator``: asked for a sum, it answers with any number at once, or writes a call of the calculator; told a
-result, it says that or any other number. ``--task guess``: it says any number, or any of those that are left. A
-supervised warm-up of about a minute shows it such conversations, behind others in which all is heeded, since that is
-what takes long to learn. Nothing is downloaded; the same options give the same folder.
+``--task calculator``: it answers a sum with a random number, or writes a call of the calculator; after the result, it
+repeats it or says a random number. ``--task guess``: it says a random number, or a random one of the remaining. A
+supervised warm-up of about a minute shows such conversations, after others that are always right, because right ones
+take long to learn. Nothing is downloaded; the same options give the same folder.
 """
 
 import argparse
@@ -21,10 +21,10 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parent.parent))
 from scripts.make_small_model import MAX_POSITIONS, build_tokenizer, save
 
-# A call and its result are written as Qwen writes them (hermes), but for the newlines.
+# A call and its result are formatted as by Qwen (hermes), without the newlines.
 OPEN, CLOSE = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 RESULT, END_RESULT = "<tool_response>", "</tool_response>"
-# One token each, so that a conversation is a few dozens of them.
+# One token each, so that a conversation has a few dozen tokens.
 WORDS = [OPEN, CLOSE, RESULT, END_RESULT, "calculator", "higher", "lower"]
 TEMPLATE = """\
 {%- if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|end|>{% endif %}
@@ -39,29 +39,29 @@ TEMPLATE = """\
 {%- endfor %}<|end|>{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-# Of the game: a word is followed by the next guess at once, so that one look back shows the guess that it is about.
+# For the game: a word is followed directly by the next guess, so that attention one token back finds the guess.
 GAME_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
 )
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
-# How the templates write what the policy is told between two turns.
+# Formats of messages to the policy between two turns.
 BETWEEN = {"calculator": "<|user|>{}<|end|><|assistant|>", "guess": "{}"}
-# Shares of answers that begin with a call, of calls with a wrong operand, of results that are said, and of guesses that
-# heed the words before.
+# Shares of responses that begin with a call, of calls with a wrong operand, of results that are repeated, and of
+# guesses that use the previous words.
 CALLS, SLIPS, COPIES, HEEDS = 0.4, 0.2, 0.5, 0.4
-# The share of the warm-up in which all is heeded.
+# The share of the warm-up in which all conversations are right.
 PRACTICE = 0.6
 MAX_OPERAND, MAX_TURNS = 49, 4
 
-# Prompt, then what the policy says and what it is told, by turns; the policy ends.
+# Prompt, then texts of the policy and of its environment in turns; the policy's text is last.
 Conversation = tuple[str, list[str]]
-# Makes one. Its number is the share of the warm-up that is done.
+# Creates a conversation. The number is the finished share of the warm-up.
 Talk = Callable[[random.Random, float], Conversation]
 
 
 def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
-    """The quickstart's tokenizer of bytes, with tokens for the words of a task, and a template."""
+    """Return the quickstart's byte tokenizer, with tokens for the words of a task, and a template."""
     tokenizer = build_tokenizer()
     game = options.task == "guess"
     tokenizer.add_tokens([*WORDS, *(str(number) for number in range(options.low, options.high + 1) if game)])
@@ -70,7 +70,10 @@ def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A third of a million parameters. Copying takes two layers: one finds what came before a token, the next where."""
+    """Return a model of 0.3 million parameters.
+
+    Copying needs two layers: one finds the token before each token, the next its position.
+    """
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 32) * 32, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
@@ -85,7 +88,8 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 
 
 def asked_for_a_sum(rng: random.Random, done: float) -> Conversation:
-    """An answer at once, or behind a call. At first all call and copy, which is what takes the steps to learn."""
+    """Return a conversation with a direct answer or a call. At first all call and copy, which takes most steps to
+    learn."""
     calls, slips, copies = (CALLS, SLIPS, COPIES) if done > PRACTICE else (1.0, 0.0, 1.0)
     operands = [rng.randint(0, MAX_OPERAND) for _ in range(2)]
     prompt = "{}+{}=?".format(*operands)
@@ -104,7 +108,7 @@ def any_sum(rng: random.Random) -> str:
 
 
 def guessing(prompt: str, low: int, high: int) -> Talk:
-    """Games whose player says any number, or any that is left. At first he always does the latter."""
+    """Return games whose player says any number, or any remaining one. At first always the latter."""
 
     def game(rng: random.Random, done: float) -> Conversation:
         number, said = rng.randint(low, high), []
@@ -123,13 +127,13 @@ def guessing(prompt: str, low: int, high: int) -> Talk:
 
 @functools.cache
 def prompt_tokens(tokenizer: PreTrainedTokenizerFast, prompt: str, task: str) -> tuple[int, ...]:
-    """As the run has it."""
+    """Return the prompt's tokens as in the run."""
     messages, tools = [{"role": "user", "content": prompt}], TOOLS if task == "calculator" else None
     return tuple(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
 
 
 def as_tokens(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, task: str) -> list[torch.Tensor]:
-    """Token ids [length], and labels: -100 but on what the policy says."""
+    """Return token ids [length], and labels: -100 except on the policy's text."""
     prompt, said = conversation
     ids = list(prompt_tokens(tokenizer, prompt, task))
     labels = [-100] * len(ids)
@@ -145,7 +149,7 @@ def warm_up(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, talk: Talk,
     options: argparse.Namespace,
 ) -> float:  # fmt: skip
-    """Supervised steps on new conversations. Returns the last loss, in nats a token."""
+    """Run supervised steps on new conversations. Return the last loss, in nats per token."""
     rng = random.Random(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
     pad = torch.nn.utils.rnn.pad_sequence
@@ -167,7 +171,7 @@ def warm_up(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--task", choices=["calculator", "guess"], default="calculator", help="what it talks about")

@@ -1,10 +1,10 @@
-"""A small model to train on a CPU: a few-million-parameter Qwen3 with a tokenizer of its own, that is right sometimes;
-with ``--experts`` a GLM-4-MoE.
+"""Create a small model to train on a CPU: a Qwen3 of a few million parameters with a tokenizer, that is sometimes
+right; with ``--experts`` a GLM-4-MoE.
 
-With ``--train`` a short supervised warm-up on the training file stops as soon as sampled answers reach
-``--target-accuracy``. A share of the answers in the warm-up has a slip (a digit one too high or too low), so the model
-knows more than its answers show: most prompts get both right and wrong answers, and GRPO learns from that difference.
-Everything is made here and nothing is downloaded; the same options give the same folder.
+With ``--train`` a short supervised warm-up on the training file stops as soon as sampled responses reach
+``--target-accuracy``. A share of the responses in the warm-up has an error (a digit one too high or too low), so the
+model knows more than its responses show: most prompts get both right and wrong responses, and GRPO learns from that
+difference. Nothing is downloaded; the same options give the same folder.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from transformers import (
 
 BOS, END, USER, ASSISTANT, SYSTEM, PAD = "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"
 SPECIALS = [BOS, END, USER, ASSISTANT, SYSTEM, PAD]
-# ChatML with one token where ChatML spends three: short prompts are most of the cost of training on short answers.
+# ChatML with one token instead of three: short prompts are most of the training cost with short responses.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# The pattern by which Qwen's tokenizer cuts text. transformers may rebuild a tokenizer from the model type; then it
-# cuts by this pattern, whatever tokenizer.json says. A tokenizer with this pattern from the start cannot change.
+# Pattern by which Qwen's tokenizer splits text. transformers may rebuild a tokenizer from the model type; then it
+# splits by this pattern, regardless of tokenizer.json. A tokenizer that already has this pattern cannot change.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -57,7 +57,7 @@ Pair = tuple[list[int], str]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte: any text goes in and comes out unchanged, and numbers are digits."""
+    """Return a tokenizer with one token per byte: any text is encoded losslessly, and numbers are digits."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -81,9 +81,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(
     tokenizer: PreTrainedTokenizerFast, seed: int, num_layers: int = 2, num_experts: int = 0
 ) -> PreTrainedModel:
-    """With two layers 3.3 million parameters: two wide ones learn sums in fewer steps than four narrow ones, and decode
-    faster. With experts each layer has so many, of which a token goes to two and to a shared one: together they are
-    about as wide as without.
+    """Return a model of two layers by default, with 3.3 million parameters.
+
+    Two wide layers learn sums in fewer steps than four narrow ones, and decode faster. With experts, each layer has
+    ``num_experts``; a token uses two and a shared one, which together are about as wide as the dense layer.
     """
     torch.manual_seed(seed)
     sizes = {
@@ -114,7 +115,7 @@ def build_model(
 
 
 def read_pairs(file: Path, tokenizer: PreTrainedTokenizerFast) -> list[Pair]:
-    """Prompt tokens and right answer of every row of a parquet file in verl's schema."""
+    """Return prompt tokens and right answer of every row of a parquet file in verl's schema."""
     import pyarrow.parquet as pq
 
     if not file.is_file():
@@ -129,7 +130,7 @@ def read_pairs(file: Path, tokenizer: PreTrainedTokenizerFast) -> list[Pair]:
 
 
 def slip(answer: str, rate: float, rng: random.Random) -> str:
-    """The answer, or with probability ``rate`` the answer with one digit moved by one."""
+    """Return the answer, or with probability ``rate`` the answer with one digit changed by one."""
     digits = [place for place, character in enumerate(answer) if character.isdigit()]
     if rng.random() >= rate or not digits:
         return answer
@@ -140,7 +141,7 @@ def slip(answer: str, rate: float, rng: random.Random) -> str:
 def batches(
     pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerFast, size: int, slip_rate: float, rng: random.Random
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless token ids [size, width] and labels: -100 but on the answer and its end token."""
+    """Yield endless token ids [size, width] and labels: -100 except on the answer and its end token."""
     while True:
         inputs, labels = [], []
         for prompt, answer in rng.sample(pairs, min(size, len(pairs))):
@@ -157,9 +158,9 @@ def batches(
 def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], seed: int
 ) -> dict[str, float]:
-    """Share of ``pairs`` answered right, with sampling at temperature 1 and with greedy decoding.
+    """Return the accuracy on ``pairs``, sampled at temperature 1 and greedy.
 
-    Also the share of samples that are a number.
+    Also returns the share of samples that are a number.
     """
     width = max(len(prompt) for prompt, _ in pairs)
     tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(prompt)) + prompt for prompt, _ in pairs])
@@ -178,7 +179,7 @@ def measure(
 
 
 def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> dict[str, Any]:
-    """Supervised steps until sampled answers are right often enough. Returns what was reached."""
+    """Run supervised steps until sampled responses are right often enough. Return the accuracies."""
     pairs = read_pairs(options.train, tokenizer)
     rng = random.Random(options.seed)
     watched = rng.sample(pairs, min(MEASURED, len(pairs)))
@@ -208,10 +209,7 @@ def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, reached: dict[str, Any], output: Path) -> None:
-    """Write the folder, and check that transformers loads the same tokenizer from it.
-
-    The folder appears whole or not at all.
-    """
+    """Write the folder atomically, and check that transformers loads the same tokenizer from it."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -226,7 +224,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, reached: di
 
 
 def check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """transformers may rebuild a tokenizer by its model type; the ids must not change."""
+    """Check that the ids are unchanged: transformers may rebuild a tokenizer from its model type."""
     loaded = AutoTokenizer.from_pretrained(folder)
     for text in ("12+7=?", "-3 * 40 = ", "Größe: 5\n\n  it's 100 %", "<|user|>1+1=?<|end|><|assistant|>2<|end|>"):
         ids = tokenizer.encode(text)
@@ -247,7 +245,7 @@ def check_round_trip(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument(

@@ -1,8 +1,8 @@
-"""A small vision-language model to train on a CPU: random weights, 0.3 million of them, with processor and tokenizer.
+"""Create a small vision-language model to train on a CPU: 0.3 million random weights, with processor and tokenizer.
 
-It has two layers of text and two of vision, and sees an image of 84 x 84 pixels as 9 tokens. A token is a character,
-and a text of it reads with spaces between them: `3 9`. Nothing is downloaded; the same options give the same folder.
-Its processor needs the packages pillow and torchvision.
+It has two text layers and two vision layers, and encodes an image of 84 x 84 pixels as 9 tokens. A token is a
+character, and its texts are decoded with spaces between them: `3 9`. Nothing is downloaded; the same options give the
+same folder. Its processor needs the packages pillow and torchvision.
 """
 
 import argparse
@@ -49,13 +49,13 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 HIDDEN, HEAD, PATCH, MERGE, TILE = 64, 32, 14, 2, 84
-# Weights of this size keep the size of what they are multiplied with; those of large models (0.02) would hide the
-# image from so narrow a model.
+# Weights of this size preserve the size of activations; those of large models (0.02) would hide the image from such a
+# narrow model.
 INITIALIZER_RANGE = 0.1
 
 
 def build_config(family: str) -> PreTrainedConfig:
-    """The configuration of a model of the family."""
+    """Return the configuration of a model of the family."""
     image, video, start, end = (VOCABULARY.index(token) for token in (IMAGE, VIDEO, START, END))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     text = {
@@ -73,7 +73,7 @@ def build_config(family: str) -> PreTrainedConfig:
             image_token_id=image, image_seq_length=(TILE // PATCH // MERGE) ** 2, vision_feature_layer=-1,
         )  # fmt: skip
     vision |= {"depth": 2, "num_heads": HIDDEN // HEAD}
-    # The parts of a head's rotation that follow time, height and width.
+    # The parts of a head's rotation for time, height and width.
     rope["mrope_section"] = [4, 6, 6]
     ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end}
     if family == "qwen2_vl":
@@ -87,16 +87,17 @@ def build_config(family: str) -> PreTrainedConfig:
     vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text["head_dim"] = HEAD
     if family == "qwen3_vl_moe":
-        # The last is what the published config.json says, which vLLM asks and transformers takes for granted.
+        # The last is in the published config.json: vLLM reads it, and transformers assumes it.
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
         return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """One token a character, of those few that the generated tasks use: a random model then hits a digit now and then.
+    """Return a tokenizer with one token per character.
 
-    InternVL's processor writes the tokens around an image itself; those of Qwen want them in the chat template.
+    It has only the characters of the generated tasks, so that a random model sometimes hits a digit. InternVL's
+    processor writes the tokens around an image itself; Qwen's needs them in the chat template.
     """
     tokenizer = Tokenizer(models.WordLevel({each: number for number, each in enumerate(VOCABULARY)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -111,7 +112,7 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 
 def build_processor(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Pixels and placeholders, as the real models of the family have them."""
+    """Return a processor for pixels and placeholders, as the real models of the family have."""
     template = tokenizer.chat_template
     if family == "internvl":
         size = {"height": TILE, "width": TILE}
@@ -126,7 +127,7 @@ def build_processor(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="the kind of model")
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = f"<user>{IMAGE}area=?<assistant>9<eos>"
     if AutoTokenizer.from_pretrained(options.output).encode(text) != tokenizer.encode(text):
         sys.exit("error: the tokenizer changes when it is saved and loaded.")
-    model.save_pretrained(options.output)  # last: a folder with a config.json is whole
+    model.save_pretrained(options.output)  # last: a folder with a config.json is complete
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.output}: {options.family}, {parameters / 1e6:.2f} million random parameters")
     return 0

@@ -1,8 +1,8 @@
-"""Lets torchvision be imported beside PyTorch for CPU when its wheel was built for CUDA.
+"""Makes torchvision importable with PyTorch for CPU when its wheel was built for CUDA.
 
-The operators of such a wheel cannot be loaded beside PyTorch for CPU. The import of torchvision then fails at two
-operators (nms, qnms), which torchvision describes without a check that they exist. If their names are defined, the
-import succeeds: image transforms work, nms does not. setup_env.sh puts this file into site-packages, where a .pth file
+The operators of such a wheel cannot be loaded with PyTorch for CPU. The import of torchvision then fails at two
+operators (nms, qnms), which torchvision registers without checking that they exist. If their names are defined, the
+import succeeds: image transforms work, nms does not. setup_env.sh copies this file to site-packages, where a .pth file
 loads it, if torchvision cannot be imported without it.
 """
 
@@ -12,7 +12,7 @@ _KEPT = []
 
 
 class _Finder:
-    """Other imports cost one comparison of strings; PyTorch is imported only with torchvision."""
+    """Other imports cost one string comparison; PyTorch is imported only with torchvision."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

@@ -2,9 +2,9 @@
 
     python -m scripts.verl_keys [--wheels FOLDER] [VERSION...]
 
-It reads the key names and defaults in the YAML files and in the configuration classes of each wheel, keeps everything
-that people wrote, adds rows for new keys, and lists the keys of verl that no row answers. VERSION: the releases
-(default: those that the file names). FOLDER: has the wheels; otherwise pip downloads them.
+It reads the key names and defaults from the YAML files and the configuration classes of each wheel, keeps all
+hand-written columns, adds rows for new keys, and lists the keys of verl without a row. VERSION: the releases (default:
+the releases in the file). FOLDER: has the wheels; otherwise pip downloads them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GROUPS = ("list", "sentence", "key", "pattern", "differs", "file", "named", "tra
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Rewrite the file and print the keys without an answer."""
+    """Rewrite the file and print the keys without a row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, help="a folder with the wheels")
     parser.add_argument("versions", nargs="*")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def wheel(version: str, folder: Path) -> Path:
-    """Return the wheel of a release, downloaded into ``folder`` unless it is there."""
+    """Return the wheel of a release; download it to ``folder`` if it is missing."""
     if not any(folder.glob(f"verl-{version}-*.whl")):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         subprocess.run([*pip, "--dest", str(folder), f"verl=={version}"], check=True)
@@ -109,7 +109,7 @@ def fields(name: str, classes: Mapping[str, ast.ClassDef]) -> dict[str, Any]:
 
 
 def literal(value: ast.expr | None) -> Any:
-    """Return the default in a line of a dataclass, None where it is computed."""
+    """Return the default in a line of a dataclass, None if it is computed."""
     if isinstance(value, ast.Call):
         options = {option.arg: option.value for option in value.keywords}
         factory = options.get("default_factory")
@@ -123,7 +123,7 @@ def literal(value: ast.expr | None) -> Any:
 
 
 def merge(rows: Sequence[Row], found: Mapping[str, Mapping[str, list[str]]]) -> list[Row]:
-    """Return the rows with new columns of verl, and rows for keys that have none. found: release -> keys."""
+    """Return the rows with new columns of verl, and rows for keys that had none. found: release -> keys."""
     releases = list(found)
     defaults: dict[str, list[str]] = {}
     has: dict[str, list[int]] = {}
@@ -146,7 +146,7 @@ def merge(rows: Sequence[Row], found: Mapping[str, Mapping[str, list[str]]]) -> 
 
 
 def group(row: Row) -> str:
-    """Return the part of the file that a row stands in; the order of patterns decides which one answers."""
+    """Return the section of the file for a row; the order of patterns decides which one applies."""
     if row.action in GROUPS:
         return row.action
     return "pattern" if "*" in row.key else "key"
@@ -164,7 +164,7 @@ def spans(releases: Sequence[str], numbers: Sequence[int]) -> str:
 
 
 def is_answered(key: str) -> bool:
-    """Return whether the schema or a row of the file answers a key of verl."""
+    """Return True if the schema or a row of the file covers a key of verl."""
     own_key = rename(key)
     return bool(is_known(own_key) or is_known(f"{own_key}_per_gpu") or verdict(own_key, "x"))
 

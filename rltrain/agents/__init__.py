@@ -1,5 +1,5 @@
-"""Who answers the policy between two turns: tools, environments, agents. What a user writes, and what runs it.
+"""Tools, environments and agents that reply to the policy between two turns: the user's interface and its runtime.
 
-Everything here runs in a host, a process that can be killed, so that nothing of a user's hangs or ends a rollout.
-Neither torch nor Ray is imported.
+Everything here runs in a host, a process that can be killed, so that user code can neither hang nor end a rollout.
+Imports neither torch nor Ray.
 """

@@ -1,4 +1,4 @@
-"""Calls of a user's code, whatever it does, and what its tools return."""
+"""Calls of user code, and conversion of the tools' return values."""
 
 import contextlib
 import inspect
@@ -13,14 +13,15 @@ from typing import Any
 from rltrain.agents.content import Content, content_of, is_image, with_images
 from rltrain.agents.threads import in_thread
 
-# Raised into an event loop, these would end it, or leave who waits without an answer.
+# Raised into an event loop, these would end it, or leave its waiters without a result.
 _ENDS_LOOPS = (SystemExit, KeyboardInterrupt, StopIteration)
 
 
 async def called(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """What a function of a user's returns: an ``async`` one is run on the event loop, any other in a thread.
+    """Call a user's function: an ``async`` one on the event loop, any other in a thread.
 
-    Raises what it raises; for what would end the event loop, such as SystemExit, a RuntimeError that names it.
+    Raises the function's exception; instead of one that would end the event loop, such as SystemExit, a RuntimeError
+    that names it.
     """
 
     def blocking() -> Any:
@@ -45,7 +46,7 @@ _JSON = (str, float, int, bool, list, dict, types.NoneType)
 
 
 def fitting(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call as the function's type hints say.
+    """Return the arguments of a call, converted to the function's type hints.
 
     Raises TypeError that names an argument that is missing, unknown or of another type.
     """
@@ -68,7 +69,7 @@ def fitting(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
 
 
 def _fit(value: Any, hint: Any, reads: bool = True) -> Any:
-    """Return a JSON value as a type hint says. Raises ValueError if it has another type.
+    """Return a JSON value, converted to a type hint. Raises ValueError if it has another type.
 
     reads: a string for another type is read as JSON. Hints of types that JSON does not have accept every value.
     """
@@ -92,13 +93,12 @@ def _fit(value: Any, hint: Any, reads: bool = True) -> Any:
 
 
 def result(returned: Any) -> dict[str, Any]:
-    """What a tool says of a call: ``content`` for the model (`content.Content`), ``reward``, 0 where it says nothing of
-    one, ``metrics``.
+    """Convert a tool's return value to ``content`` for the model (`content.Content`), ``reward`` (default 0),
+    ``metrics``.
 
     returned: a text; an image, or a list of images and texts; another dictionary or list, which becomes JSON; verl's
-    ToolResponse; or a tuple of (any of them, reward, metrics), of which the last two may be left out or None. Raises
-    TypeError for a longer tuple or a video, and ValueError for a reward that is no finite number, and for an image that
-    cannot be read.
+    ToolResponse; or a tuple of (any of them, reward, metrics), whose last two may be left out or None. Raises TypeError
+    for a longer tuple or a video, and ValueError for a reward that is not a finite number or an unreadable image.
     """
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
@@ -116,11 +116,11 @@ def result(returned: Any) -> dict[str, Any]:
 def _content(response: Any) -> Content:
     if isinstance(response, str):
         return response
-    # One of Pillow's may have a text of its own.
+    # A Pillow image may have an attribute ``text``.
     if any(map(is_image, response if isinstance(response, list) else [response])):
         return content_of(response) or ""
     if getattr(response, "video", None):
-        # Of verl's ToolResponse; the keys of a dictionary are the user's own.
+        # Of verl's ToolResponse; a dictionary's keys are the user's.
         raise TypeError("the tool returned videos, which are not in this version: it must return text or images.")
     if hasattr(response, "text"):
         images = getattr(response, "image", None)
@@ -131,7 +131,7 @@ def _content(response: Any) -> Content:
 
 
 def _plain(value: Any) -> Any:
-    """A value of metrics as JSON can hold it."""
+    """Return a value of metrics in a form that JSON can hold."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return float(value) if isinstance(value, numbers.Real) else str(value)

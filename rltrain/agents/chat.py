@@ -1,7 +1,7 @@
-"""A conversation with the policy, as an agent sees it: it asks for a turn, adds what answers it, and asks again.
+"""The agent's view of a conversation with the policy: request a turn, add messages, request the next turn.
 
-Nothing of it can be taken back, which is what keeps the tokens of a trajectory those that were sampled. An agent that
-is begun again, because its process died, is given the turns that it had: `Chat.reply` returns them at once.
+Nothing can be taken back, so that the tokens of a trajectory stay the sampled ones. If an agent is restarted because
+its process died, it gets its previous turns again: `Chat.reply` returns them at once.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Result = TypeVar("Result")
-# What is noted of a result for people: its call's arguments (JSON) and seconds. Neither policy nor agent sees it.
+# Log fields of a result: its call's arguments (JSON) and seconds. Neither policy nor agent sees them.
 _NOTED = ("arguments", "seconds")
-# A call that blocks the event loop must not use up the time of the others, so that time is counted in pieces.
+# A call that blocks the event loop must not use up the time of the others, so the time is counted in pieces.
 _BEATS = 20
 
 
 class Over(Exception):
-    """The trajectory has had its last turn: it has no room for another, or has had as many as it may."""
+    """The trajectory has had its last turn: no tokens are left, or the maximum number of turns is reached."""
 
 
 class Late(Exception):
-    """A call has no result in time."""
+    """A call has timed out."""
 
 
 class Broken(Exception):
-    """The trajectory cannot go on, through no fault of the policy."""
+    """The trajectory cannot continue, through no fault of the policy."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that a turn asks for."""
+    """A tool call of a turn."""
 
     name: str
     arguments: dict[str, Any]
@@ -63,34 +63,35 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy has said without a break."""
+    """One uninterrupted generation of the policy."""
 
     text: str
-    """Without calls, reasoning and special tokens."""
+    """Text without calls, reasoning and special tokens."""
     calls: Sequence[ToolCall] = ()
     problems: Sequence[str] = ()
-    """One per call that was begun and cannot be read: what is wrong with it."""
+    """One error message per tool call that could not be parsed."""
     reasoning: str = ""
     finish: Literal["stop", "length", "turns"] = "stop"
-    """Why it ended: by itself, for want of room, or by itself as the last that is allowed. None follows but "stop"."""
+    """Finish reason: ended by itself, at the length limit, or by itself at the turn limit. Only "stop" allows another
+    turn."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a trajectory begins."""
+    """The start of a trajectory."""
 
     prompt: list[Message]
     row: dict[str, Any]
     """data_source, ground_truth, extra_info."""
     seed: int
     agent: str | None = None
-    """FILE.py:NAME; None: tools and environment answer every turn."""
+    """FILE.py:NAME; None: tools and environment reply to every turn."""
     tools: tuple[str, ...] = ()
-    """Those that the row's prompt shows."""
+    """The tools in the row's prompt."""
 
 
 class Address(TypedDict):
-    """Where a library finds a conversation, named as OpenAI's clients take it."""
+    """Address of a conversation for a library, with the argument names of OpenAI's clients."""
 
     base_url: str
     api_key: str
@@ -103,30 +104,31 @@ class Tools(Protocol):
     stateless: bool
 
     def alone(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Hold the object that a tool changes."""
+        """Lock the object that a tool changes."""
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Mapping[str, Any]:
-        """``content``, ``reward`` and ``metrics``."""
+        """Call a tool. Return ``content``, ``reward`` and ``metrics``."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What `rollout.multi_turn` says of tools and results."""
+    """Limits of tools and results, from `rollout.multi_turn`."""
 
     timeout_s: float
-    """Of a call."""
+    """Seconds per call."""
     trajectory_timeout_s: float | None
-    """Of all that a trajectory does but wait for the policy."""
+    """Seconds of a trajectory, without the time that it waits for the policy."""
     max_parallel_calls: int
     max_result_length: int
     """Characters."""
     truncate_side: str
     images: bool = False
-    """The policy may read images between its turns."""
+    """Whether the policy may read images between its turns."""
 
     @classmethod
     def of(cls, turns: MultiTurnConfig, *, images: bool = False) -> Terms:
-        """Those of the configuration. images: see `Terms.images`, which depends on the model and the prompts too."""
+        """Return the limits of the configuration. images: see `Terms.images`; it also depends on the model and the
+        prompts."""
         return cls(
             turns.tool_timeout_s,
             turns.trajectory_timeout_s,
@@ -139,7 +141,7 @@ class Terms:
 
 @dataclass
 class Asked:
-    """What an agent has said since the last turn, on its way to the policy or into the report of the trajectory."""
+    """Messages of an agent since the last turn, for the policy or for the trajectory's record."""
 
     messages: list[Message] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -148,8 +150,10 @@ class Asked:
 
 
 class Chat:
-    """A conversation. past: the turns so far, one at least; and of those that something has followed, where it is begun
-    again, the messages behind them and their rewards."""
+    """A conversation.
+
+    past: the turns so far, at least one; after a restart also the messages and rewards that followed each turn.
+    """
 
     def __init__(
         self,
@@ -161,7 +165,7 @@ class Chat:
         address: Callable[[Chat], Address],
     ) -> None:
         self.messages: list[Message] = list(prompt)
-        """All so far: the prompt's, turns of the assistant, and what was added."""
+        """All messages so far: the prompt, the policy's turns, and added messages."""
         self.turns: list[Turn] = []
         self.rewards: list[float] = []
         """Of all turns."""
@@ -170,7 +174,7 @@ class Chat:
         self._is_over = False
         self._address = address
         self._asked = Asked()
-        self._answer: asyncio.Future[Turn | None] | None = None  # while the policy has been asked and not answered
+        self._answer: asyncio.Future[Turn | None] | None = None  # set while the policy's reply is pending
 
     @property
     def tools(self) -> Sequence[str]:
@@ -179,22 +183,22 @@ class Chat:
 
     @property
     def max_parallel_calls(self) -> int:
-        """Calls of a turn that are run."""
+        """Maximum number of calls that are run per turn."""
         return self._terms.max_parallel_calls
 
     @cached_property
     def endpoint(self) -> Address:
-        """``base_url`` and ``api_key`` of this conversation, for a library that speaks with OpenAI's servers.
+        """``base_url`` and ``api_key`` of this conversation, for a library that uses OpenAI's API.
 
-        See `endpoint.Endpoint`. May be read in any thread. Who uses it leaves `reply` and `add` alone.
+        See `endpoint.Endpoint`. May be read in any thread. Its user must not call `reply` and `add`.
         """
         return self._address(self)
 
     async def reply(self) -> Turn:
-        """The next turn of the policy. The first answers the row's prompt. Raises `Over` where none follows.
+        """Return the next turn of the policy. The first replies to the row's prompt. Raises `Over` if there is none.
 
-        Raises Broken where an agent that is begun again does not say what it has said before, and where it asks again
-        though the turn that it was given up for is still to come: the policy would not hear what was added since.
+        Raises Broken if a restarted agent adds other messages than before, and if the agent calls it again while the
+        turn of a cancelled call is still pending: the policy would not see messages that were added since.
         """
         if self.turns:
             await self._hear()
@@ -204,7 +208,7 @@ class Chat:
         return turn
 
     async def _hear(self) -> None:
-        """Say what was added, until the next turn is there."""
+        """Send the added messages and wait for the next turn."""
         if self._is_over or self.turns[-1].finish != "stop":
             raise Over
         if self._answer:
@@ -224,14 +228,15 @@ class Chat:
             raise Over
 
     def answered(self, turn: Turn | None) -> None:
-        """The policy has answered; None: it will not."""
+        """Deliver the policy's turn; None: there is none."""
         self._is_over = turn is None
         if self._answer and not self._answer.done():
             self._answer.set_result(turn)
 
     def add(self, role: str, content: Any) -> None:
-        """Add a message behind the last turn: a user's, or a tool's result. content: a text, or parts of texts and
-        images (`content.content_of`).
+        """Add a message after the last turn: a user's, or a tool's result.
+
+        content: a text, or parts of texts and images (`content.content_of`).
         """
         known = content_of(content) if role in ("user", "tool") else None
         if known is None:
@@ -245,7 +250,7 @@ class Chat:
         self._add({"role": role, "content": known} | ({"name": "tool"} if role == "tool" else {}))
 
     def _check_images(self, content: Content) -> None:
-        """Raise ValueError for images that the run does not take between turns, or are too many bytes."""
+        """Raise ValueError for images that the run does not accept between turns, or that have too many bytes."""
         if not images_in(content):
             return
         if not self._terms.images:
@@ -256,23 +261,23 @@ class Chat:
             raise ValueError(f"images of {size:,} bytes between two turns, as base64; {most}")
 
     def _add(self, message: Message, **noted: Any) -> None:
-        """noted: of `_NOTED`."""
+        """Add a message. noted: log fields of `_NOTED`."""
         message = message | {"content": with_texts(message["content"], storable)}
         self._asked.messages.append(message | noted)
         self.messages += shown([message])
 
     def reward(self, value: float) -> None:
-        """Note a reward of this turn, a finite number: scorers see all of a trajectory as ``tool_rewards``."""
+        """Add a reward of this turn, a finite number. Scorers get all rewards of a trajectory as ``tool_rewards``."""
         if not math.isfinite(value):
             raise ValueError(f"a reward is a finite number, not {value}.")
         self.rewards.append(float(value))
         self._asked.rewards.append(self.rewards[-1])
 
     async def answer_calls(self, turn: Turn, results: Mapping[int, str] | None = None) -> None:
-        """Run the calls of a turn at the same time, and add their results in the order of the calls.
+        """Run the calls of a turn concurrently, and add their results in the order of the calls.
 
-        What goes wrong in a call is a result that says so. Each call that is not run, or cannot be read, gets one too.
-        results: by place of the call, of those that somebody else has run.
+        The error of a call becomes its result. Each call that is not run, or cannot be parsed, gets one too. results:
+        results of calls that a library has already run, by index of the call.
         """
         counts = self._asked.counts
         counts.update({c.TOOL_CALLS: len(turn.calls), c.UNREADABLE_CALLS: len(turn.problems)})
@@ -302,7 +307,7 @@ class Chat:
             self._add({"role": "tool", "name": "unreadable", "content": f"Error: {why}"})
 
     async def _result(self, call: ToolCall, known: str | None) -> tuple[Content, dict[str, Any]]:
-        """What the policy reads, and what is noted of it."""
+        """Return a call's result for the policy, and its log fields."""
         if known is not None and call.name in self._tools.names:
             return self.shortened(known), {}
         started = time.perf_counter()
@@ -324,14 +329,14 @@ class Chat:
             return f"Error: no result after {self._terms.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool is the user's code
             counts[c.TOOL_ERRORS] += 1
-            # The frames are for people, and the last line says what happened.
+            # The log gets the frames, the policy only the last line.
             print(f"the tool {call.name!r} raised:\n{user_traceback(error)}")  # noqa: T201 - its prints are its log
             return f"Error: {user_traceback(error).strip().splitlines()[-1]}"
         self.reward(result["reward"])
         return with_texts(result["content"], self.shortened)
 
     def shortened(self, text: str) -> str:
-        """``text`` as long as `multi_turn.max_tool_response_length` allows."""
+        """Return ``text`` truncated to `multi_turn.max_tool_response_length`."""
         most, side = self._terms.max_result_length, self._terms.truncate_side
         if len(text) <= most:
             return text
@@ -343,13 +348,13 @@ class Chat:
         return f"{text[:half]}...(truncated)...{text[len(text) - (most - half) :]}"
 
     def last_words(self) -> Asked:
-        """What was noted and no turn has followed."""
+        """Return the messages and counts after the last turn."""
         asked, self._asked = self._asked, Asked()
         return asked
 
 
 async def within(awaitable: Awaitable[Result], timeout_s: float) -> Result:
-    """What ``awaitable`` returns. Raises Late after ``timeout_s``."""
+    """Return the result of ``awaitable``. Raises Late after ``timeout_s``."""
     task = asyncio.ensure_future(awaitable)
     try:
         for _ in range(_BEATS):
@@ -364,14 +369,14 @@ async def within(awaitable: Awaitable[Result], timeout_s: float) -> Result:
 
 
 def shown(messages: Sequence[Message]) -> list[Message]:
-    """Messages without what is noted of them for people."""
+    """Return messages without their log fields."""
     return [{name: value for name, value in message.items() if name not in _NOTED} for message in messages]
 
 
 def _as_text(arguments: dict[str, Any]) -> str:
     try:
         return json.dumps(arguments, ensure_ascii=False, default=str)
-    except (TypeError, ValueError):  # of a format of the user's own
+    except (TypeError, ValueError):  # from a call format of the user
         return repr(arguments)
 
 

@@ -1,8 +1,8 @@
 """The process of a host: an event loop in which every trajectory is a task.
 
-Requests come as pickles, and replies go as lines of JSON, which the other side only parses. A request is
-``("begin", number, Start, turns, said, paid)``, ``("turn", number, Turn or None)``, ``("close", number)``
-or ``("ping",)``.
+Requests arrive as pickles. Replies are sent as lines of JSON, which the other side only parses. A request is
+``("begin", number, Start, turns, said, paid)``, ``("turn", number, Turn or None)``, ``("close", number)`` or
+``("ping",)``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Trajectory:
     chat: Chat | None = None
     task: asyncio.Task[None] | None = None
     busy_s: float = 0.0
-    """How long it has done anything but wait for the policy."""
+    """Seconds of work, without the time that it waits for the policy."""
     waits: bool = False
 
 
@@ -69,11 +69,11 @@ class _Stage:
     terms: Terms
     _all: dict[int, _Trajectory] = field(default_factory=dict)
     _endpoint: Endpoint = field(init=False)
-    # The loop itself remembers no task.
+    # The event loop keeps no strong reference to a task.
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def serve(self, requests: BinaryIO) -> None:
-        """Until the other end closes."""
+        """Serve requests until the other end closes."""
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self._endpoint = Endpoint(loop)
 
@@ -117,7 +117,7 @@ class _Stage:
                     self._tell(number, {"failed": f"not done after {limit:g} s (multi_turn.trajectory_timeout_s)"})
 
     async def _live(self, number: int, trajectory: _Trajectory, start: Start, past: tuple[Any, ...]) -> None:
-        """past: turns, what was said to each, and the rewards of that."""
+        """Run a trajectory. past: turns, the messages after each, and their rewards."""
 
         def ask(asked: Asked) -> None:
             trajectory.waits = True
@@ -125,7 +125,7 @@ class _Stage:
 
         opening = asyncio.ensure_future(self.toolbox.open(start.row, start.seed))
         try:
-            # Not cut short, as an instance that a thread makes would be nobody's, and never closed.
+            # Shielded, because the instance that a thread creates would otherwise be lost and never closed.
             session = await within(asyncio.shield(opening), self.terms.timeout_s)
             session.names = [name for name in session.names if name in start.tools]
             chat = trajectory.chat = Chat(start.prompt, past, self.terms, session, ask, self._endpoint.address)
@@ -137,15 +137,15 @@ class _Stage:
             end = {"failed": _words_of(error, self.terms)}
         if trajectory.chat:
             self._endpoint.close(trajectory.chat)
-            trajectory.chat.answered(None)  # else a thread that goes on would wait for turns that nobody is asked for
-        # Told before it is closed, which may take its time; one that nobody waits for any more tells nothing.
+            trajectory.chat.answered(None)  # otherwise a running thread would wait for turns that are never generated
+        # Reported before it is closed, which may take time. A trajectory that was closed meanwhile is not reported.
         if self._all.pop(number, None):
             self._tell(number, end)
         self._closing.add(closing := asyncio.ensure_future(self._shut(opening)))
         closing.add_done_callback(self._closing.discard)
 
     async def _shut(self, opening: asyncio.Task[Session]) -> None:
-        with suppress(Exception):  # why it could not be opened is told already
+        with suppress(Exception):  # the reason for a failed opening is already reported
             session = await within(opening, self.terms.timeout_s)
             await within(session.close(), self.terms.timeout_s)
 
@@ -163,7 +163,7 @@ class _Stage:
 
 
 def _of_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """Those of the fields that JSON can hold, as it holds them."""
+    """Return the fields that JSON can hold, converted to JSON values."""
     held = {}
     for name, value in fields.items():
         with suppress(TypeError, ValueError, RecursionError):

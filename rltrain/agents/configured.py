@@ -1,9 +1,9 @@
-"""Tools of a YAML file as verl has them: a list of classes with ``create``, ``execute`` and ``release``.
+"""Tools of a YAML file in verl's format: a list of classes with ``create``, ``execute`` and ``release``.
 
-One object of each class serves all trajectories of a process, and knows them by the name that ``create`` gives. Unlike
-in verl, which creates and releases around every call, a trajectory creates once, with its first call, and releases at
-its end; so what a tool keeps is there at the next call. ``calc_reward`` is never called, as in verl: rewards are what
-``execute`` returns and what scorers say.
+One object of each class serves all trajectories of a process and identifies them by the name that ``create`` returns.
+Unlike in verl, which creates and releases around every call, a trajectory creates once, with its first call, and
+releases at its end; so a tool's state lasts from call to call. As in verl, ``calc_reward`` is never called: rewards
+come from ``execute`` and from scorers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rltrain.agents.functions import as_json
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import is_plugin, load_plugin, user_traceback
 
-# What is being made or is there, by name.
+# Objects in creation or created, by name.
 _Makings = dict[str, asyncio.Task[Any]]
 TOOL_CONFIG = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 logger = logging.getLogger(__name__)
@@ -35,28 +35,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ConfiguredTool:
-    """A class of the file, of which an object is made with the first call."""
+    """A class of the file, whose object is created with the first call."""
 
     kind: type
     config: dict[str, Any]
     schema: dict[str, Any]
-    """In JSON, as chat templates show it."""
+    """JSON, as chat templates show it."""
     tool: Any = None
-    """The object, once it is there."""
+    """The object, once it is created."""
     _making: _Makings = field(default_factory=dict)
 
     async def made(self) -> Any:
-        """The object."""
+        """Return the object; create it on the first call."""
         if self.tool is None:
             self.tool = await _once(self._making, "", lambda: called(_make, self.kind, self.config, self.schema))
         return self.tool
 
 
 def configured_tools(path: str) -> dict[str, ConfiguredTool]:
-    """The tools of a YAML file, by the names that the model sees.
+    """Load the tools of a YAML file, by the names that the model sees.
 
-    Raises ConfigError for a file that cannot be read or is no such list, a class that cannot be imported or has no
-    ``execute``, and tools of a kind that is not here.
+    Raises ConfigError for a file that cannot be read or is not such a list, a class that cannot be imported or has no
+    ``execute``, and tools of an unsupported kind.
     """
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -120,13 +120,13 @@ class Opened:
     def __init__(self, tools: dict[str, ConfiguredTool], tools_kwargs: dict[str, Any]) -> None:
         self._tools, self._kwargs = tools, tools_kwargs
         self._ids: _Makings = {}
-        # What verl hands to each call of a trajectory, for tools that share something.
+        # verl passes it to each call of a trajectory, for tools that share state.
         self._data = SimpleNamespace(
             request_id=uuid4().hex, tools_kwargs=tools_kwargs, extra_fields={}, metrics={}, messages=[]
         )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What a tool says of a call, as `calling.result` has it. Raises what the tool raises."""
+        """Call a tool and return its result as `calling.result` does. Raises the tool's exception."""
         tool = await self._tools[name].made()
         kwargs = self._kwargs.get(name) or {}
         instance = await _once(self._ids, name, lambda: self._create(tool, kwargs.get("create_kwargs") or {}))
@@ -138,18 +138,18 @@ class Opened:
         if not hasattr(tool, "create"):
             return uuid4().hex
         create = tool.create
-        # Older classes name the arguments that they read, newer ones read them out of create_kwargs.
+        # Older classes name the arguments that they read, newer ones read them from create_kwargs.
         named = {name: value for name, value in kwargs.items() if name in inspect.signature(create).parameters}
         created = await called(create, **_taken(create, {"create_kwargs": kwargs}), **named)
         return created[0] if isinstance(created, tuple | list) else created
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """What the tools have noted for the scorer."""
+        """Fields that the tools stored for the scorer."""
         return dict(self._data.extra_fields)
 
     async def release(self) -> None:
-        """Tell the tools that the trajectory has ended. What they raise is logged."""
+        """Release the tools at the end of the trajectory. Their exceptions are logged."""
         while self._ids:
             name, instance = self._ids.popitem()
             if release := getattr(self._tools[name].tool, "release", None):
@@ -160,8 +160,11 @@ class Opened:
 
 
 async def _once(makings: _Makings, name: str, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """What ``make`` returns, for all who ask: one that is given up meanwhile leaves it to the next, which would else
-    begin again and be as late. What fails is made again."""
+    """Return the result of ``make``, shared by all callers.
+
+    A cancelled caller leaves the running ``make`` to the next one, which would otherwise start over and also be late. A
+    failed ``make`` is repeated.
+    """
     if name not in makings:
         makings[name] = making = asyncio.ensure_future(make())
         making.add_done_callback(lambda _: makings.pop(name, None) if making.cancelled() or making.exception() else 0)
@@ -169,7 +172,7 @@ async def _once(makings: _Makings, name: str, make: Callable[[], Coroutine[Any, 
 
 
 def _taken(function: Any, named: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that a function takes."""
+    """Return the arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return named

@@ -1,7 +1,7 @@
-"""What is said to the policy between its turns: a text, or parts of which some are images, as chat templates take them.
+"""Message content between turns: a text, or parts of text and images, in the format of chat templates.
 
-Tools and environments give an image in any form that a row may have it in, or as Pillow's. It travels as the file that
-it is, in base64, so that the same bytes reach the run's processor whichever process answers, and whenever.
+Tools and environments return an image in any form that a row accepts, or as a Pillow image. It is sent as an image file
+in base64, so that the run's processor always gets the same bytes, in every process and after a restart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rltrain.base.image_files import begins_as_image, data_address
 Part = dict[str, str]
 Content = str | list[Part]
 _HOLDERS = ("image", "image_url", "bytes", "path")
-# In base64, of all images between two turns.
+# Of all images between two turns, in base64.
 MOST_IMAGE_BYTES = 16 << 20
 TAKES_NONE = (
     "an image, and this run takes none between turns. Where the model sees images, set "
@@ -24,18 +24,17 @@ TAKES_NONE = (
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value can be nothing but an image: one of Pillow, the bytes of a file, or a part of that type."""
+    """Return True if a value can only be an image: a Pillow image, the bytes of a file, or a part of type image."""
     if isinstance(value, Mapping):
-        # A dictionary of that type which only tells of an image is one like any other.
+        # A dictionary of that type without an image is an ordinary dictionary.
         return value.get("type") in ("image", "image_url") and any(value.get(name) is not None for name in _HOLDERS)
     return begins_as_image(value) if isinstance(value, bytes) else callable(getattr(value, "getbands", None))
 
 
 def content_of(said: Any) -> Content | None:
-    """Parts, where an image or a list with one was said; a text, and a list of parts without images, as text. None for
-    anything else.
+    """Return parts for an image or a list with one; a text for a text or a list of text parts; None for anything else.
 
-    Raises ValueError for an image that cannot be read, and for what stands among parts and is none.
+    Raises ValueError for an unreadable image, and for an entry that is neither text nor image.
     """
     if isinstance(said, str):
         return said
@@ -47,7 +46,7 @@ def content_of(said: Any) -> Content | None:
 
 
 def with_images(images: Any, text: str) -> Content:
-    """Parts of images, in any form that a row may have them in, in front of a text. images: a list, or one."""
+    """Return image parts followed by a text. images: a list or one, in any form that a row accepts."""
     listed = list(images) if isinstance(images, list | tuple) else [images]
     parts = [image if is_image(image) else {"type": "image", "image": image} for image in listed]
     return _parts([*parts, *([text] if text else [])])
@@ -73,7 +72,7 @@ def _parts(entries: Sequence[Any]) -> list[Part]:
 
 
 def _given(image: Any) -> Any:
-    """An image without what makes it a part."""
+    """Return the image of a part."""
     if not isinstance(image, Mapping):
         return image
     inner = image.get("image")
@@ -85,34 +84,34 @@ def _given(image: Any) -> Any:
 
 
 def images_in(content: Content) -> list[str]:
-    """The images, as ``data:`` addresses."""
+    """Return the images as ``data:`` URLs."""
     return [] if isinstance(content, str) else [part["image"] for part in content if part["type"] == "image"]
 
 
 def texts_in(content: Content) -> list[str]:
-    """The texts."""
+    """Return the texts."""
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def image_bytes(contents: Iterable[Content]) -> int:
-    """Bytes of the images of several, in base64."""
+    """Return the bytes of all images in several contents, in base64."""
     return sum(len(image) for content in contents for image in images_in(content))
 
 
 def with_texts(content: Content, change: Callable[[str], str]) -> Content:
-    """The content, each of its texts changed."""
+    """Return the content with ``change`` applied to each text."""
     if isinstance(content, str):
         return change(content)
     return [part | {"text": change(part["text"])} if part["type"] == "text" else part for part in content]
 
 
 def as_text(content: Content) -> str:
-    """One text for people, with ``<image>`` where an image stands."""
+    """Return one text for logs, with ``<image>`` for each image."""
     return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
 
 
 def without_files(content: Content) -> Content:
-    """The content with images that are marked and not there: as chat templates take it, and as people read it."""
+    """Return the content with image placeholders, for chat templates and logs."""
     if isinstance(content, str):
         return content
     return [{"type": "image"} if part["type"] == "image" else part for part in content]

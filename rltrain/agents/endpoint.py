@@ -1,8 +1,8 @@
-"""Agents of any library: a server on this machine's own address that speaks as OpenAI's does, for the policy.
+"""A local server that offers the policy under OpenAI's API, for agents of any library.
 
-A library sends the whole conversation with every request. A trajectory is one conversation whose tokens are only ever
-appended, so what a request begins with is compared with what was said, message by message, and what follows is added.
-Left out: several conversations of a trajectory, and parameters of sampling, which are the run's.
+A library sends the whole conversation with every request. But a trajectory is one conversation to which tokens are only
+appended. So the beginning of a request is compared with the previous messages, and the rest is added. Not included:
+several conversations per trajectory, and sampling parameters, which the run sets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rltrain.base.http import Refused, Request, Response
 
 _OVER = "trajectory_over"
 _MODEL = "policy"
-# What a request may say, as nothing depends on it; what changes the form of a reply is taken only where it asks for
-# the form that there is. All else would be a parameter of sampling.
+# Fields that a request may have because they have no effect. Fields that change the form of a reply are accepted only
+# with the values that are supported (`_ONLY`). Any other field would be a sampling parameter.
 _WITHOUT_EFFECT = {
     *("messages", "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
     *("safety_identifier", "service_tier", "store", "stream", "stream_options", "tools", "user"),
@@ -47,17 +47,17 @@ _ONLY: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class _Said:
-    """A message, as far as two that are the same agree."""
+    """A message in normalised form, for comparison."""
 
     role: str
     content: str
     tool_calls: tuple[tuple[str, str, str], ...] = ()
-    """id, name, and arguments as JSON in one order."""
+    """id, name, and arguments as JSON with sorted keys."""
     tool_call_id: str = ""
 
     @classmethod
     def of(cls, message: Any) -> _Said:
-        """Raises Refused for what is no message of text."""
+        """Normalise a message. Raises Refused for a message without text."""
         try:
             role = {"developer": "system"}.get(message["role"], message["role"])
             calls = tuple(
@@ -70,7 +70,7 @@ class _Said:
         except (AttributeError, KeyError, TypeError, ValueError):
             text = f"{message!r:.200} is no message of text: role, content, tool_calls, tool_call_id."
             raise Refused(400, "no_message", text) from None
-        # Libraries strip what a model has said.
+        # Libraries strip the model's text.
         content = content.strip() if role == "assistant" else content
         return cls(str(role), content, calls, message.get("tool_call_id") or "")
 
@@ -83,7 +83,7 @@ def _sorted(arguments: Any) -> str:
 
 
 class _Conversation:
-    """A trajectory, as the endpoint knows it."""
+    """The endpoint's state of a trajectory."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -92,15 +92,18 @@ class _Conversation:
         self._reply: asyncio.Task[tuple[Message, str]] | None = None
 
     def close(self) -> None:
-        """Whoever waits is told that it has ended."""
+        """Cancel the pending request."""
         if self._reply:
             self._reply.cancel()
 
     async def ask(self, request: Mapping[str, Any], *, again: bool) -> tuple[Message, str]:
-        """The next turn as a message, and its finish_reason. again: the library tries a second time, as its first
-        request may have been lost. Raises Refused, and what `Chat.reply` raises."""
+        """Return the next turn as a message, and its finish_reason.
+
+        again: the library retries, because its first request may have been lost. Raises Refused, and the exceptions of
+        `Chat.reply`.
+        """
         if self._reply and self._reply.done() and self._reply.exception():
-            return self._reply.result()  # what it raises does not pass
+            return self._reply.result()  # its exception is permanent
         messages = request.get("messages")
         if not isinstance(messages, list):
             raise Refused(400, "no_messages", "messages is the list of all messages so far.")
@@ -113,7 +116,7 @@ class _Conversation:
             results = self._results(added)
             self._said, self._asked = said, said
             self._reply = asyncio.ensure_future(self._next(added, results))
-        # A library that hangs up does not take the turn back.
+        # A library that disconnects does not cancel the turn.
         return await asyncio.shield(self._reply)
 
     def _check_tools(self, tools: Sequence[Any]) -> None:
@@ -146,7 +149,8 @@ class _Conversation:
         return added
 
     def _results(self, added: Sequence[_Said]) -> dict[int, str]:
-        """By place of the call. Raises Refused unless each call has one, and messages of the user alone follow."""
+        """Return the results by index of the call. Raises Refused unless each call has one and only user messages
+        follow."""
         if not added:
             return {}
         places = {_id(len(self._chat.turns), place): place for place, _ in self._shown(self._chat.turns[-1])}
@@ -161,7 +165,7 @@ class _Conversation:
         return {places[message.tool_call_id]: message.content for message in results}
 
     def _shown(self, turn: Turn) -> list[tuple[int, ToolCall]]:
-        """The calls that the library runs, with their places: of tools that there are, and no more than may be."""
+        """Return the calls that the library runs, with their indices: calls of known tools, up to the limit."""
         calls = list(enumerate(turn.calls))[: self._chat.max_parallel_calls]
         return [(place, call) for place, call in calls if call.name in self._chat.tools]
 
@@ -173,7 +177,7 @@ class _Conversation:
             for message in added[len(results) :]:
                 chat.add("user", message.content)
         turn = await chat.reply()
-        # No library has a form for calls that cannot be read or name no tool: the policy is told here, as elsewhere.
+        # No library represents calls that are unreadable or name an unknown tool, so the policy gets their errors here.
         while turn.finish == "stop" and chat.tools and (turn.calls or turn.problems) and not self._shown(turn):
             await chat.answer_calls(turn)
             turn = await chat.reply()
@@ -198,23 +202,23 @@ class _Conversation:
 
 
 def _id(turn: int, place: int) -> str:
-    """Of a call: the same where the agent is begun again."""
+    """Return the id of a call, which is the same after a restart of the agent."""
     return f"call_{turn}_{place}"
 
 
 class Endpoint:
-    """The server of a process. It listens from the first `address` on, on 127.0.0.1 and a free port."""
+    """The server of a process. It listens on 127.0.0.1 and a free port from the first `address` on."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._lock = loop, Lock()
         self._base_url = ""
         self._server: Future[asyncio.Server] | None = None
-        # By keys that nobody guesses.
+        # By unguessable keys.
         self._conversations: dict[str, _Conversation] = {}
         self._keys: dict[Chat, str] = {}
 
     def address(self, chat: Chat) -> Address:
-        """Where a trajectory is asked. May be called in any thread."""
+        """Return the address of a trajectory. May be called in any thread."""
         with self._lock:
             self._base_url = self._base_url or self._listen()
             key = self._keys[chat] = secrets.token_urlsafe(32)
@@ -222,12 +226,12 @@ class Endpoint:
         return {"base_url": self._base_url, "api_key": key}
 
     def close(self, chat: Chat) -> None:
-        """A trajectory has ended."""
+        """Remove a trajectory that ended."""
         if conversation := self._conversations.pop(self._keys.pop(chat, ""), None):
             conversation.close()
 
     def shut(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._server and self._server.done():
             self._server.result().close()
 
@@ -263,13 +267,13 @@ class Endpoint:
         try:
             message, finish = await conversation.ask(asked, again=again)
         except Over as over:
-            # In words and code, as libraries show one or the other.
+            # In text and code, because libraries show one or the other.
             text = f"{_OVER}: no turn follows, as there is no room for another, or were as many as may be."
             raise Refused(400, _OVER, text) from over
         except Broken as broken:
             raise Refused(500, "broken", str(broken)) from broken
         except asyncio.CancelledError:
-            self._conversation(request)  # it has ended meanwhile
+            self._conversation(request)  # raises Refused if the trajectory has ended meanwhile
             raise
         return _completion(asked, message, finish)
 
@@ -279,7 +283,7 @@ def _model() -> dict[str, Any]:
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """A request. Raises Refused where it asks for another form of reply; other parameters are said once."""
+    """Parse a request. Raises Refused for an unsupported form of reply; other unused parameters are logged once."""
     try:
         asked = json.loads(body)
         items = asked.items()
@@ -302,13 +306,13 @@ def _say_unused(name: str) -> None:
 
 
 def _completion(asked: Mapping[str, Any], message: Message, finish: str) -> Response:
-    """As OpenAI's servers write it. Tokens are counted by the run, and are 0 here."""
+    """Return the reply in OpenAI's format. Token counts are 0, because the run counts tokens."""
     usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": asked.get("model", _MODEL)}
     if not asked.get("stream"):
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         return Response.of({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
-    # A turn is known when it has ended: one piece.
+    # A turn is only known at its end, so the stream has one chunk.
     calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls", ()))]
     delta = {**message, **({"tool_calls": calls} if calls else {})}
     choices: list[list[dict[str, Any]]] = [
@@ -323,9 +327,9 @@ def _completion(asked: Mapping[str, Any], message: Message, finish: str) -> Resp
 
 
 def ended_by_endpoint(error: BaseException) -> bool:
-    """Whether an agent was ended by what the endpoint says when no turn follows, in a library's own exception.
+    """Return True if an agent was ended by the endpoint's "no turn follows", inside a library's exception.
 
-    An error that was raised while that one was handled, and does not name it as its cause, is the agent's own.
+    An error that was raised while that one was handled, and does not name it as its cause, is the agent's.
     """
     return any(_OVER in str(each) for each in _causes(error))
 

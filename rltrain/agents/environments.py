@@ -1,7 +1,7 @@
-"""Classes of a user's of which every trajectory has an instance: tools with state, or an environment with ``step``.
+"""User classes with an instance per trajectory: tools with state, or an environment with ``step``.
 
-Written as ``__init__(**environment_kwargs)``, and if it likes ``reset(row, seed)``, ``score()`` and ``close()``. Its
-public methods are tools (those marked by `rltrain.tool`, if some are); or it has ``step(text)`` and no tools.
+The class has ``__init__(**environment_kwargs)``, and optionally ``reset(row, seed)``, ``score()`` and ``close()``. Its
+public methods are tools (only the ones marked by `rltrain.tool`, if any); or it has ``step(text)`` and no tools.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HOOKS = frozenset(("reset", "step", "score", "close"))
 
 
 def class_of(place: str) -> type:
-    """The class that ``place`` (FILE.py:NAME) names. Raises ConfigError where it cannot be imported or is none."""
+    """Load the class ``place`` (FILE.py:NAME). Raises ConfigError if it cannot be imported or is not a class."""
     if not is_plugin(place):
         raise ConfigError(f"{ENVIRONMENT}={place} names no class. Write FILE.py:NAME, or package.module:NAME.")
     with stand_ins.importable():
@@ -34,10 +34,9 @@ def class_of(place: str) -> type:
 
 
 def methods_of(place: str, kind: type) -> dict[str, Shown]:
-    """The methods of a class that are tools, by the names that the model sees; none where it has ``step``.
+    """Return the methods of a class that are tools, by the names that the model sees; {} if it has ``step``.
 
-    Raises ConfigError for a class with neither tools nor ``step``, and for one that has ``step`` beside tools that are
-    marked.
+    Raises ConfigError for a class with neither tools nor ``step``, and for one with both ``step`` and marked tools.
     """
     where = f"{ENVIRONMENT}={place}"
     methods = _public(kind)
@@ -55,7 +54,7 @@ def methods_of(place: str, kind: type) -> dict[str, Shown]:
 
 
 def _public(kind: type) -> dict[str, Callable[..., Any]]:
-    """Methods by name, those of base classes first, without the argument ``self``. They are shown, and never called."""
+    """Return methods by name, base classes first, without the argument ``self``. They are for schemas, never called."""
     names = dict.fromkeys(name for base in reversed(kind.__mro__[:-1]) for name in vars(base))
     methods: dict[str, Callable[..., Any]] = {}
     for name in names:

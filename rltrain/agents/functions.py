@@ -1,7 +1,7 @@
-"""Tools that are functions of a user's file, and how any function is shown to the model.
+"""Tools that are functions of a user's file, and their schemas for the model.
 
-A tool is a typed function with a docstring of its arguments, as transformers reads them. Every public function that
-the file defines is one, or, where some are marked by `tool` (or verl's ``function_tool``), only those.
+A tool is a typed function with a docstring of its arguments, as transformers reads them. All public functions that the
+file defines are tools, or, if some are marked by `tool` (or verl's ``function_tool``), only those.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class Shown:
     """A function that the model may call."""
 
     where: str
-    """The setting, for messages."""
+    """The setting, for error messages."""
     own_name: str
-    """In its file or class."""
+    """Name in its file or class."""
     function: Callable[..., Any]
 
     @cached_property
     def name(self) -> str:
-        """What the model calls it."""
+        """The name that the model sees."""
         mark = mark_of(self.function) or _Mark(None, None)
         written = self._written(mark.schema)["function"]["name"] if mark.schema is not None else None
-        # Not the function's: that of one that was wrapped may be the wrapper's.
+        # Not the function's __name__: that of a wrapped function may be the wrapper's.
         return mark.name or written or self.own_name
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """In JSON, as chat templates show it. Raises ConfigError for a function without types or docstring.
+        """JSON, as chat templates show it. Raises ConfigError for a function without types or docstring.
 
-        Made when it is asked for: it takes transformers, which processes that call tools need not import.
+        Created on demand: it imports transformers, which processes that call tools do not need.
         """
         mark = mark_of(self.function) or _Mark(None, None)
         if mark.schema is not None:
@@ -69,10 +69,10 @@ class Shown:
 
 
 def tool(function: Any = None, /, *, name: str | None = None, schema: Any = None) -> Any:
-    """Mark a function as a tool: the others of its file, or of its class, are none.
+    """Mark a function as a tool. Unmarked functions of the same file or class are then not tools.
 
-    ``@tool``, ``@tool("name")`` or ``@tool(name=..., schema=...)``: the name that the model sees, if not the function's
-    own, and the JSON schema, if it is not to be made of types and docstring.
+    ``@tool``, ``@tool("name")`` or ``@tool(name=..., schema=...)``: the name that the model sees, if not the
+    function's, and the JSON schema, if it is not to be made from types and docstring.
     """
     if not callable(function):
         return lambda marked: _marked(marked, _Mark(name or function, schema))
@@ -85,14 +85,14 @@ def _marked(function: Any, mark: _Mark) -> Any:
 
 
 def mark_of(function: Any) -> _Mark | None:
-    """What `tool` has noted of a function; None where it is not marked."""
+    """Return the mark of a function; None if it is unmarked."""
     return getattr(function, _MARK, None)
 
 
 def tools_of(place: str) -> dict[str, Shown]:
-    """The tools of a file or module, by name, in its order.
+    """Return the tools of a file or module by name, in its order.
 
-    Raises ConfigError where it cannot be imported, and has none or two of a name.
+    Raises ConfigError if it cannot be imported, or has no tools, or two of the same name.
     """
     with stand_ins.importable():
         module = load_module(FUNCTIONS, place)
@@ -109,16 +109,16 @@ def tools_of(place: str) -> dict[str, Shown]:
 
 
 def _registered(module: str) -> dict[str, Callable[..., Any]]:
-    """The functions of a module that an installed verl has noted: its own decorator leaves no mark."""
+    """Return the functions of a module that an installed verl has registered, because its decorator leaves no mark."""
     registry = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
     own = [entry for entry in registry.values() if entry.fn.__module__ == module]
     return {entry.fn.__name__: tool(name=entry.name, schema=entry.tool_schema)(entry.fn) for entry in own}
 
 
 def shown(where: str, functions: Mapping[str, Callable[..., Any]]) -> dict[str, Shown]:
-    """Functions, given by their names in the file, by the names that the model sees. where: the setting, for messages.
+    """Return functions by the names that the model sees. functions: by their names in the file. where: the setting.
 
-    Raises ConfigError where two have one name.
+    Raises ConfigError if two have the same name.
     """
     tools: dict[str, Shown] = {}
     for own_name, function in functions.items():
@@ -145,11 +145,9 @@ def _inferred(where: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def as_json(where: str, schema: Any) -> dict[str, Any]:
-    """A schema as verl shows it, so that prompts are those of verl, token by token: a copy.
+    """Return a copy of a schema in verl's order of keys, so that prompts equal verl's, token by token.
 
-    schema: a dictionary, or an object of verl's.
-
-    Raises ConfigError where it names no function.
+    schema: a dictionary, or an object of verl. Raises ConfigError if it names no function.
     """
     if hasattr(schema, "model_dump"):
         schema = schema.model_dump(exclude_unset=True, exclude_none=True)
@@ -172,6 +170,6 @@ def as_json(where: str, schema: Any) -> dict[str, Any]:
 
 
 def _ordered(values: dict[str, Any], *names: str, others: bool = True) -> dict[str, Any]:
-    """Names in verl's order, since chat templates write them as they come; then the others, if they are wanted."""
+    """Return names in verl's order, because chat templates keep the order; then the others, if wanted."""
     first = {name: values[name] for name in names if name in values}
     return first | ({name: value for name, value in values.items() if name not in first} if others else {})

@@ -1,9 +1,9 @@
-"""A host: one process in which many trajectories are answered at the same time, and what becomes of them when it dies.
+"""A host: one process that runs many trajectories concurrently, and their recovery when it dies.
 
-A tool may hold the interpreter's lock, end its process or take all of its memory, and then the trajectories beside it
-must go on as if nothing had happened. So the process is replaced, and each trajectory begins again in the new one,
-with the turns that it had (`Chat`). Those that were at work when it died come one by one: the one that ends a second
-process, alone, is at fault and is given up.
+A tool may hold the interpreter's lock, end its process or use up its memory, but the other trajectories of the process
+must continue unaffected. So the process is replaced, and each trajectory restarts in the new one with its previous
+turns (`Chat`). Trajectories that were active at the crash are run one by one: the one that ends a second process alone
+is at fault and fails.
 """
 
 from __future__ import annotations
@@ -29,43 +29,45 @@ from rltrain.slots.process import START_TIMEOUT_S, ChildProcess
 from rltrain.slots.service import MAX_RESULT_BYTES
 
 _PING_S = 1.0
-# Beyond the limit of a call: for what the process does itself.
+# Seconds beyond the limit of a call, for the process itself.
 _SILENT_S = 5.0
 _MOST_STARTS = 4
-# Of what a trajectory says at once.
+# Of one message of a trajectory.
 _MOST_LINE_BYTES = MAX_RESULT_BYTES + MOST_IMAGE_BYTES
 
 
 @dataclass(eq=False)
 class Held:
-    """A trajectory, as far as it is."""
+    """A trajectory and its progress."""
 
     number: int
     start: Start
     turns: list[Turn | None] = field(default_factory=list)
-    """None behind the last: there is no room for another."""
+    """None after the last: there is no other."""
     said: list[list[Message]] = field(default_factory=list)
-    """The messages behind each turn that was answered."""
+    """The messages after each turn."""
     paid: list[list[float]] = field(default_factory=list)
-    """Rewards, likewise."""
+    """The rewards after each turn."""
 
 
 class _Unusable(Exception):
-    """No trajectory can be answered; the text says why."""
+    """No trajectory can be run; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class News:
-    """What a trajectory has to say."""
+    """A message of a trajectory."""
 
     number: int
     line: dict[str, Any]
-    """``ask`` (messages; the policy is to answer), ``end`` (its own numbers) or ``failed`` (why); with the first two
-    ``counts`` and ``rewards``."""
+    """``ask`` (messages for the policy), ``end`` (the trajectory's numbers) or ``failed`` (the reason).
+
+    The first two come with ``counts`` and ``rewards``.
+    """
 
 
 class Host:
-    """A process, and the thread that speaks with it. news: gets `News`, or the text of why nothing can be answered."""
+    """A process, and the thread that communicates with it. news: gets `News`, or a text if no trajectory can be run."""
 
     def __init__(self, places: Places, terms: Terms, limits: Limits, news: SimpleQueue[News | str]) -> None:
         self._opening = pickle.dumps(limits) + pickle.dumps((places, terms))
@@ -79,7 +81,7 @@ class Host:
         self._printed, self._printing = Printed(), Lock()
         self._there: set[int] = set()
         self._asked: dict[int, Held] = {}
-        # Trajectories to be answered alone, those that wait until that is done, and the one that it is done with.
+        # Trajectories to run alone, trajectories that wait until then, and the one that runs alone now.
         self._suspects: deque[Held] = deque()
         self._later: deque[Held] = deque()
         self._alone: Held | None = None
@@ -88,26 +90,26 @@ class Host:
         self._thread.start()
 
     def ask(self, held: Held) -> None:
-        """Its last turn is to be answered."""
+        """Send the last turn of the trajectory."""
         self._order(("ask", held))
 
     def close(self, held: Held) -> None:
-        """Nobody waits for the trajectory any more."""
+        """Cancel the trajectory."""
         self._order(("close", held))
 
     def end(self) -> None:
-        """End the process, with all that is in it, and the thread."""
+        """End the process, with all its trajectories, and the thread."""
         self._order(None)
 
     def join(self) -> None:
-        """Wait for the end."""
+        """Wait for the thread's end."""
         self._thread.join()
 
     def _order(self, order: tuple[str, Held] | None) -> None:
         self._orders.put(order)
         with self._waking:
             if self._wake is not None:
-                with suppress(BlockingIOError):  # it has been woken often enough
+                with suppress(BlockingIOError):  # the pipe is full of wake-ups already
                     os.write(self._wake, b".")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -119,11 +121,11 @@ class Host:
                 self._look()
         except _Unusable as error:
             self._news.put(str(error))
-        except BaseException as error:  # noqa: BLE001 - a thread that ended in silence would be waited for without end
+        except BaseException as error:  # noqa: BLE001 - a thread that ended silently would be waited for without end
             self._news.put(f"{type(error).__name__}: {error}")
         finally:
             self._process.close()
-            with self._waking:  # the number may be that of another file soon
+            with self._waking:  # the descriptor's number may soon be reused for another file
                 wake, self._wake = self._wake, None
                 for end in (self._heard, wake):
                     if end is not None:
@@ -137,7 +139,7 @@ class Host:
         self._stuck_s = 0.0
 
     def _obey(self) -> bool:
-        """Carry out what was ordered; whether to go on."""
+        """Execute the queued orders. Return False at the order to end."""
         with suppress(Empty):
             while True:
                 order = self._orders.get_nowait()
@@ -163,7 +165,7 @@ class Host:
             self._alone = None
 
     def _next_suspect(self) -> None:
-        if not self._is_ready:  # nobody reads yet, and what is sent has to wait somewhere
+        if not self._is_ready:  # nothing reads yet, and a request would fill the socket
             return
         while not self._alone and self._suspects and not self._asked:
             self._alone = self._suspects.popleft()
@@ -173,7 +175,7 @@ class Host:
 
     def _send_turn(self, held: Held) -> None:
         if not self._asked:
-            self._last_heard = time.monotonic()  # who is not asked is silent
+            self._last_heard = time.monotonic()  # without a pending turn the process is silent
         self._asked[held.number] = held
         if held.number in self._there:
             self._send(("turn", held.number, held.turns[-1]))
@@ -183,13 +185,13 @@ class Host:
             self._send(("begin", held.number, held.start, turns, held.said, held.paid))
 
     def _send(self, request: tuple[Any, ...]) -> None:
-        # One that has died is seen where it is read from; one that has got half a request ends with what follows.
+        # A dead process is noticed by the read. A process that received half a request fails at the next one.
         with suppress(OSError):
             self._process.channel.settimeout(self._silent_s)
             self._process.channel.sendall(pickle.dumps(request))
 
     def _look(self) -> None:
-        """Read what has come, within a second; replace a process that has died or says nothing."""
+        """Read new messages, for at most a second; replace a process that died or is silent."""
         ready = wait([self._process.channel, self._printed.reader, self._heard], _PING_S)
         with self._printing:
             self._printed.drain()  # a full pipe would block the process
@@ -222,11 +224,11 @@ class Host:
             return b""
 
     def _is_spoilt(self) -> bool:
-        """Whether calls that were given up run on: threads that compute without end take the time of all others."""
+        """Return True if cancelled calls keep running: threads that never end take time from all others."""
         return self._stuck_s > (self._silent_s if self._asked else 0)
 
     def _take(self, text: bytearray) -> bool:
-        """A line that has come; whether it is one."""
+        """Handle a line from the process. Return False if it is invalid."""
         try:
             line = json.loads(text)
             if "pong" in line:
@@ -250,12 +252,12 @@ class Host:
         return True
 
     def _bury(self, how: str) -> None:
-        """Begin anew with another process, one by one with those that were at work. how: "" where it has died."""
+        """Replace the process; then rerun its active trajectories one by one. how: "" if it has died."""
         with self._printing:
             ended = how or self._process.end()[0]
             self._process.close()
         self._failed_starts += not self._is_ready
-        if self._failed_starts > _MOST_STARTS:  # some may be somebody else's signals
+        if self._failed_starts > _MOST_STARTS:  # some may be signals from outside
             raise _Unusable(f"tools, environments and agents cannot be started: the agent{ended}")
         lost = list(self._asked.values())
         self._start()
@@ -266,6 +268,6 @@ class Host:
             self._suspects.extend(lost)
 
     def printed(self) -> str:
-        """What was printed since the last call."""
+        """Return and clear the printed output."""
         with self._printing:
             return self._printed.take()

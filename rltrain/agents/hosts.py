@@ -1,4 +1,4 @@
-"""All hosts of an engine: a trajectory stays in the one where it began, which has its state."""
+"""All hosts of an engine. A trajectory stays in the host where it began, which has its state."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rltrain.slots.limits import Limits
 
 
 class Hosts:
-    """``number`` processes that answer the policy."""
+    """``number`` processes that reply to the policy."""
 
     def __init__(self, places: Places, terms: Terms, limits: Limits, number: int) -> None:
         self._news: SimpleQueue[News | str] = SimpleQueue()
         self._hosts = [Host(places, terms, limits, self._news) for _ in range(number)]
-        # The threads know nothing of this object, so they end with it.
+        # The threads hold no reference to this object, so they can end with it.
         finalize(self, _end, self._hosts).atexit = False
         self._held: dict[int, tuple[Held, Host]] = {}
         self._load: Counter[int] = Counter()
-        # Never one twice, so that late news of a trajectory that was closed is nobody's.
+        # Never reused, so that late messages of a closed trajectory are ignored.
         self._numbers = count()
 
     def begin(self, start: Start, turn: Turn) -> int:
-        """The first turn of a trajectory is to be answered. Returns the number by which `news` will know it."""
+        """Start a trajectory with its first turn. Return its number in `news`."""
         place = min(range(len(self._hosts)), key=lambda at: self._load[at])
         self._load[place] += 1
         held = Held(next(self._numbers), start)
@@ -39,20 +39,20 @@ class Hosts:
         return held.number
 
     def go_on(self, number: int, turn: Turn | None) -> None:
-        """A further turn is to be answered; None: there is no room for one."""
+        """Send another turn; None: there is no other."""
         held, host = self._held[number]
         held.turns.append(turn)
         host.ask(held)
 
     def close(self, number: int) -> None:
-        """Nobody waits for the trajectory any more."""
+        """Cancel the trajectory."""
         if number in self._held:
             held, host = self._held[number]
             self._forget(number)
             host.close(held)
 
     def close_all(self) -> None:
-        """Nobody waits for any."""
+        """Cancel all trajectories."""
         for number in list(self._held):
             self.close(number)
 
@@ -61,9 +61,9 @@ class Hosts:
         self._load[self._hosts.index(host)] -= 1
 
     def news(self, wait_s: float = 0.0) -> list[News]:
-        """What trajectories have said by now. Waits so long for the first.
+        """Return the trajectories' new messages; wait at most ``wait_s`` for the first.
 
-        Raises ConfigError where no trajectory can be answered: what the user has written cannot be imported.
+        Raises ConfigError if no trajectory can be run, because the user's code cannot be imported.
         """
         found: list[News] = []
         with suppress(Empty):
@@ -83,11 +83,11 @@ class Hosts:
         return found
 
     def printed(self) -> str:
-        """What tools and agents have printed since the last call."""
+        """Return and clear the output that tools and agents have printed."""
         return "".join(host.printed() for host in self._hosts)
 
     def shut(self) -> None:
-        """End all processes, and wait for that."""
+        """End all processes, and wait for their end."""
         _end(self._hosts)
         for host in self._hosts:
             host.join()

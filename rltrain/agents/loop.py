@@ -1,4 +1,4 @@
-"""A trajectory: an agent of the user's leads it; or tools answer where a turn calls some, else the environment."""
+"""Control flow of a trajectory: a user's agent runs it, or tools reply to calls and the environment to other turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 
 
 async def lead(chat: Chat, session: Session, start: Start, terms: Terms) -> dict[str, float]:
-    """Have a trajectory run to its end. Returns ``score``, where it gives itself one, and its other numbers."""
+    """Run a trajectory to its end. Return ``score``, if it scores itself, and its other numbers."""
     returned = None
     try:
         if start.agent:
@@ -35,7 +35,7 @@ def _agent(place: str) -> Callable[..., Any]:
 
 
 def _numbers(returned: Any) -> dict[str, float]:
-    """``score`` and other numbers of what an agent has returned. Raises ValueError for anything else."""
+    """Convert an agent's return value to ``score`` and other numbers. Raises ValueError for other values."""
     given = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
     try:
         return {str(name): float(value) for name, value in given.items()}
@@ -44,7 +44,7 @@ def _numbers(returned: Any) -> dict[str, float]:
 
 
 async def answer_turns(chat: Chat, session: Session, terms: Terms) -> None:
-    """Until the policy calls no tool any more, or the environment is done. Raises `Over` where no turn follows."""
+    """Reply until the policy calls no tool, or the environment is done. Raises `Over` if no turn follows."""
     while True:
         turn = await chat.reply()
         if (turn.calls or turn.problems) and session.names:
@@ -58,7 +58,7 @@ async def answer_turns(chat: Chat, session: Session, terms: Terms) -> None:
 async def _is_done(chat: Chat, turn: Turn, session: Session, terms: Terms) -> bool:
     step = getattr(session.environment, "step", None)
     if step is None or turn.finish == "length":
-        return True  # half a turn is no move
+        return True  # half a turn is not a move
     returned = await within(called(step, turn.text), terms.timeout_s)
     try:
         observation, reward, done = returned
@@ -81,7 +81,7 @@ async def _is_done(chat: Chat, turn: Turn, session: Session, terms: Terms) -> bo
 
 
 async def score_of(session: Session, chat: Chat, terms: Terms) -> Any:
-    """The score that a trajectory gives itself: of ``score()``, else all rewards of steps; None without either."""
+    """Return the trajectory's score: from ``score()``, else the sum of the step rewards; None without either."""
     score = getattr(session.environment, "score", None)
     if score is not None:
         return await within(called(score), terms.timeout_s)

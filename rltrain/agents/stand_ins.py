@@ -1,8 +1,8 @@
-"""Names of verl that files of tools import, where the package verl is not installed.
+"""Stand-ins for names of verl that tool files import, if the package verl is not installed.
 
-A file written for verl imports a decorator, a base class and records of schemas, and needs nothing else of the
-package. So that it can be used as it is, small classes of ours are importable under these names while such a file is
-loaded and while its tools may be called. Where verl is installed, its own classes are used.
+A file written for verl imports a decorator, a base class and schema records, and nothing else of the package. So that
+it works unchanged, small replacement classes are importable under these names while such a file is loaded and while its
+tools may be called. If verl is installed, its classes are used.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from types import ModuleType
 from typing import Any, ClassVar
 from uuid import uuid4
 
-# Whoever needs the modules now, by the number of them.
+# Active users of the modules.
 _users: list[object] = []
 
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """While this lasts, the names can be imported. Threads of one process may overlap."""
+    """Make the names importable within the context. Threads of one process may overlap."""
     user = object()
     if not _users and not _installed():
         sys.modules.update(_modules())
@@ -43,10 +43,10 @@ def _installed() -> bool:
 
 
 class _Record:
-    """A few fields, by name: what is not given is None."""
+    """A few fields by name; missing ones are None."""
 
     _records: ClassVar[dict[str, Any]] = {}
-    """Which field holds a record; in a list of one: which a dictionary of them."""
+    """Field -> record class of its value; a list [class]: of the values of its dictionary."""
 
     def __init__(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -73,11 +73,11 @@ class _Record:
 
     @classmethod
     def model_validate(cls, value: Any) -> Any:
-        """The record of a dictionary; a record is returned as it is."""
+        """Return the record of a dictionary; a record is returned unchanged."""
         return value if isinstance(value, cls) else cls(**value)
 
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        """As plain values. What was not given is left out."""
+        """Return plain values, without fields that were not given."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, _Record):
@@ -88,7 +88,7 @@ class _Record:
 
 
 class OpenAIFunctionPropertySchema(_Record):
-    """``type``, ``description``, ``enum`` and what else JSON schemas know of an argument."""
+    """``type``, ``description``, ``enum`` and other JSON schema keys of an argument."""
 
 
 class OpenAIFunctionParametersSchema(_Record):
@@ -114,7 +114,7 @@ class ToolResponse(_Record):
 
 
 class BaseTool:
-    """A tool as verl's YAML files name it: ``create``, ``execute`` and ``release`` are awaited."""
+    """A tool in verl's YAML format: ``create``, ``execute`` and ``release`` are awaited."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         self.config = config
@@ -124,29 +124,29 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """The schema that is shown to the model."""
+        """Return the schema that is shown to the model."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **_: Any) -> tuple[str, ToolResponse]:
-        """A name for what the tool keeps of a trajectory."""
+        """Return a name for the tool's state of a trajectory."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **_: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """What the tool says of a call, its reward, and numbers."""
+        """Return the tool's result of a call, its reward, and metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no execute.")
 
     async def calc_reward(self, instance_id: str, **_: Any) -> float:
-        """Nobody asks, as in verl."""
+        """Return 0. Never called, as in verl."""
         return 0.0
 
     async def release(self, instance_id: str, **_: Any) -> None:
-        """Forget what the tool keeps of a trajectory."""
+        """Discard the tool's state of a trajectory."""
 
 
 def rollout_trace_op(function: Any) -> Any:
-    """Leave a function as it is: there is no trace in this version."""
+    """Return a function unchanged: tracing is not supported."""
     return function
 
 

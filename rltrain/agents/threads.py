@@ -1,4 +1,4 @@
-"""Functions that block, out of the way of the event loop."""
+"""Execution of blocking functions in threads, outside the event loop."""
 
 import asyncio
 import threading
@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-# Threads are started as they are needed: a call of a trajectory that waits has one.
+# Threads are started on demand: each waiting call of a trajectory has one.
 _MOST_THREADS = 1024
-# Address space of a process is bounded, and by itself a thread takes 8 MB of it.
+# The address space of a process is bounded, and a thread takes 8 MB of it by default.
 _STACK_BYTES = 1 << 20
-# Calls that nobody waits for any more, and that no thread can be made to end; since when.
+# Start time of calls that were cancelled but whose threads cannot be ended.
 _abandoned: dict[Future[Any], float] = {}
 
 
@@ -23,7 +23,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a function returns, which may block meanwhile. A call that is cancelled goes on, and nobody hears of it."""
+    """Return the result of a function that may block. A cancelled call keeps running, and its result is discarded."""
     future = _threads().submit(function, *arguments, **named)
     try:
         return await asyncio.wrap_future(future)
@@ -35,5 +35,5 @@ async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any)
 
 
 def abandoned_s() -> float:
-    """Since when a thread of this process works on a call that was given up; 0 where none does."""
+    """Return the seconds since the oldest cancelled call that is still running; 0 without one."""
     return max((time.monotonic() - since for since in list(_abandoned.values())), default=0.0)

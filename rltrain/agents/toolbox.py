@@ -1,7 +1,7 @@
-"""The tools of a run, wherever they come from, and what of them a trajectory uses.
+"""The tools of a run from all sources, and the tools of a trajectory.
 
-Functions of a file, verl's YAML file and methods of a class are one list of names to the model. A `Toolbox` loads
-them, in any process; a `Session` is one trajectory's: an instance of the class, and what the YAML file's tools keep.
+Functions of a file, verl's YAML file and methods of a class are one list of names to the model. A `Toolbox` loads them,
+in any process. A `Session` belongs to one trajectory: an instance of the class, and the state of the YAML file's tools.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tools of a run are."""
+    """Sources of a run's tools."""
 
     functions: str | None = None
     """FILE.py or package.module."""
@@ -47,7 +47,7 @@ class Places:
 
     @classmethod
     def of(cls, turns: MultiTurnConfig) -> Places:
-        """Those of the configuration; none where ``multi_turn.enable=False``."""
+        """Return the sources of the configuration; empty with ``multi_turn.enable=False``."""
         if turns.enable is False:
             return cls()
         return cls(
@@ -59,7 +59,7 @@ class Places:
 
 
 class Toolbox:
-    """The tools of ``places``, loaded. Raises ConfigError where that fails or two have one name."""
+    """The loaded tools of ``places``. Raises ConfigError if loading fails or two have the same name."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -68,9 +68,9 @@ class Toolbox:
         self._class = class_of(places.environment) if places.environment else None
         self.methods = methods_of(places.environment or "", self._class) if self._class else {}
         self.has_step = hasattr(self._class, "step")
-        """Whether the class is an environment, which answers whole turns."""
+        """Whether the class is an environment, which replies to whole turns."""
         self.scores = self.has_step or hasattr(self._class, "score")
-        """Whether a trajectory gives itself its score."""
+        """Whether a trajectory scores itself."""
         sources: list[tuple[str, dict[str, Any]]] = [
             (f"{FUNCTIONS}={places.functions}", self.functions),
             (f"{TOOL_CONFIG}={places.tool_config}", self.configured),
@@ -83,19 +83,19 @@ class Toolbox:
                     raise ConfigError(f"the tool {name!r} is in {origins[name]} and in {source}. Rename one of them.")
                 origins[name] = source
         self.names = list(origins)
-        """What the model calls them: functions, tools of the YAML file, methods."""
+        """Names that the model sees: functions, tools of the YAML file, methods."""
 
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
-        """In JSON, as chat templates show them, in the order of the names.
+        """JSON schemas, as chat templates show them, in the order of the names.
 
-        Raises ConfigError for a function that cannot be shown. Imports transformers.
+        Raises ConfigError for a function without a schema. Imports transformers.
         """
         return [tool.schema for tools in (self.functions, self.configured, self.methods) for tool in tools.values()]
 
     def check_programs(self, allowed: bool, unsandboxed: bool) -> None:
-        """Raise ConfigError where a tool runs programs that the model wrote (`slots.program.needs_programs`), unless
-        they are allowed and the kernel isolates them."""
+        """Raise ConfigError for a tool that runs programs of the model (`slots.program.needs_programs`), unless they
+        are allowed and the kernel isolates them."""
         for tools in (self.functions, self.methods):
             for name, tool in tools.items():
                 if asks_for_programs(tool.function):
@@ -110,12 +110,12 @@ class Toolbox:
                     )
 
     async def open(self, row: dict[str, Any], seed: int) -> Session:
-        """Begin a trajectory: the class has an instance of its own, which is reset.
+        """Open the session of a trajectory, with a new instance of the class, which is reset.
 
-        row: data_source, extra_info, ground_truth. Raises what the user's code raises; then nothing is left open.
+        row: data_source, extra_info, ground_truth. Raises exceptions of the user's code, after closing the session.
         """
         with ExitStack() as held:
-            # What a tool imports when it is called.
+            # A tool may import verl's names when it is called.
             held.enter_context(stand_ins.importable())
             kwargs = copy.deepcopy(self._places.environment_kwargs)
             environment = await called(self._class, **kwargs) if self._class else None
@@ -138,27 +138,26 @@ class Session:
         self._opened = Opened(toolbox.configured, extra.get("tools_kwargs") or {})
         chosen = frozenset(extra.get("tool_selection") or toolbox.names)
         self.names = [name for name in toolbox.names if name in chosen]
-        """What the model may call."""
+        """The tools that the model may call."""
         self.stateless = environment is None and not toolbox.configured
-        """Whether calls leave nothing behind."""
+        """Whether calls have no lasting effect."""
         self.environment = environment
         """The instance of the class; None without one."""
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def alone(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Hold the object that a tool changes: its calls run one after the other, in the order in which they ask.
+        """Lock the object that a tool changes: its calls run one after the other, in the order of their requests.
 
-        Methods of the class share its instance. Functions have no state, and run together.
+        Methods of the class share its instance. Functions have no state and run concurrently.
         """
         if name in self._toolbox.functions:
             return nullcontext()
         return self._locks[name if name in self._toolbox.configured else ENVIRONMENT]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What a tool says: ``content``, ``reward`` (0 where it gives none), ``metrics``.
+        """Call a tool. Return ``content``, ``reward`` (default 0) and ``metrics``.
 
-        Several calls may be under way. Raises LookupError for a tool that the row does not have, and what the tool
-        raises.
+        Calls may run concurrently. Raises LookupError for a tool that the row does not have, and the tool's exceptions.
         """
         box = self._toolbox
         if name not in self.names:
@@ -174,11 +173,11 @@ class Session:
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """What tools of verl's have noted for the scorer (``agent_data.extra_fields``)."""
+        """Fields that verl tools stored for the scorer (``agent_data.extra_fields``)."""
         return self._opened.extra_fields
 
     async def close(self) -> None:
-        """End the trajectory: ``close`` of the instance and ``release`` of verl's tools. What they raise is logged."""
+        """Close the session: ``close`` of the instance and ``release`` of verl's tools. Their exceptions are logged."""
         with self._held:
             if close := getattr(self.environment, "close", None):
                 try:
@@ -190,8 +189,10 @@ class Session:
 
 
 def toolbox_of(cfg: Config) -> Toolbox:
-    """The tools of a run. Raises ConfigError as `Toolbox` does, and for a tool that runs programs
-    where those are not allowed or not isolated."""
+    """Load the tools of a run.
+
+    Raises ConfigError as `Toolbox` does, and for a tool that runs programs if they are not allowed or not isolated.
+    """
     turns = cfg.actor_rollout_ref.rollout.multi_turn
     toolbox = Toolbox(Places.of(turns))
     toolbox.check_programs(turns.allow_code_execution, turns.allow_unsandboxed_code)

@@ -1,4 +1,4 @@
-"""The user's own reward function, ``custom_reward_function``: loaded from a file or a module, called as in verl."""
+"""Reward functions of the user, ``custom_reward_function``: loaded from a file or a module, called as in verl."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rltrain.config.schema import Config
 
 
-# What verl adds to every extra_info: an answer of one turn has two messages, and no agent has scored it before. Where
-# tools have answered, the answer brings its own (`AnswerText`).
+# Keys that verl adds to every extra_info. A response of one turn has two messages, and no agent has scored it before. A
+# response with tool calls brings its own values (`AnswerText`).
 TOLD: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}, "tool_rewards": []}
 _OF_REWARD_LOOP = ("reward_router_address", "reward_model_tokenizer")
 
@@ -26,7 +26,7 @@ class CustomReward:
     """``custom_reward_function``: function ``name`` of the Python file or module ``path``, and keyword arguments.
 
     With ``batch`` the function takes lists (data_sources, solution_strs, ground_truths, extra_infos) and returns one
-    result per answer.
+    result per response.
     """
 
     path: str
@@ -36,13 +36,13 @@ class CustomReward:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the function's arguments, as verl has them."""
+        """Names of the function's arguments, as in verl."""
         names = ("data_source", "solution_str", "ground_truth", "extra_info")
         return tuple(f"{name}s" for name in names) if self.batch else names
 
 
 def custom_reward(cfg: Config) -> CustomReward | None:
-    """The user's own function, None where the built-in scorers decide."""
+    """Return the user's reward function, or None if the built-in scorers are used."""
     custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
     return CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None
 
@@ -50,7 +50,7 @@ def custom_reward(cfg: Config) -> CustomReward | None:
 class RewardFunction:
     """The user's function, to be called with four positional arguments.
 
-    Raises ConfigError with the traceback where the file cannot be imported or the function cannot be called so.
+    Raises ConfigError with the traceback if the file cannot be imported or the signature does not fit.
     """
 
     def __init__(self, custom: CustomReward):
@@ -60,16 +60,17 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(self._function)
 
     def __call__(self, *values: Any) -> Any:
-        """What the function returns for one answer, or for lists of them (``batch``). An ``async`` one is awaited."""
+        """Return the function's result for one response, or for lists of them (``batch``). An ``async`` function is
+        awaited."""
         return finished(self.begin(*values))
 
     def begin(self, *values: Any) -> Any:
-        """What the function returns, to be awaited where it is ``async``."""
+        """Return the function's result, or an awaitable if the function is ``async``."""
         arguments = dict(zip(self._custom.arguments, values, strict=True))
         *_, name = arguments
         extra = arguments[name]
         arguments[name] = [TOLD | row_info for row_info in extra] if self._custom.batch else TOLD | extra
-        # By keyword, as verl calls it: the order of a function's arguments is its own. reward_kwargs win, as in verl.
+        # By keyword, as in verl: the user chooses the order of the arguments. reward_kwargs win, as in verl.
         return self._function(**arguments | self._custom.kwargs)
 
 
@@ -88,7 +89,7 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
             "address over with +custom_reward_function.reward_kwargs.NAME=http://host:port."
         )
     try:
-        # Looked at here, so that a wrong signature is one error before training and not a failure per answer.
+        # Checked here, so that a wrong signature is one error before training and not a failure per response.
         signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(

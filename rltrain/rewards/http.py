@@ -1,7 +1,7 @@
-"""Requests to a server that scores or judges: a client that goes nowhere else, and replies of bounded size.
+"""HTTP client for a remote scorer or judge, with replies of bounded size.
 
-Redirects and proxies are not followed: an answer goes to the address that the user gave, or nowhere. There are no
-timeouts here: httpx would begin its own anew for every read, and whoever asks has a deadline of its own.
+Redirects and proxies are not followed: a response is sent only to the address that the user gave. The client has no
+timeout, because httpx restarts its timeout with every read; callers set their own deadline.
 """
 
 import ssl
@@ -13,13 +13,13 @@ from email.utils import parsedate_to_datetime
 import httpx
 
 MAX_REPLY_BYTES = 1 << 20
-# Statuses of a server that may answer later.
+# HTTP statuses after which a retry may succeed.
 TRY_AGAIN = (408, 429, 500, 502, 503, 504)
 
 
 def client(headers: Mapping[str, str], concurrency: int) -> httpx.AsyncClient:
-    """A client of so many connections, which are kept from request to request."""
-    # Without compression the size of a reply is bounded by counting the bytes that come.
+    """Return a client with at most ``concurrency`` connections, which are reused between requests."""
+    # Without compression, counting the received bytes bounds the size of a reply.
     defaults = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     return httpx.AsyncClient(
         headers=defaults | dict(headers),
@@ -31,7 +31,7 @@ def client(headers: Mapping[str, str], concurrency: int) -> httpx.AsyncClient:
 
 
 async def fetch(asking: httpx.AsyncClient, url: str, body: bytes | None = None) -> tuple[httpx.Response, bytes]:
-    """POST ``body``, or GET without one. Of a reply over `MAX_REPLY_BYTES` a little more than those come back."""
+    """POST ``body``, or GET without one. A reply is cut shortly after `MAX_REPLY_BYTES`."""
     async with asking.stream("GET" if body is None else "POST", url, content=body) as response:
         reply = b""
         async for part in response.aiter_raw():
@@ -42,14 +42,14 @@ async def fetch(asking: httpx.AsyncClient, url: str, body: bytes | None = None) 
 
 
 def too_long(after_s: float, deadline_s: float) -> str:
-    """Return what to say of a server that asks for a longer wait than ``deadline_s`` allows; "" where it does not."""
+    """Return an error message if the wait ``after_s`` exceeds ``deadline_s``, otherwise ""."""
     if after_s <= deadline_s:
         return ""
     return f"it asks to wait {after_s:,.0f} s (Retry-After), longer than the deadline of {deadline_s:g} s"
 
 
 def retry_after_s(header: str) -> float:
-    """Seconds until the time that a server names, as a number of seconds or as a date; 0 for anything else."""
+    """Return the seconds to wait from a Retry-After header (a number of seconds or a date); 0 for anything else."""
     if header.isdecimal():
         return float(header[:12])
     with suppress(TypeError, ValueError, OverflowError):

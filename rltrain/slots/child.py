@@ -1,7 +1,7 @@
-"""The process behind a slot: reads calls from a socket, makes them, and writes back a line of JSON per result.
+"""The process of a slot: reads calls from a socket, runs them, and writes a line of JSON per result.
 
-Requests arrive as pickles, because arguments may hold anything. Replies never do: whatever a function does to this
-process, the other side only ever parses numbers and text. Neither torch nor Ray is imported here.
+Requests arrive as pickles, because arguments may hold anything. Replies are never pickles: even if a function
+compromises this process, the other side only parses numbers and text. Imports neither torch nor Ray.
 """
 
 import faulthandler
@@ -30,17 +30,17 @@ _BEAT_S = 0.05
 
 
 class Rejected(Exception):
-    """A function has returned something that is no result; the text says why."""
+    """A function returned an invalid result; the text is the reason."""
 
 
 class _Late(Exception):
-    """A call has no result in time."""
+    """A call has timed out."""
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve requests until the other end closes. ``parent`` is the process id of the one that started this one.
+    """Serve requests until the other end closes. ``parent`` is the process id of the parent process.
 
-    A request is the name of a function and the calls to make (their arguments), or None to import it.
+    A request is the name of a function and the calls to run (their arguments), or None to import it.
     """
     channel, requests, limits = opened(descriptor, parent)
     service: Service = pickle.load(requests)
@@ -53,33 +53,35 @@ def main(descriptor: int, parent: int) -> None:
                 results = [_prepare(name, service, functions)]
             else:
                 results = _results(functions[name], calls, service, limits.timeout_s)
-            if os.getpid() != pid:  # the function forked; a second reply would be taken for that to the next request
+            if os.getpid() != pid:  # the function forked; a second reply would be taken for the next request's reply
                 os._exit(0)
             channel.sendall(b"".join(_line(result, service) for result in results))
 
 
 def opened(descriptor: int, parent: int) -> tuple[socket.socket, BinaryIO, Limits]:
-    """Make of this process one that can be killed with all it starts, under the limits that it is sent first. Returns
-    its connection, what comes by it, and the limits."""
+    """Make this process killable with all its descendants, and apply the limits that it receives first.
+
+    Return its connection, the stream of requests, and the limits.
+    """
     if sys.platform.startswith("linux"):
         fork_below(parent, descriptor)
-        # The first to go when the machine runs out of memory.
+        # Let the OOM killer choose this process first.
         with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
             stream.write("900")
-    # A copy of the stderr that the slot keeps apart, made before prints are turned to the pipe.
+    # A copy of the stderr that the slot keeps separately, made before output is redirected to the pipe.
     faulthandler.enable(file=os.dup(2))
     stacks.offer()
     _print_by_lines()
     channel = socket.socket(fileno=descriptor)
     requests = channel.makefile("rb")
-    # Before any code of the user's runs: memory that an import takes counts too.
+    # Before any user code runs, because memory of imports counts too.
     limits: Limits = pickle.load(requests)
     impose(limits)
     return channel, requests, limits
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """The result of a call that has raised ``error``."""
+    """Return the result of a call that raised ``error``."""
     if isinstance(error, _Late | Rejected):
         status = "timeout" if isinstance(error, _Late) else "rejected"
         return {"status": status, "error": str(error)[:MAX_ERROR_CHARS]}
@@ -88,12 +90,12 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def finished(returned: Any) -> Any:
-    """What a function has returned, once it is there: that of an ``async`` function is awaited."""
+    """Return a function's result; an ``async`` function's is awaited."""
     return _event_loop().run_until_complete(returned) if inspect.isawaitable(returned) else returned
 
 
 def _prepare(name: str, service: Service, functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    """Import the function; not part of any call's deadline."""
+    """Import the function, outside of any call's deadline."""
     try:
         function = functions[name] = service.open(name)
     except RltrainError as error:
@@ -107,7 +109,7 @@ def _prepare(name: str, service: Service, functions: dict[str, Callable[..., Any
 def _results(
     function: Callable[..., Any], calls: Sequence[Sequence[Any]], service: Service, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Several calls at once of an ``async`` function or of one that takes lists, or the one call of any other."""
+    """Run several calls of an ``async`` function or of one that takes lists, or the one call of any other."""
     takes_lists = getattr(function, "takes_lists", False)
     try:
         if takes_lists:
@@ -126,8 +128,10 @@ def _results(
 async def _together(
     function: Callable[..., Any], calls: Sequence[Sequence[Any]], late_words: str, timeout_s: float
 ) -> list[Any]:
-    """What calls of an ``async`` function return that are under way at once; for one that fails the exception, and
-    `_Late` after ``timeout_s``."""
+    """Return the results of concurrent calls of an ``async`` function.
+
+    A failed call's result is its exception, and `_Late` after ``timeout_s``.
+    """
     import asyncio
 
     async def call(arguments: Sequence[Any]) -> Any:
@@ -135,7 +139,7 @@ async def _together(
 
     tasks = [asyncio.ensure_future(call(arguments)) for arguments in calls]
     late = set(tasks)
-    # Beats and not seconds: a call that blocks the loop must not use up the time of the others.
+    # Counted in beats: a call that blocks the loop must not use up the time of the others.
     for _ in range(math.ceil(timeout_s / _BEAT_S)):
         _, late = await asyncio.wait(late, timeout=_BEAT_S)
         if not late:
@@ -149,7 +153,7 @@ async def _together(
 
 @cache
 def _event_loop() -> Any:
-    """One loop for all calls, so that an ``async`` function can keep its connections from call to call."""
+    """Return the one loop for all calls, so that an ``async`` function can keep its connections between calls."""
     import asyncio
 
     return asyncio.new_event_loop()
@@ -167,14 +171,14 @@ def _line(result: dict[str, Any], service: Service) -> bytes:
 
 
 def _print_by_lines() -> None:
-    """Errors go where prints go, and nothing waits in a buffer: this process may be killed at any time."""
+    """Redirect stderr to stdout and flush every line, because this process may be killed at any time."""
     os.dup2(1, 2)
     style: dict[str, Any] = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
     sys.stdout, sys.stderr = open(1, "w", **style), open(2, "w", **style)  # noqa: SIM115 - for the life of the process
     # INFO and above, unless the reward file sets up logging itself.
     logging.lastResort = logging.StreamHandler()
     logging.getLogger().setLevel(logging.INFO)
-    with suppress(OSError, ValueError, AttributeError):  # libraries in C have a buffer of their own
+    with suppress(OSError, ValueError, AttributeError):  # libraries in C have a separate buffer
         import ctypes
 
         libc = ctypes.CDLL(None)

@@ -85,20 +85,20 @@ _REFUSED_IMPORTS = (
     *("_multiprocessing", "_testinternalcapi"),
 )
 _WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.utime")
-_REMOVED = ("mkfifo", "mknod", "pidfd_open", "setns", "unshare")  # no audit event tells of them
+_REMOVED = ("mkfifo", "mknod", "pidfd_open", "setns", "unshare")  # no audit event covers them
 _READS = ("os.listdir", "os.scandir")
 
 
 def main() -> None:
     """Read the job from the descriptor, isolate this process, run the program. Its result goes to stdout as JSON.
 
-    The layers that hold are written back into the descriptor, which is closed before the program starts.
+    The active layers are written back to the descriptor, which is closed before the program starts.
     """
     with os.fdopen(int(sys.argv[1]), "r+", encoding="utf-8") as stream:
         job = json.load(stream)
         folder = os.path.realpath(os.getcwd())
         _limit(job["seconds"], job["memory_mb"])
-        # Opened now, because afterwards nothing outside of the folder can be written.
+        # Opened now, because later nothing outside the folder can be written.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         layers = isolate(folder, job["root"], job["parent"])
         stream.seek(0)
@@ -106,7 +106,7 @@ def main() -> None:
         json.dump(layers, stream)
     if not (layers["namespaces"] or layers["landlock"] or job["allow_unsandboxed"]):
         return
-    # A module that is imported already raises no audit event when it is imported again.
+    # Importing a module again raises no audit event while it is in sys.modules.
     sys.modules.pop("ctypes", None)
     sys.modules.pop("_ctypes", None)
     for name in _REMOVED:
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def isolate(folder: str, root: str, parent: int) -> dict[str, int]:
-    """Apply every layer that the kernel grants. Return for each whether it holds; for Landlock its ABI."""
+    """Apply every layer that the kernel supports. Return for each whether it is active; for Landlock its ABI."""
     if not sys.platform.startswith("linux"):
         return {"namespaces": 0, "landlock": 0, "seccomp": 0}
     _die_with(parent)
@@ -144,7 +144,7 @@ def _limit(seconds: int, memory_mb: int) -> None:
 
 
 def tasks_of_user(user: int) -> int:
-    """Processes and threads of a user: the kernel's limit is on all of them, not on those of the program."""
+    """Return the number of a user's processes and threads, because the kernel's limit is on all of them."""
     tasks = 0
     with suppress(OSError):  # systems without /proc
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -161,7 +161,7 @@ def _libc() -> Any:
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:
-    """Call the kernel by number: the C library has no function for it."""
+    """Call the kernel by number, because the C library has no function for it."""
     import ctypes
 
     return _libc().syscall(
@@ -171,15 +171,15 @@ def _call(number: int, *arguments: int | bytes | None) -> int:
 
 def _die_with(parent: int) -> None:
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before prctl took effect, and then no signal comes
+    if os.getppid() != parent:  # it ended before prctl took effect, and then no signal is sent
         os._exit(1)
 
 
 def separate(folder: str, root: str) -> bool:
-    """Continue as the first process of new namespaces: no network, no other process, and a file system with
-    ``folder``, Python's library and system libraries only, built in the empty folder ``root``.
+    """Continue as the first process of new namespaces, without network and other processes.
 
-    Return whether all of it holds. The kernel may grant namespaces and yet refuse mounts.
+    The file system has ``folder``, Python's library and system libraries only, and is built in the empty folder
+    ``root``. Return True if all of it is active. The kernel may allow namespaces but refuse mounts.
     """
     libc, user, group = _libc(), os.getuid(), os.getgid()
     if libc.unshare(_NAMESPACES | _USER) == 0:
@@ -203,7 +203,7 @@ def separate(folder: str, root: str) -> bool:
         os.chdir(root)
     except OSError:
         return False
-    # The old root comes to lie under the new one, at the same place, and is detached from there.
+    # The old root is mounted under the new one, at the same place, and is detached from there.
     if libc.pivot_root(b".", b"."):
         os.chdir(folder)
         return False
@@ -214,14 +214,14 @@ def separate(folder: str, root: str) -> bool:
 
 
 def _library() -> set[str]:
-    """Return the folders of the standard library, as Python names them and without links."""
+    """Return the folders of the standard library, with and without symbolic links resolved."""
     folders = {path for path in sys.path if os.path.isdir(path)}
     return folders | set(map(os.path.realpath, folders))
 
 
 def _bind(path: str, root: str, *, read_only: bool) -> None:
     place = root + path
-    if read_only and os.path.exists(place):  # within a folder that is bound already
+    if read_only and os.path.exists(place):  # within a folder that is already mounted
         return
     os.makedirs(place if os.path.isdir(path) else os.path.dirname(place), exist_ok=True)
     if not os.path.isdir(path):
@@ -261,7 +261,7 @@ def landlock(folder: str) -> int:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, also those within a user namespace, and the way to regain them."""
+    """Drop all capabilities, also those within a user namespace, and the means to regain them."""
     libc = _libc()
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for number in range(64):
@@ -270,7 +270,7 @@ def drop_capabilities() -> None:
 
 
 def seccomp(denied_calls: str = _DENIED, conditions: tuple = _CONDITIONS) -> bool:
-    """Refuse new processes, signals to other processes, sockets and the rest of `_DENIED`. Return whether it holds."""
+    """Refuse new processes, signals to other processes, sockets and the rest of `_DENIED`. Return True if active."""
     import ctypes
 
     machine = platform.machine()
@@ -303,7 +303,7 @@ def seccomp(denied_calls: str = _DENIED, conditions: tuple = _CONDITIONS) -> boo
 
 
 def _doorkeeper(folder: str, library: str) -> Any:
-    """The audit hook. All it needs is bound here, out of the way of a program that replaces functions or builtins."""
+    """Return the audit hook. Its names are bound here, so that a program cannot replace its functions or builtins."""
     refused, imports, writes, reads, error = _REFUSED, _REFUSED_IMPORTS, _WRITES, _READS, PermissionError
     write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     may_write = _inside(folder, (folder,))
@@ -311,7 +311,7 @@ def _doorkeeper(folder: str, library: str) -> Any:
     kind, text, look, is_folder = type, str, os.stat, stat.S_ISDIR
 
     def may_import(name: Any, file: Any) -> bool:
-        # A loader can be given any package's name for the file, and a copy of the file any name.
+        # A loader can pass any package's name for the file, and the copied file may have any name.
         if kind(name) is not text or kind(file) not in (text, kind(None)):
             return False
         stem = text.split(text.split(file or name, "/")[-1], ".")[0]
@@ -340,11 +340,11 @@ def _doorkeeper(folder: str, library: str) -> Any:
 
 
 def _inside(folder: str, roots: tuple[str, ...]) -> Any:
-    # By text alone, without os.path, which the program may have replaced. It cannot make links, so text is enough.
+    # By text only, without os.path, which the program may have replaced. It cannot create links, so text suffices.
     kind, text, number, raw, prefixes = type, str, int, bytes, tuple(root + "/" for root in roots)
 
     def inside(path: Any) -> bool:
-        if path is None or kind(path) is number:  # the working directory; a file that is open already
+        if path is None or kind(path) is number:  # the working directory; a file that is already open
             return True
         if kind(path) is raw:
             path = path.decode("utf-8", "surrogateescape")
@@ -363,13 +363,13 @@ def _inside(folder: str, roots: tuple[str, ...]) -> Any:
 
 def _run(code: str, function: str | None, arguments: list, nowhere: int) -> None:
     names: dict[str, Any] = {"__name__": "__main__" if function is None else "answer"}
-    # Tests by function name come from sites that import these names for the solver, and answers annotate with List.
+    # Tests by function name come from sites that import these names for the solver, and responses annotate with List.
     exec("from typing import *", names)
     program = compile(code, "answer.py", "exec")
     if function is None:
         exec(program, names)
         return
-    # The result has stdout to itself: what the function prints must not be read as part of it.
+    # The result uses stdout exclusively: the function's prints must not be read as part of it.
     result = os.dup(1)
     os.dup2(nowhere, 1)
     exec(program, names)

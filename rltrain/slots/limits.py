@@ -1,4 +1,4 @@
-"""What one call of a slot may take and do, and how the processes that it starts are ended."""
+"""Limits of a slot's calls, and termination of the processes that they start."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# A fork bomb may start processes faster than they are found, and the sweep must end all the same.
+# A fork bomb may start processes faster than they are found, but the sweep must end.
 _MAX_SWEEPS = 20
 
 
@@ -26,21 +26,21 @@ class Limits:
     memory_mb: int = 4096
     """MiB of address space of the process; 0: unlimited."""
     allow_code_execution: bool = False
-    """Whether a function may run programs that a model wrote; it asks by `current_limits`."""
+    """Whether a function may run programs that a model wrote; it checks by `current_limits`."""
     allow_unsandboxed_code: bool = False
-    """Whether it may also where the kernel grants neither namespaces nor Landlock."""
+    """Whether it may do so even if the kernel supports neither namespaces nor Landlock."""
 
 
 _current = Limits()
 
 
 def current_limits() -> Limits:
-    """The limits of this process, for a function that starts processes of its own."""
+    """Return the limits of this process, for a function that starts processes."""
     return _current
 
 
 def impose(limits: Limits) -> None:
-    """Make these the limits of this process, for good. Address space is bounded where the system can do it."""
+    """Set the limits of this process permanently. Address space is limited if the system supports it."""
     import resource
 
     global _current
@@ -48,15 +48,15 @@ def impose(limits: Limits) -> None:
     if limits.memory_mb:
         size = limits.memory_mb << 20
         with suppress(OSError, ValueError):
-            # Address space, because Linux ignores RLIMIT_RSS. Hard as well as soft, so that a function cannot raise it
+            # Address space, because Linux ignores RLIMIT_RSS. Both hard and soft, so that a function cannot raise it
             # again (root can).
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL for a process, its group and, on Linux, all its descendants, also those that left the group.
+    """Send SIGKILL to a process, its group and, on Linux, all its descendants, also those that left the group.
 
-    ``pid`` must be a process group leader that this process has started and not waited for yet.
+    ``pid`` must be a process group leader that this process has started and has not waited for yet.
     """
     send([pid], signal.SIGSTOP)  # a stopped process cannot fork
     kill_below(pid)
@@ -65,9 +65,9 @@ def kill_tree(pid: int) -> None:
 
 
 def kill_below(pid: int) -> None:
-    """SIGKILL for all descendants of a process that starts none meanwhile; on Linux alone."""
+    """Send SIGKILL to all descendants of a process that starts none meanwhile; on Linux only."""
     stopped: set[int] = set()
-    # Everything is stopped before anything is killed: no orphan escapes the sweep.
+    # All are stopped before any is killed, so that no orphan escapes the sweep.
     for _ in range(_MAX_SWEEPS):
         if not (running := set(descendants(pid)) - stopped):
             break
@@ -77,19 +77,19 @@ def kill_below(pid: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of programs, which may nest folders deeper than Python's recursion goes."""
+    """Remove a folder of programs, which may be nested deeper than Python's recursion limit."""
     subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to those processes that are still there."""
+    """Send a signal to the processes that still exist."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def has_ended(process: subprocess.Popen, within_s: float = 0.0) -> bool:
-    """Whether a process that this one has started has ended, or does so in time.
+    """Return True if a child process of this one has ended, or ends within the time.
 
     It is not waited for: until then its id belongs to no other process, and `kill_tree` may follow.
     """
@@ -102,12 +102,12 @@ def has_ended(process: subprocess.Popen, within_s: float = 0.0) -> bool:
 def _has_ended(process: subprocess.Popen) -> bool:
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except (ChildProcessError, AttributeError):  # somebody else has waited for it; not on macOS
+    except (ChildProcessError, AttributeError):  # it was already waited for; not on macOS
         return process.poll() is not None
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below ``pid``; none where there is no /proc."""
+    """Return the process ids below ``pid``; [] without /proc."""
     pids, unseen = [], [pid]
     while unseen:
         listings: list[Path] = []

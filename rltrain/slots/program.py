@@ -1,6 +1,7 @@
-"""Runs a program that a model wrote in a separate interpreter (jail.py): no network, no files, no other processes.
+"""Execution of a program that a model wrote in a separate interpreter (jail.py): no network, no files, no other
+processes.
 
-Called from a function in a slot, which ends what a program leaves behind, and whose deadline ends it all.
+Called from a function in a slot, which ends the remaining processes of a program, and whose deadline covers everything.
 """
 
 import json
@@ -34,31 +35,31 @@ _NOT_ISOLATED = (
 
 @dataclass(frozen=True)
 class Ending:
-    """What has become of a program."""
+    """The result of a program."""
 
     output: str
-    """What it printed until then, at most 8 MiB; or what its function returned, as JSON."""
+    """The output so far, at most 8 MiB; or the function's return value, as JSON."""
     exit_code: int | None
-    """0 where it came to its end; None where its time was over."""
+    """0 if it ended normally; None after a timeout."""
     layers: dict[str, int] = field(default_factory=dict)
-    """Layers of isolation that held: namespaces, landlock (its ABI), seccomp; empty if it ended earlier."""
+    """Active layers of isolation: namespaces, landlock (its ABI), seccomp; empty if it ended earlier."""
 
 
 def needs_programs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a tool that runs programs: before a run it is refused unless they are allowed (`Limits`)."""
+    """Mark a tool that runs programs: it is rejected before a run unless programs are allowed (`Limits`)."""
     setattr(function, _MARK, True)
     return function
 
 
 def asks_for_programs(function: Callable[..., Any]) -> bool:
-    """Whether `needs_programs` has marked a tool."""
+    """Return True if `needs_programs` has marked a tool."""
     return getattr(function, _MARK, False)
 
 
 def run_program(
     code: str, stdin: str = "", *, seconds: float, function: str | None = None, arguments: Sequence[Any] = ()
 ) -> str | None:
-    """What the program prints (or its ``function`` returns, as JSON), "" if it fails, None if its time is over."""
+    """Return the program's output (or its ``function``'s result, as JSON), "" if it fails, None after a timeout."""
     ending = end_of_program(code, stdin, seconds=seconds, function=function, arguments=arguments)
     if ending.exit_code is None:
         return None
@@ -80,17 +81,16 @@ def end_of_program(
     arguments: Sequence[Any] = (),
     accepted: bool | None = None,
 ) -> Ending:
-    """Run a program, or its ``function``, for at most so many seconds.
+    """Run a program, or its ``function``, for at most ``seconds``.
 
-    accepted: whether a kernel without namespaces and Landlock will do; None: as the limits of this process say.
-    Raises ConfigError where it will not.
+    accepted: whether a kernel without namespaces and Landlock is accepted; None: by the limits of this process. Raises
+    ConfigError if it is not.
     """
     accepted = current_limits().allow_unsandboxed_code if accepted is None else accepted
     job: dict[str, Any] = {"code": code, "function": function, "arguments": list(arguments)}
-    # RLIMIT_CPU counts whole seconds, so it is set beyond the wall clock, which decides.
+    # RLIMIT_CPU counts whole seconds, so it is set above the wall-clock limit, which decides.
     job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB, "parent": os.getpid()}
-    # Files and no pipes: a program that prints without end is stopped by the limit on file sizes, and nobody must read
-    # meanwhile.
+    # Files instead of pipes: the limit on file sizes stops a program that prints without end, and no reader is needed.
     with (
         _scratch() as folder,
         tempfile.TemporaryFile() as stdin_file,

@@ -1,11 +1,11 @@
 """A slot: one process that runs one call at a time, killed and replaced when a call takes too long.
 
-A user's function is code that the trainer cannot trust to end: a regular expression may hold the interpreter lock for
-hours, a library may crash or leak, and what it started may outlive it. A thread or a signal stops none of that, so it
-is called in another process, which is killed with everything it started: by the process above it (reaper.py), or by
-this one where that takes too long. It is an interpreter started afresh: a fork would inherit the threads and locks of
-Ray. `multiprocessing` and pebble were left out because they unpickle what the process sends back, and because they
-leave grandchildren running.
+A user's function may not terminate: a regular expression may hold the interpreter lock for hours, a library may crash
+or leak, and processes that it started may outlive it. Neither a thread nor a signal can stop that. So the function runs
+in another process, which is killed with all its descendants: by the process above it (reaper.py), or by this one if
+that takes too long. It is a new interpreter, because a fork would inherit the threads and locks of Ray.
+`multiprocessing` and pebble were not used because they unpickle the replies of the process and leave grandchildren
+running.
 """
 
 import json
@@ -21,10 +21,10 @@ from rltrain.slots.output import Printed, lost_process
 from rltrain.slots.process import START_TIMEOUT_S, ChildProcess
 from rltrain.slots.service import MAX_RESULT_BYTES, Outcome, Service
 
-# The kind of an outcome whose process waited for one of multiprocessing's that has ended.
+# The kind of an outcome whose process waited for a multiprocessing child that had ended.
 ORPHANED = "lost process"
 _CRASH_CHARS = 2000
-# Calls of an ``async`` function that are under way at once in a process.
+# Maximum concurrent calls of an ``async`` function in a process.
 _AT_ONCE = 16
 _STATUSES = ("ok", "timeout", "crashed", "rejected")
 
@@ -34,15 +34,14 @@ class _Expired(Exception):
 
 
 class _Died(Exception):
-    """The process ended, or sent something that is no reply."""
+    """The process ended, or sent an invalid reply."""
 
 
 class Slot:
-    """Calls the functions of a service in a process of its own: at most ``limits.timeout_s`` per call, whatever they
-    do.
+    """Calls the functions of a service in a separate process, at most ``limits.timeout_s`` per call.
 
-    A call for which the process outgrows ``limits.memory_mb`` counts as crashed. The process is in a session of its own
-    and ends with the thread that started it. Not for use from several threads at once.
+    A call for which the process exceeds ``limits.memory_mb`` counts as crashed. The process has a separate session and
+    ends with the thread that started it. Not thread-safe.
     """
 
     def __init__(self, service: Service, limits: Limits | None = None):
@@ -60,38 +59,38 @@ class Slot:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the process, that is of the reaper above it; None once closed."""
+        """Process id of the reaper above the process; None once closed."""
         return None if self._process is None else self._process.pid
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Outcome:
-        """Call the function ``name``. timeout_s: of this call, in place of the limits'.
+        """Call the function ``name``. timeout_s: of this call, instead of the limits'.
 
-        Raises the service's error only where there is no such function.
+        Raises the service's error only if there is no such function.
         """
         return self._ask(name, [arguments], timeout_s or self._limits.timeout_s)[0][0]
 
     def call_all(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
-        """Call the function ``name`` once per entry (its arguments): one by one; of an ``async`` function some at the
-        same time."""
+        """Call the function ``name`` once per entry (its arguments), one by one; with an ``async`` function, several
+        concurrently."""
         if not calls or not self.prepare(name):
             return [self.call(name, *arguments) for arguments in calls]
         groups = [calls[first : first + _AT_ONCE] for first in range(0, len(calls), _AT_ONCE)]
         return [outcome for group in groups for outcome in self._call_together(name, group)]
 
     def call_list(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
-        """Call a function that takes lists once, for all entries, with their time together."""
+        """Call a function that takes lists once, for all entries, with the sum of their time limits."""
         return self._ask(name, calls, self._limits.timeout_s * len(calls))[0]
 
     def prepare(self, name: str, may_repeat: bool = True) -> bool:
-        """Import the function ``name``, outside of any call's deadline; whether it is ``async``.
+        """Import the function ``name``, outside of any call's deadline. Return True if it is ``async``.
 
-        may_repeat: after a signal such as anybody may send. Raises the service's error where the import fails.
+        may_repeat: retry after SIGKILL or SIGTERM. Raises the service's error if the import fails.
         """
         if self._process is None:
             raise RuntimeError("the slot is closed")
-        if self._awaits_reply:  # an interrupt came before it, and the next call would take it for its own
+        if self._awaits_reply:  # an interrupt preceded the reply, and the next call would take it for its own
             self._restart()
-        elif self._process.has_ended:  # since the last call, so it must not cost this one
+        elif self._process.has_ended:  # since the last call, so it must not fail this one
             self._printed.add(f"{self._bury()[0]['error']}\nbetween two {self._service.call}s; restarted\n".encode())
         if name in self._prepared:
             return self._prepared[name]
@@ -110,31 +109,32 @@ class Slot:
         return self._prepared[name]
 
     def take_printed(self) -> str:
-        """What the process, and those it started, have printed since the last call."""
+        """Return and clear the output of the process and its descendants."""
         return self._printed.take()
 
     def close(self) -> None:
-        """End the process, and those it started, now."""
+        """End the process and its descendants now."""
         if self._process is None:
             return
         self._process.close()
         self._process = None
 
     def _call_together(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Outcome]:
-        # The process keeps the deadline of each call itself.
+        # The process itself enforces the deadline of each call.
         outcomes, is_lost = self._ask(name, calls, self._limits.timeout_s * len(calls), may_repeat=len(calls) == 1)
         if is_lost and len(calls) > 1 and self._service.may_repeat:
-            # One of them holds up or ends the process. Alone, each has its own deadline and takes no other along.
+            # One of them blocks or ends the process. Alone, each has a separate deadline and does not affect the
+            # others.
             return [self._ask(name, [arguments], self._limits.timeout_s, False)[0][0] for arguments in calls]
         return outcomes
 
     def _ask(
         self, name: str, calls: Sequence[Sequence[Any]], timeout_s: float, may_repeat: bool = True, left_s: float = 0.0
     ) -> tuple[list[Outcome], bool]:
-        """What became of the calls, together within ``timeout_s``, and whether the process was lost with them.
+        """Return the outcomes of the calls, together within ``timeout_s``, and True if the process was lost with them.
 
-        After a signal such as anybody may send a new process is asked, if service and caller let it (``may_repeat``):
-        it has what was left of the deadline (``left_s``), as whoever waits for the reply waits no longer.
+        After SIGKILL or SIGTERM a new process repeats the calls, if service and caller allow it (``may_repeat``). It
+        gets the rest of the deadline (``left_s``), because the caller waits no longer.
         """
         self.prepare(name)
         end = time.monotonic() + (left_s or timeout_s)
@@ -145,7 +145,7 @@ class Slot:
             self._restart()
             failure = {"status": "timeout", "error": self._service.late(timeout_s)}
             if lost := lost_process(self._printed.since(before)):
-                # It waits for what never comes, call after call: told as the error that it is.
+                # It waits for a reply that never arrives, call after call, so the cause is reported.
                 failure["error"] += f"; a process that it started by multiprocessing ended by an error:\n{lost}"
                 failure |= {"status": "crashed", "kind": ORPHANED}
             return [outcome_of(failure)] * len(calls), True
@@ -158,7 +158,7 @@ class Slot:
             if result.get("exhausted"):
                 result["error"] = f"more memory than {self._service.memory_key} allows:\n{result.get('error')}"
         is_lost = any(result.get("exhausted") or result.get("broken") for result in results)
-        if is_lost:  # what is left of its memory, or of its event loop, is not enough to trust
+        if is_lost:  # the rest of its memory, or its event loop, cannot be trusted
             self._restart()
         return [outcome_of(result) for result in results], is_lost
 
@@ -182,7 +182,7 @@ class Slot:
         try:
             channel.settimeout(timeout_s)
             channel.sendall(pickle.dumps(request))
-            # The deadline is over all parts of a reply: one timeout per read would begin anew with every byte.
+            # The deadline is over all parts of a reply: a timeout per read would restart with every byte.
             while reply.count(b"\n") < num_results:
                 if (remaining := deadline - time.monotonic()) <= 0:
                     raise _Expired
@@ -198,7 +198,7 @@ class Slot:
             raise _Expired from None
         except (OSError, ValueError):
             raise _Died from None
-        # A function can write into the connection too, so a reply is checked like any other input.
+        # A function can write to the connection too, so a reply is validated like any other input.
         are_results = (isinstance(result, dict) and result.get("status") in _STATUSES for result in results)
         if len(results) != num_results or not all(are_results):
             raise _Died
@@ -212,8 +212,7 @@ class Slot:
             return {"status": "rejected", "error": f"{self._service.function} returned what is nested too deeply"}
 
     def _bury(self) -> tuple[dict[str, str], bool]:
-        """Replace a process that has ended: how, where in the user's code if it could still say so, and whether by a
-        signal such as anybody may send."""
+        """Replace a process that has ended. Return the failure, and True for SIGKILL or SIGTERM."""
         assert self._process is not None
         how, is_killed = self._process.end()
         self._start()
@@ -221,7 +220,7 @@ class Slot:
 
 
 def outcome_of(result: dict[str, Any]) -> Outcome:
-    """The outcome that a process has written down."""
+    """Convert a result from the process to an outcome."""
     if result["status"] == "ok":
         return Outcome("ok", result.get("value"))
     return Outcome(

@@ -1,1 +1,1 @@
-"""Programs around a run: they are started by a person and import whatever they need."""
+"""Command-line programs around a run. They may import any other room."""

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _SETTING = re.compile(r"\+*[a-z_][\w.]*=")
 _CORE = re.compile(r"val-core/.*/mean@\d+")
 _DATA, _MODEL, _OUT = "data.val_files", "actor_rollout_ref.model.path", "trainer.default_local_dir"
-Shares = dict[int, float]  # number of a model -> its share; the shares sum to 1
+Shares = dict[int, float]  # index of a model -> its share; the shares sum to 1
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def search(num_models: int, score: Callable[[list[int]], float]) -> tuple[list[int], dict[str, object]]:
-    """Return the models that stay, the best first, and the score of their average with all trials.
+    """Return the selected models, the best first, and the score of their average with all trials.
 
-    Each model is tried once, in the order of its own score. score: of the average of some models; higher is better.
+    Each model is tried once, in the order of its score. score: of the average of some models; higher is better.
     """
     scores = [score([number]) for number in range(num_models)]
     trials: list[dict[str, object]] = [{"models": [number], "score": value} for number, value in enumerate(scores)]
@@ -82,7 +82,7 @@ def _score(metrics: Mapping[str, float], metric: str | None) -> float:
 
 
 def _shares(text: str | None, num_models: int) -> Shares:
-    """Raises ConfigError."""
+    """Return the normalised weights. Raises ConfigError."""
     try:
         weights = [1.0] * num_models if text is None else [float(word) for word in text.split(",")]
     except ValueError:

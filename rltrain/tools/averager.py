@@ -1,4 +1,5 @@
-"""The means that ``rltrain average`` writes. It is apart from the command because its imports take seconds."""
+"""Computation of the means that ``rltrain average`` writes. Separate from the command, because its imports take
+seconds."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from rltrain.workers.node import digest_of
 
 
 class Averager:
-    """Models or adapters, any of which may be averaged. All are compared here, before anything is written."""
+    """Models or adapters to average. All are checked against each other before anything is written."""
 
     def __init__(self, names: Sequence[str], dtype: str | None) -> None:
         self._found = [find_model(name) for name in names]
-        # Absolute, so that average.json can be read from any folder; names on the hub stay as they are.
+        # Absolute, so that average.json can be read from any folder; names on the hub stay unchanged.
         paths = (model.path for model in self._found)
         self.paths = [str(Path(path).resolve()) if Path(path).is_dir() else path for path in paths]
         kinds = {model.is_adapter: model.name for model in self._found}

@@ -1,4 +1,4 @@
-"""``python -m rltrain.checkpoint export|thin|verify RUN``: what becomes of the checkpoints of a run."""
+"""``python -m rltrain.checkpoint export|thin|verify RUN``: exports, thins or verifies the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rltrain.tools.evaluate.kept import RESULT
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:
-    """Write the model of a checkpoint (of a run: its newest whole one) into a folder of its own.
+    """Write the model of a checkpoint (of a run: its newest intact one) to a separate folder.
 
-    dtype: of the weights; None: as they are, and then a checkpoint of ours is copied. Raises CheckpointError,
+    dtype: of the weights; None: unchanged, and then a checkpoint of rltrain is copied. Raises CheckpointError,
     ConfigError, DataError, DiskError.
     """
     place = Path(name).expanduser()
@@ -48,9 +48,9 @@ def export(name: str, out: str, dtype: str | None = None) -> None:
 
 
 def verify(name: str) -> int:
-    """Read every file of every checkpoint, and print a table. Returns 1 where one is damaged, else 0.
+    """Verify every file of every checkpoint and print a table. Return 1 if one is damaged, else 0.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is no checkpoint.
     """
     damaged = []
     for step in _steps(name):
@@ -70,9 +70,10 @@ def verify(name: str) -> int:
 
 
 def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
-    """Take the state of the optimizers out of older checkpoints, and print what that frees.
+    """Remove the optimizer state from older checkpoints and print the freed space.
 
-    keep: so many of the newest stay as they are. Raises CheckpointError, ConfigError where a run is on, DiskError.
+    keep: number of the newest checkpoints that stay unchanged. Raises CheckpointError, DiskError, and ConfigError if
+    the run is active.
     """
     if keep < 0:
         raise ConfigError(f"--keep {keep}: give 0 or more.")
@@ -104,7 +105,7 @@ def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
 
 
 def _best(run: Checkpoints, whole: Iterable[int]) -> int | None:
-    """The step that ``trainer.keep_best`` of the run keeps. Raises ConfigError where its configuration is not read."""
+    """Return the step that ``trainer.keep_best`` keeps. Raises ConfigError if the run's configuration is invalid."""
     file = run.path / "config.yaml"
     if not file.is_file():
         return None

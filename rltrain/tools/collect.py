@@ -20,7 +20,7 @@ from rltrain.base.logs import TRAIN_LOG
 from rltrain.base.secrets import MASK, is_secret, masked_text
 from rltrain.base.storage import read_json
 
-# Patterns in the run folder, the most telling first: the archive ends where it is full. Of samples only the newest.
+# Patterns in the run folder, the most useful first, because the archive has a size limit. Only the newest samples.
 _WANTED = (
     "config*.yaml", "plan*.json", "env*.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
     "incidents/*", "incidents/*/*", "global_step_*/manifest.json", "global_step_*/progress.json",
@@ -29,7 +29,7 @@ _WANTED = (
 _NEWEST_SAMPLES = 3
 MOST_BYTES = 200 * 2**20
 MOST_OF_A_FILE = 20 * 2**20
-# Formats of a run's own samples and incidents, which are not text.
+# Formats of a run's samples and incidents, which are not text.
 _BINARY = (".parquet", ".pt", ".safetensors", ".npz")
 # A name and its value, as YAML, JSON, Python and shells write them.
 _NAMED = re.compile(r"([\w.-]+)[\"']?\s*[:=]\s*[\"']?([^\s\"',;&{}()\[\]]+)")
@@ -42,7 +42,7 @@ _WIDE = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
 
 
 def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_file: int = MOST_OF_A_FILE) -> list[str]:
-    """Write the archive; returns the names in it. Raises DataError where there is no run."""
+    """Write the archive and return the names in it. Raises DataError if the folder is not a run."""
     if not (run / TRAIN_LOG).exists() and not (run / "config.yaml").exists():
         raise DataError(
             f"{run} is no run folder: it holds neither {TRAIN_LOG} nor config.yaml (trainer.default_local_dir)."
@@ -60,7 +60,7 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
                 data = _end_of(path, most_of_a_file)[1]
             if text is None and (not data or any(secret.encode() in data for secret in secrets)):
                 sys.stderr.write(f"left out: {name} {'holds a secret' if data else 'cannot be read as text'}\n")
-            # Passed over and not the end: smaller files after it may still fit.
+            # Skipped instead of ending the loop: smaller files after it may still fit.
             elif len(data) <= room:
                 room -= len(data)
                 file.writestr(name, data)
@@ -71,17 +71,17 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
 def _files(run: Path) -> Iterator[tuple[str, Path]]:
     samples = sorted(run.glob("samples/**/*.parquet"), key=lambda path: path.stat().st_mtime)[-_NEWEST_SAMPLES:]
     paths = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
-    # A link may lead to any file of the user's.
+    # A link may lead to any file of the user.
     inside = [path for path in paths if path.resolve().is_relative_to(run.resolve())]
     yield from ((str(path.relative_to(run)), path) for path in inside if path.is_file())
-    # By the run's own record: a log repeats text of data and of the model.
+    # From the record of the run, because a log repeats text of the data and of the model.
     folder = Path(str((read_json(run / "env.json") or {}).get("ray_logs") or ""))
     if folder.name == "logs" and folder.parent.name.startswith("session_"):
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
 
 
 def _text_of(path: Path, most: int) -> str | None:
-    """Return the end of a text file, in whatever Unicode encoding; None for another file."""
+    """Return the end of a text file in any Unicode encoding; None for another file."""
     if path.suffix in _BINARY:
         return None
     left_out, data, code = _end_of(path, most)
@@ -95,12 +95,14 @@ def _text_of(path: Path, most: int) -> str | None:
 
 
 def _secret_values(texts: Iterable[tuple[Path, str]]) -> list[str]:
-    """Return the values of secret names, in the files and in this environment, also as JSON and addresses write them,
-    longest first."""
+    """Return the values of secret names in the files and in this environment, longest first.
+
+    JSON-escaped and URL-quoted forms are included.
+    """
     values: set[str] = set()
 
     def add(name: str, value: str, *, sure: bool) -> None:
-        # In free text, short ones and plain words would be found everywhere.
+        # In free text, short values and plain words would match everywhere.
         least = 6 if sure else 8
         lines = {line.strip().strip("'\",") for line in value.splitlines()} if is_secret(name, value) else set()
         values.update(line for line in lines if len(line) >= least and (sure or not line.isalpha()))
@@ -117,11 +119,11 @@ def _secret_values(texts: Iterable[tuple[Path, str]]) -> list[str]:
 
 
 def _end_of(path: Path, most: int) -> tuple[int, bytes, str]:
-    """Return the number of bytes left out, the bytes after them, and the encoding that the file's mark names."""
+    """Return the number of bytes skipped, the bytes after them, and the encoding from the file's byte order mark."""
     with open(path, "rb") as file:
         head = file.read(4)
         code = next((code for code in _WIDE if head.startswith("\ufeff".encode(code))), "utf-8")
-        # A parquet file cannot be read in part; of logs the end is what matters, where the error is.
+        # A parquet file cannot be read in part; a log's errors are at its end.
         left_out = max(0, path.stat().st_size - most) if path.suffix != ".parquet" else 0
         left_out -= left_out % 4 if code in _WIDE else 0
         file.seek(left_out)
@@ -129,7 +131,7 @@ def _end_of(path: Path, most: int) -> tuple[int, bytes, str]:
 
 
 def _masked(text: str, secrets: list[str]) -> str:
-    """Mask values by their names, and every other place where one of them stands."""
+    """Mask values by their names, and every other occurrence of a secret."""
 
     def entry(match: re.Match[str]) -> str:
         return f"{match[1]}{match[2]}{MASK}" if is_secret(match[3], match[4].rstrip(",")) else match[0]

@@ -36,9 +36,9 @@ METRICS = (
     "critic/score/mean", "critic/rewards/mean", "response_length/mean", "actor/entropy", "actor/kl_loss",
     "actor/reward_kl_penalty", "actor/ppo_kl", "actor/grad_norm", "val-core/*/mean@*",
 )  # fmt: skip
-# Metrics whose best value is the largest. Of others no value is known to be the best.
+# Metrics whose best value is the largest. For others, the best value is unknown.
 _HIGHER_IS_BETTER = ("critic/score/*", "critic/rewards/*", "val-*")
-# Keys that say where and when a run was made.
+# Keys that name a run or its place and time.
 _NAMES = (
     "trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.rollout_data_dir",
     "trainer.validation_data_dir", "env.command", "env.folder", "env.host", "env.hosts",
@@ -55,7 +55,7 @@ class Run:
 
     name: str
     metrics: pd.DataFrame
-    """One row a step, one column a metric; NaN where a step has none."""
+    """One row per step, one column per metric; NaN if a step has none."""
     settings: dict[str, Any]
     """Settings by dotted key and, as ``env.…``, versions and machine, without names of runs and folders."""
     unused: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ class Run:
 
     @cached_property
     def kind(self) -> str:
-        """Everything but the seeds, as JSON. Without config.yaml it is unknown, and the name stands for it."""
+        """All settings except the seeds, as JSON. Without config.yaml they are unknown; then it is the name."""
         rest = {key: value for key, value in self.settings.items() if not _is_seed(key)}
         known = any(not key.startswith("env.") for key in self.settings)
         return json.dumps(rest, sort_keys=True, default=str) if known else self.name
@@ -87,7 +87,7 @@ class Group:
 
     @cached_property
     def mean(self) -> pd.DataFrame:
-        """Mean over the runs, of every step that all of them have."""
+        """Mean over the runs, for every step that all of them have."""
         means: pd.DataFrame = self._by_step.mean().where(self._by_step.count() == len(self.runs)).dropna(how="all")
         return means
 
@@ -103,9 +103,9 @@ class Group:
 
 
 def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) -> None:
-    """Print the tables, and write compare.json and compare.html into ``out``. patterns: see `chosen_metrics`.
+    """Print the tables, and write compare.json and compare.html to ``out``. patterns: see `chosen_metrics`.
 
-    Raises DataError for a folder that is no run, for a metric that no run has and for runs without a step in common;
+    Raises DataError for a folder that is not a run, for a metric that no run has and for runs without a common step;
     DiskError if ``out`` cannot be written.
     """
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
@@ -154,7 +154,7 @@ def _read(folder: Path, name: str) -> Run:
     steps = [line for line in read_metrics(folder) if isinstance(line.get("step"), int)]
     if not steps:
         raise DataError(f"{folder} has no step in its metrics.jsonl: nothing was measured yet.")
-    # A step may have two lines: its own, and that of a validation.
+    # A step may have two lines: the training step's and a validation's.
     metrics = pd.DataFrame(steps).groupby("step").last().select_dtypes("number").astype(float)
     # The folder of an earlier start has only metrics. Its settings are in the folder of the run.
     places = [folder, folder.parent] if folder.name.startswith("earlier_") else [folder]
@@ -194,8 +194,10 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[str]:
-    """Return the metrics that match the patterns, in their order; without any, `METRICS`. Raises DataError if no run
-    has a metric of a pattern."""
+    """Return the metrics that match the patterns, in their order; without patterns, `METRICS`.
+
+    Raises DataError if no run has a metric that matches a pattern.
+    """
     names = sorted({str(name) for run in runs for name in run.metrics})
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -221,7 +223,7 @@ def metric_rows(metric: str, groups: Sequence[Group]) -> Iterator[dict[str, Any]
 
 
 def difference(metric: str, first: Group, other: Group) -> dict[str, Any]:
-    """Return the mean of b - a over the steps in common, with its 95 % interval; empty if there is none in common.
+    """Return the mean of b - a over the common steps, with its 95 % interval; empty without a common step.
 
     The units of the interval are seeds that both lines have, if there are two or more, else ten batches of steps.
     """
@@ -233,7 +235,7 @@ def difference(metric: str, first: Group, other: Group) -> dict[str, Any]:
     found = {"difference": float(gaps.mean()), "over": f"{len(units)} seeds, {count(len(gaps), 'step')}"}
     if len(units) < max(2, len(mine), len(others)):
         units, found["over"] = [], count(len(gaps), "step")
-        if len(gaps) >= 2 * _BATCHES:  # of fewer steps the variance is not known
+        if len(gaps) >= 2 * _BATCHES:  # with fewer steps the variance is unknown
             units = [float(part.mean()) for part in np.array_split(gaps.to_numpy(), _BATCHES)]
     if not units:
         return found

@@ -1,8 +1,8 @@
-"""``python -m rltrain.doctor key=value ...``: would this cluster train? A table, and per failure node, cause and fix.
+"""``python -m rltrain.doctor key=value ...``: test a cluster before training. Prints a table, and causes and fixes.
 
-The settings are those of the run to come. Choice: the same functions as at the start of a run
-(`run.preflight.health`), on the same devices and lines; then every device computes, all exchange, and every pair of
-devices is timed. Left out: a load of hours, which shows devices that fail when they are hot.
+The settings are those of the planned run. The checks are the functions that run at the start of a training
+(`run.preflight.health`), on the same devices and network. Then every device computes, all exchange data, and every pair
+of devices is timed. Not included: a load of hours, which would find devices that fail when they are hot.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _WORKER = "rltrain.workers.links:LinksWorker"
 _ALL_BYTES, _PAIR_BYTES = 2**26, 2**24
 _PRODUCT = {True: 512, False: 8192}  # on a CPU, elsewhere
 _PAIR_S = 120.0
-# A pair is slow below this part of what the pair in the middle has; on shared lines a factor of two is usual.
+# A pair is slow below this fraction of the median; on shared links a factor of two is usual.
 _SLOW = 1 / 3
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     usage = _USAGE.format(str(__doc__).splitlines()[0].partition(": ")[2])
     return guarded(argv, explained(usage, _examine))
 
@@ -71,7 +71,7 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
         if start_ray(loaded.config):
             closing.callback(stop_ray)
     device = get_device(loaded.config.trainer.device)
-    # Where scripts/ray_start.sh has gathered the nodes, it says how many.
+    # If scripts/ray_start.sh started the cluster, the number of nodes is taken from it.
     if loaded.config.trainer.nnodes == 1 and "trainer.nnodes" not in loaded.explicit and cluster_address(loaded.config):
         loaded = changed(loaded, {"trainer.nnodes": num_nodes(loaded.config, device)})
     cfg = loaded.config
@@ -86,13 +86,13 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
     with logs.waiting("looking at the nodes"), restored_folder(Path(cfg.trainer.default_local_dir)) as folder:
         checks = look_at_nodes(group, cfg, folder)
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
-        # They would hang, or fail with a message that says less.
+        # They would hang, or fail with a less specific message.
         return [*checks, Check("collectives", "not tried", notes=["mend what failed, and all devices will be tried"])]
     return [*checks, *try_together(group, cfg.trainer.device, device.is_cpu)]
 
 
 def try_together(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
-    """Rows on what devices do. The last one names those that died or did not end."""
+    """Yield the checks of the devices. The last one names devices that died or timed out."""
     try:
         yield from _tried(group, device, is_cpu)
     except (WorkerLost, WorkerError) as error:
@@ -114,7 +114,7 @@ def _tried(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
     yield Check("collectives", f"{logs.count(group.world, 'rank')}: {summary} per rank")
     speeds = np.full((group.world, group.world), np.nan)
     with logs.waiting("every pair of devices"):
-        # A call for each round: a pair that hangs is then the only one that is late, and named.
+        # One call per round: a pair that hangs is then the only late one, and can be named.
         for turn in range(group.world - 1 + group.world % 2):
             rows = group.submit([bind(Links.meets, _PAIR_BYTES, turn)]).collect(_PAIR_S)
             speeds = np.fmax(speeds, np.stack(rows))
@@ -136,7 +136,10 @@ def _computing(speeds: list[float], names: list[str]) -> Check:
 
 
 def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Check]:
-    """Rows on pairs within nodes and between them. speeds [ranks, ranks]: GB/s as each end has it. node [ranks]."""
+    """Yield the checks of pairs within nodes and between them.
+
+    speeds: GB/s as measured by each end [ranks, ranks]. node: node of each rank [ranks].
+    """
     speeds, same = np.minimum(speeds, speeds.T), node[:, None] == node
     wrong = speeds == 0
     for title, chosen in (("within nodes", same), ("between nodes", ~same)):
@@ -149,7 +152,7 @@ def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Ch
         check = Check(title, f"{pair}: {middle:.2f} GB/s (median), least {least:.2f}: {ends}")
         slow = chosen & (speeds < _SLOW * middle)
         if not least:
-            # Over all pairs: within a node of two devices, the one that is wrong makes the other look so.
+            # Over all pairs: within a node of two devices, a faulty device makes the other look faulty too.
             check.problems.append(
                 f"{ends}: what arrived was not what was sent. {logs.count(int(wrong.sum()) // 2, 'pair')} in all "
                 f"changed numbers, {_common(wrong, names)}. Take that device out of use, and look again."
@@ -164,14 +167,14 @@ def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Ch
 
 
 def _common(chosen: np.ndarray, names: list[str]) -> str:
-    """The rank that most of the chosen pairs [ranks, ranks] have at one end, or all of which that is true."""
+    """Describe the ranks that are an end of most of the chosen pairs [ranks, ranks]."""
     counts = chosen.sum(axis=1)
     most = [names[rank] for rank in np.flatnonzero(counts == counts.max())]
     return f"{counts.max()} of them with {' or '.join(most[:4])}"
 
 
 def table(checks: list[Check]) -> str:
-    """The table, and below it what failed and what is worth a look."""
+    """Return the table, and below it the failures and notes."""
     width = max(len(check.name) for check in checks)
     states = ["FAILED" if check.problems else "note" if check.notes else "ok" for check in checks]
     lines = [f"{check.name:<{width}}  {state:<6}  {check.found}" for check, state in zip(checks, states, strict=True)]
@@ -183,15 +186,15 @@ def table(checks: list[Check]) -> str:
 
 @contextmanager
 def restored_folder(path: Path) -> Iterator[Path]:
-    """The run folder; what of it was not there before is removed."""
+    """Yield the run folder; remove the folders that did not exist before."""
     path = path.expanduser().resolve()
-    # Not Path.exists, which raises where one may not look.
+    # os.path.exists, because Path.exists raises without permission.
     folders = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
     try:
         yield path
     finally:
         for folder in folders:
-            with suppress(OSError):  # it is not empty, or was never made
+            with suppress(OSError):  # it is not empty, or was never created
                 folder.rmdir()
 
 

@@ -1,9 +1,9 @@
 """``python -m rltrain.sweep key=a,b other=value ...``: a run for every combination, one after the other.
 
-Problem: a night of runs must not end with the first that fails, nor begin anew when it is cut short. Choice: all
-settings are checked before the first run; each run has a folder of its own, named by what is swept, in which it resumes
-as every run does; sweep.json says which are finished. All are made in this process on one Ray. Left out: several at a
-time, as a run has all the devices, and choosing the next settings by results. Functions import what takes seconds.
+A failed run must not end a sweep, and an interrupted sweep must not start again from the beginning. So all settings are
+checked before the first run; each run has a separate folder, named by the swept values, in which it resumes like any
+run; sweep.json lists the finished runs. All runs use this process and one Ray. Not included: concurrent runs, because a
+run uses all devices, and choosing the next settings by results. Slow imports are inside functions.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class SweepRun:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """``settings``: of all settings and the files that they name. ``kind``: of all but the length of the run.
+        """Digests: ``settings`` of all settings and the files that they name, ``kind`` of all but the length of the
+        run.
 
         A finished run is skipped if ``settings`` are equal. If only ``kind`` is, it resumes with the new length.
         """
@@ -87,7 +88,7 @@ def _sha256(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-@functools.cache  # the runs of a sweep mostly read the same
+@functools.cache  # the runs of a sweep mostly read the same data
 def _digest_of_data(names: tuple[str, ...]) -> str:
     from rltrain.data.files import files_of
 
@@ -95,7 +96,7 @@ def _digest_of_data(names: tuple[str, ...]) -> str:
 
 
 def values_of(text: str) -> list[str]:
-    """The values of a list: ``1,2`` are two, ``[1,2]``, ``"1,2"`` and ``{a: 1, b: 2}`` are one."""
+    """Split a list of values: ``1,2`` are two, ``[1,2]``, ``"1,2"`` and ``{a: 1, b: 2}`` are one."""
     values, depth, quote = [""], 0, ""
     for sign in text:
         if quote:
@@ -140,12 +141,12 @@ def combinations(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[SweepRun], Path]:
-    """All runs and the folder around theirs. Raises ConfigError with what is wrong with any of them."""
+    """Return all runs and their common folder. Raises ConfigError with the problems of all runs."""
     runs, problems, combined = list[SweepRun](), dict[str, list[str]](), combinations(arguments.overrides)
     for name, words in combined:
         try:
             plain = load_config(words, arguments.config, arguments.problems).config.trainer
-            # That of the first: a key of a sweep may be part of the default.
+            # The default of the first run, because the default may depend on a swept key.
             out = out or Path(plain.default_local_dir).expanduser()
             own = [f"{_FOLDER}={out / name}", f"{_EXPERIMENT}={plain.experiment_name}-{name}"]
             loaded = load_config([*words, *own], arguments.config)
@@ -163,7 +164,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
 
 
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
-    """Make all runs that are not finished, and compare those that are. Returns the exit code."""
+    """Make all unfinished runs, and compare the finished ones. Return the exit code."""
     from rltrain.controller.lifeline import lost
     from rltrain.tools.compare import compare
 
@@ -195,7 +196,7 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
     if len(finished) > 1:
         try:
             compare([run.folder for run in runs if run in finished], out)
-        except RltrainError as error:  # the runs are made all the same
+        except RltrainError as error:  # the runs themselves are finished
             sys.stderr.write(f"the runs are not compared: {error}\n")
     _say(f"{len(finished)} of {len(runs)} runs are finished")
     for run in left:
@@ -225,7 +226,7 @@ def _make(run: SweepRun) -> tuple[str, str, int]:
         code = train(run.loaded).exit_code
     except Interrupted:
         raise
-    except Exception as failure:  # noqa: BLE001 - whatever ends one run, the others are still to be made
+    except Exception as failure:  # noqa: BLE001 - a failure ends only its run
         error = failure if isinstance(failure, RltrainError) else system_error(failure)
         text = str(error) if error else f"{type(failure).__name__}: {first_line(failure)}"
         return _FAILED, f"error: {text}", error.exit_code if error else 1
@@ -263,7 +264,7 @@ def _say(line: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path)
     own, words = parser.parse_known_args(argv)

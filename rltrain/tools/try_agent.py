@@ -1,12 +1,12 @@
-"""Try tools, an environment or an agent on a row of a data file, in this process: prints are seen, breakpoint() works.
+"""Try tools, an environment or an agent on a row of a data file, in this process: prints are shown, breakpoint() works.
 
     python -m rltrain.agents.try tools.py train.parquet --turns turns.txt     # or a module, or verl's YAML file
     python -m rltrain.agents.try shop.py:Shop train.parquet                   # a class: turns are typed
-    python -m rltrain.agents.try agent.py:agent train.parquet --model MODEL   # a model answers, greedily
+    python -m rltrain.agents.try agent.py:agent train.parquet --model MODEL   # a model generates, greedily
 
-A turn is what the policy would say, calls and all; a line --- ends it. With --model prompt and seams are those of its
-chat template. Further settings are those of a run: actor_rollout_ref.rollout.multi_turn.environment_kwargs='{most: 3}'.
-Exit code 0: the trajectory has come to its end; 2: it could not go on, or nothing could be tried.
+A turn is the policy's text with its tool calls; a line --- ends it. With --model, its chat template formats prompt and
+tool results. Other settings are those of a run: actor_rollout_ref.rollout.multi_turn.environment_kwargs='{most: 3}'.
+Exit code 0: the trajectory ended; 2: it failed, or nothing could be tried.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.seam import Seam
 
 _END = "---"
-# Who looks around with breakpoint() is not late.
+# Long, because a user may spend any time in breakpoint().
 _PATIENCE_S = 86400.0
 
 
@@ -53,19 +53,19 @@ class Said:
     """A turn of the policy."""
 
     text: str
-    """With its special tokens."""
+    """Text with special tokens."""
     ended: bool = True
-    """By itself, not for want of room."""
+    """Whether the turn ended by itself, not at the length limit."""
     end_token: int | None = None
-    """By which it did, if that is known."""
+    """The token that ended it, if known."""
 
 
 Policy = Callable[[list[int]], Said | None]
-"""Returns the next turn, or None. Its argument: the token ids since the last turn, none without a model."""
+"""Returns the next turn, or None. Its argument: the token ids since the last turn, empty without a model."""
 
 
 def written(lines: Iterator[str], *, ask: bool) -> Policy:
-    """Return the policy whose turns are in a file, or are typed (``ask``)."""
+    """Return a policy whose turns are read from a file, or are typed (``ask``)."""
 
     def next_turn(_: list[int]) -> Said | None:
         if ask:
@@ -117,7 +117,7 @@ class Trial:
         row = rows[options.row]
         self._turns, self._encoder = cfg.actor_rollout_ref.rollout.multi_turn, encoder
         self._schemas, agent = encoder.row_tools.of(row), encoder.row_tools.agent_of(row)
-        # Without a model there is no template that says how calls are written.
+        # Without a model no template defines the format of calls.
         guessed = self._turns.format == "auto" and encoder.tools and not options.model
         call_format = format_of("hermes" if guessed else self._turns.format, encoder)
         seam = self._seam = Seam(encoder, encoder.tools, call_format) if options.model else None
@@ -136,14 +136,14 @@ class Trial:
         content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
         names = tuple(schema["function"]["name"] for schema in self._schemas)
         self._start = Start(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
-        # Without a model they are shown as <image>; the one of --model is given tokens alone.
+        # Without a model they are shown as <image>; the model of --model gets tokens only.
         terms = Terms.of(self._turns, images=self._turns.images is not False and seam is None)
         self._terms = replace(terms, timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
         self._num_turns = 0
         self._said, self._parsed = Said(""), Parsed([], [], "", "")  # the last turn
 
     async def run(self, toolbox: Toolbox) -> bool:
-        """Whether it came to its end."""
+        """Run the trajectory. Return True if it ended without an error."""
         session: Session | None = None
         endpoint = Endpoint(asyncio.get_running_loop())
         try:
@@ -157,7 +157,7 @@ class Trial:
             chat = self._chat = Chat(prompt, ([first], [], []), terms, session, self._ask, endpoint.address)
             outcome = await lead(chat, session, self._start, terms)
             self._show(chat.last_words())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: what it raises is shown
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: its error is shown
             _head("failed: the trajectory could not go on")
             _say(str(error) if isinstance(error, RltrainError) else user_traceback(error))
             return False
@@ -183,7 +183,7 @@ class Trial:
         _say(said.text)
         parsed, most = self._format.parse(said.text, self._schemas), self._turns.max_assistant_turns
         finish: Any = "stop"
-        if not said.ended:  # half a call is none
+        if not said.ended:  # half a call is ignored
             _say("  cut off: the answer has as many tokens as data.max_response_length allows")
             parsed, finish = replace(parsed, calls=[], problems=[]), "length"
         elif most is not None and self._num_turns >= most:
@@ -199,7 +199,8 @@ class Trial:
         return Turn(parsed.text, calls, parsed.problems, parsed.reasoning, finish)
 
     def _ask(self, asked: Asked) -> None:
-        """Show the messages since the last turn, in the words of the model's template too, and give the next turn."""
+        """Show the messages since the last turn, also in the format of the model's template, and reply with the next
+        turn."""
         self._show(asked)
         context = list[int]()
         if self._seam:
@@ -225,7 +226,7 @@ class Trial:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command and return its exit code."""
     options = _parse(argv)
     settings: dict[str, Any] = {_key_of(options.file): options.file, "data.train_files": options.data}
     settings |= {"actor_rollout_ref.model.path": options.model} if options.model else {}
@@ -260,12 +261,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _key_of(place: str) -> str:
-    """The setting of a run that names what is tried."""
+    """Return the setting of a run that names the tools, environment or agent."""
     if place.endswith((".yaml", ".yml")):
         return TOOL_CONFIG
     if not is_plugin(place):
         return FUNCTIONS
-    # For the message where there is nothing of the name: classes begin with a capital.
+    # For the error message if the name does not exist: classes begin with a capital.
     key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
     with stand_ins.importable():
         return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY

@@ -1,12 +1,12 @@
-"""Try a reward function on rows of a parquet file, in this process: what it prints is seen, and breakpoint() works.
+"""Try a reward function on rows of a parquet file, in this process: its prints are shown, and breakpoint() works.
 
     python -m rltrain.rewards.try my_reward.py train.parquet
     python -m rltrain.rewards.try my_reward.py train.parquet --answers answers.txt --kwargs scale=2
     python -m rltrain.rewards.try judge train.parquet --kwargs url=http://host:8000/v1 model=NAME
 
-Without --answers a row is answered by its own ground truth, in the forms that scorers look for, by something wrong, and
-by a list of numbers that contains the ground truth. A scorer that rewards such a list teaches a policy to guess.
-Exit code 0: every answer got a number; 2: one did not, or nothing could be tried.
+Without --answers the responses to a row are its ground truth in the forms that scorers read, a wrong response, and a
+list of numbers that contains the ground truth. A scorer that rewards such a list teaches a policy to guess.
+Exit code 0: every response got a number; 2: one did not, or nothing could be tried.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _SHOWN_CHARS = 60
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command and return its exit code."""
     options = _parse(argv)
     rows = read_rows(options.data)
     scorer = _Judge(options.kwargs, rows) if options.reward == _JUDGE else _Function(options, rows)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = str(error) if isinstance(error, RewardError) else user_traceback(error)
             failure = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{said}"
-            # One per place in the user's code: the same failure on every row is read once.
+            # One per place in the user's code: the same failure on every row is shown once.
             failures.setdefault((type(error), where.filename, where.lineno), failure)
             outcome = [type(error).__name__, ""]
         cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *outcome]
@@ -98,7 +98,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
-    """Rows and the answers to them that ``file`` holds."""
+    """Yield rows and the responses to them from ``file``."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
@@ -128,13 +128,13 @@ def _truth(rows: Rows, position: int) -> str:
 
 
 def _guesses(truth: str) -> str:
-    """The ground truth among other numbers, neither first nor last."""
+    """Return the ground truth among other numbers, neither first nor last."""
     first, *others = (number for number in ("1", "2", "3", "4") if number != truth)
     return " ".join([first, truth, *others])
 
 
 def _guesses_pay(earned: dict[tuple[int, str], float], rows: Rows) -> str:
-    """A warning if a list of guesses earned more than a wrong response; "" otherwise."""
+    """Return a warning if a list of guesses earned more than a wrong response; "" otherwise."""
     for (position, answer), score in earned.items():
         if answer == _guesses(_truth(rows, position)) and score > earned.get((position, WRONG), score):
             return (
@@ -167,12 +167,12 @@ class _Judge:
     """The judge of a run with these keys."""
 
     def __init__(self, settings: Sequence[str], rows: Rows) -> None:
-        # rule=beside needs a weight, and no numbers are weighed here.
+        # rule=beside needs a weight, but nothing is weighted here.
         loaded = load_config(["reward.weights.judge=1", *(f"reward.judge.{setting}" for setting in settings)])
         judge = loaded.config.reward.judge
         if judge.url is None:
             raise ConfigError("a judge needs --kwargs url=http://host:port/v1 model=NAME, keys of reward.judge.")
-        # Of the rest of a run nothing is known.
+        # The other settings of the run are unknown.
         if problems := [problem for problem in broken_rules(loaded) if "reward.judge" in problem]:
             raise ConfigError("\n".join(problems))
         self._judged, self._deadline_s = JudgedScorer(loaded.config), judge.deadline_s

@@ -1,7 +1,7 @@
-"""``python -m rltrain.watch RUN``: a run that goes on elsewhere, from its folder on shared storage.
+"""``python -m rltrain.watch RUN``: watch a run in another process or machine, from its folder on shared storage.
 
-Problem: a run of days is in a job that nobody has a terminal of. Choice: what the run writes anyway is read again every
-few seconds, so that a watcher can come and go, and cannot disturb it. Left out: to steer the run.
+A long run is often a job without a terminal. The watcher reads the run's files every few seconds, so that it can start
+and stop at any time and cannot disturb the run. Not included: control of the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BAR_WIDTH = 40
 
 
 def view(run: Path, now: float) -> Group:
-    """What a terminal shows of the run at ``now`` (seconds since 1970)."""
+    """Return the terminal view of the run at ``now`` (seconds since 1970)."""
     lines, plan = json_lines(run / METRICS), read_json(run / "plan.json") or {}
     steps = [line for line in lines if "timing_s/step" in line]
     made, total = int(steps[-1]["step"]) if steps else 0, int(plan.get("total_steps") or 0)
@@ -65,13 +65,13 @@ def _doing(run: Path, made: int, total: int, steps: list[dict[str, Any]], now: f
 
 
 def last_line(run: Path) -> str:
-    """The newest line of train.log, which before the first step says what the run waits for."""
+    """Return the newest line of train.log; before the first step it describes the current wait."""
     log = run / "train.log"
     return plain(next((line for line in lines_of(log)[::-1] if line.strip()), f"{log} says nothing yet"))
 
 
 def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], clock: Clock = SYSTEM) -> None:
-    """Write the lines of train.log as they come, the last twenty first, until ``ended``."""
+    """Write the lines of train.log as they arrive, beginning with the last twenty, until ``ended``."""
     told = max(0, len(lines_of(run / "train.log")) - 20)
     if not (run / "train.log").exists():  # of a job that waits, or the folder of something else
         write(f"{last_line(run)}\n")
@@ -79,7 +79,7 @@ def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], cl
         over = ended()
         lines = lines_of(run / "train.log", keepends=True)
         if lines and not over and not lines[-1].endswith("\n"):
-            del lines[-1]  # half of it: it is being written, or the disk is full
+            del lines[-1]  # an incomplete line: it is being written, or the disk is full
         for line in lines[told:]:
             write(f"{plain(line.rstrip())}\n")
         told = len(lines)
@@ -89,7 +89,7 @@ def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], cl
 
 
 def is_over(run: Path) -> bool:
-    """Whether all steps of the plan are made."""
+    """Return True if all steps of the plan are done."""
     total = int((read_json(run / "plan.json") or {}).get("total_steps") or 0)
     made = (int(line["step"]) for line in json_lines(run / METRICS) if "timing_s/step" in line)
     return 0 < total <= max(made, default=0)
@@ -97,7 +97,7 @@ def is_over(run: Path) -> bool:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m rltrain.watch",
         description="Watch a run by its folder, from any machine that sees it: on a terminal its step and phase, the "

@@ -1,6 +1,6 @@
-"""The pages of this repository as a site (`make docs`), from the same files that are read beside the code.
+"""The documentation site of this repository (`make docs`), from the files that are also read in the repository.
 
-`pages` says which files are pages and in which order, `keys`, `recipes` and `notebooks` make pages of what is no page,
-and `hooks` hands all of it to MkDocs. Pages keep their places, `docs/README.md` and `bench/results/…`, so that a link
-that works in the repository works in the site.
+`pages` lists the pages in their order, `keys`, `recipes` and `notebooks` generate pages from other files, and `hooks`
+passes them to MkDocs. Pages keep their paths, `docs/README.md` and `bench/results/…`, so that a link that works in the
+repository works on the site.
 """

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site (mkdocs.yml): its pages, their order, and what is made of the code."""
+"""Hooks that MkDocs calls to build the site (mkdocs.yml): pages, their order, and pages generated from code."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ from scripts.site.recipes import as_listed, recipe_page, recipes, with_pages
 from scripts.site.reports import INDEX as REPORTS
 from scripts.site.reports import report, reports
 
-# Page of the index -> what is put beside it: pages that are made, and lists that would be long in the index.
+# Page of the index -> generated pages listed next to it, and lists that would be too long for the index.
 _BESIDE = {
     "docs/api.md": [API, KEYS],
     "docs/logging.md": [REPORTS],
@@ -25,7 +25,7 @@ _BESIDE = {
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The navigation: README, then the parts of the index."""
+    """Set the navigation: README, then the parts of the index."""
     config.nav = [{"rltrain": ["README.md", INDEX, *as_listed(notebooks())]}]
     for heading, pages in parts().items():
         listed: list[Any] = []
@@ -41,7 +41,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """All files of the site, at the places that they have in the repository."""
+    """Return all files of the site, at their paths in the repository."""
     theme = [file for file in files if not file.src_uri.endswith((".md", ".svg")) and file.src_dir != config.docs_dir]
 
     def placed(names: Iterable[str]) -> list[File]:
@@ -61,19 +61,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Markdown as MkDocs reads it."""
+    """Return the Markdown of a page for MkDocs."""
     place = page.file.src_uri
     page.meta["search"] = {"boost": search_boost(place)}
     if place == "examples/README.md":
         markdown = with_pages(markdown)
-    # What a page links to, a script, a notebook or the folder of a run, has a page of its own.
+    # A linked script, notebook or run folder has a separate page.
     own = {file: made for made, file in [*recipes().items(), *notebooks().items(), *reports().items()]}
     markdown = relinked(markdown, place, place, own)
     return plain_pipes(markdown)
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """HTML in which names of keys lead to their meaning."""
+    """Return HTML in which names of keys link to their description."""
     keys = files.get_file_from_path(KEYS)
     assert keys
     if page.file.src_uri != "CHANGELOG.md":
@@ -82,7 +82,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 
 def _api_page() -> str:
-    """Every public name, from its docstring."""
+    """Return the page of all public names, from their docstrings."""
     text = "# Names of the Python interface\n\n[From Python](api.md) says how they go together.\n"
     homes = {name: rltrain._HOMES[name] for name in rltrain.__all__ if name in rltrain._HOMES}
     order = ["train", "build", "evaluate", "load_config", "read_metrics", "read_samples", "tool"]
@@ -91,6 +91,6 @@ def _api_page() -> str:
 
 
 def _title(page: str) -> str:
-    """The first heading of a page of the repository."""
+    """Return the first heading of a page of the repository."""
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     return next(line[2:] for line in lines if line.startswith("# "))

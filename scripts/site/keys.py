@@ -1,4 +1,4 @@
-"""The page of all keys, made of the fields of the schema; and links to it wherever a page names a key."""
+"""The page of all keys, generated from the schema, and links to it from every page that names a key."""
 
 import re
 from functools import cache
@@ -21,7 +21,7 @@ _CODE = re.compile(r"<code>(?P<name>[a-z_][\w.]*)(?P<rest>=[^<]*)?</code>")
 
 
 def keys_page() -> str:
-    """Markdown: a heading for each section, below it one for each key, whose anchor is its whole name."""
+    """Return Markdown: a heading for each section, below it one for each key, whose anchor is its full name."""
     text = _INTRO
     for section, about in sections().items():
         own = [key for key in all_keys().values() if key.name.rpartition(".")[0] == section]
@@ -48,7 +48,7 @@ def _entry(key: Key) -> str:
 
 
 def _linked(text: str) -> str:
-    """A help text as Markdown: what looks like markup is none, names of keys are code, and pages are links."""
+    """Return a help text as Markdown: special characters are escaped, names of keys are code, and pages are links."""
 
     def mark(word: re.Match[str]) -> str:
         if page := _PAGE.fullmatch(word[0]):
@@ -60,8 +60,11 @@ def _linked(text: str) -> str:
 
 
 def whole_name(name: str) -> str | None:
-    """The key that a page means by a name: whole, without the start that all keys of the policy share, or the end of
-    one key alone, of two parts at least; None where there is none."""
+    """Return the full key for a name in a page, or None.
+
+    The name may be full, without the common prefix of the policy's keys, or the end of exactly one key with at least
+    two parts.
+    """
     if "." not in name:
         return None
     near = [key for key in (name, f"actor_rollout_ref.{name}") if key in all_keys()]
@@ -70,7 +73,7 @@ def whole_name(name: str) -> str | None:
 
 @cache
 def _by_end() -> dict[str, str]:
-    """The end of a name -> the whole name, where no other key ends so."""
+    """Return the end of a name -> the full name, if no other key has that end."""
     ends: dict[str, set[str]] = {}
     for name in all_keys():
         words = name.split(".")
@@ -80,7 +83,7 @@ def _by_end() -> dict[str, str]:
 
 
 def breakable(page: str) -> str:
-    """HTML in which long words of code may go on in the next line behind their dots, lines and strokes."""
+    """Return HTML in which long words of code may break after their dots, underscores, slashes and equal signs."""
 
     def broken(code: re.Match[str]) -> str:
         return "<code>" + re.sub(r"(?<=[._/=])(?=\w)", "<wbr>", code[1]) + "</code>"
@@ -93,12 +96,12 @@ def breakable(page: str) -> str:
 
 
 def with_links(page: str, to_keys: str) -> str:
-    """HTML of a page in which names of keys, `rollout.n=8` too, lead to the page of keys at the address ``to_keys``."""
+    """Return HTML in which names of keys, also `rollout.n=8`, link to the page of keys at ``to_keys``."""
 
     def link(code: re.Match[str]) -> str:
         whole = whole_name(code["name"])
         return f'<a href="{to_keys}#{whole}">{code[0]}</a>' if whole else code[0]
 
-    # Within a link, a heading or a listing a link has no place.
+    # A link cannot be inside a link, a heading or a listing.
     pieces = re.split(r"(<a\b.*?</a>|<h\d\b.*?</h\d>|<pre\b.*?</pre>)", page, flags=re.DOTALL)
     return "".join(piece if number % 2 else _CODE.sub(link, piece) for number, piece in enumerate(pieces))

@@ -1,6 +1,6 @@
-"""A notebook as a page: its texts, its cells, and what they said when the notebook was last run.
+"""A notebook as a page: its texts, its cells, and the saved output of its last run.
 
-`python -m scripts.site.notebooks` runs all of them and keeps what cells printed and drew, without logs.
+`python -m scripts.site.notebooks` runs all of them and saves their printed and drawn output, without logs.
 """
 
 import json
@@ -12,13 +12,13 @@ from scripts.site.pages import ROOT
 
 
 def notebooks() -> dict[str, str]:
-    """Page -> the notebook that it shows."""
+    """Return page -> the notebook that it shows."""
     files = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
     return {f"{name}.md": name for name in (str(file.relative_to(ROOT)) for file in files)}
 
 
 def notebook_page(notebook: str) -> str:
-    """Markdown of a notebook."""
+    """Return the Markdown of a notebook."""
     cells = json.loads((ROOT / notebook).read_text(encoding="utf-8"))["cells"]
     return "\n\n".join(part for cell in cells for part in _parts(cell)) + "\n"
 
@@ -40,21 +40,21 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def source_of(notebook: Path) -> list[str]:
-    """The text of every code cell."""
+    """Return the text of every code cell."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
 def run(notebook: Path) -> None:
-    """Run a notebook and write it with what its cells printed and drew. Raises CellExecutionError."""
-    # Pages are made without them.
+    """Run a notebook and save its output. Raises CellExecutionError."""
+    # The pages are generated without these packages.
     import nbformat
     from nbclient import NotebookClient
 
     content = nbformat.read(notebook, as_version=4)
     NotebookClient(content, timeout=1800, resources={"metadata": {"path": str(notebook.parent)}}).execute()
     for cell in content.cells:
-        cell.metadata.pop("execution", None)  # when it ran
+        cell.metadata.pop("execution", None)  # its execution time
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if _is_kept(output)]
             for output in filter(lambda output: "text" in output, cell.outputs):
@@ -66,7 +66,7 @@ def run(notebook: Path) -> None:
 
 
 def _is_kept(output: Any) -> bool:
-    """Logs come as display_data, and warnings of packages on stderr."""
+    """Return False for logs (display_data) and warnings of packages (stderr)."""
     return output.output_type == "execute_result" or output.get("name") == "stdout"
 
 

@@ -1,4 +1,4 @@
-"""Which files are pages of the site, in which order, and what MkDocs needs of their Markdown."""
+"""The pages of the site, their order, and conversion of their Markdown for MkDocs."""
 
 import posixpath
 import re
@@ -7,16 +7,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INDEX = "docs/README.md"
-"""The one table of contents: a heading for each part, and below it a table whose last cells link to pages."""
+"""The only table of contents: a heading for each part, and below it a table whose last cells link to pages."""
 KEYS, API = "docs/keys.md", "docs/api-reference.md"
-"""Pages that are made when the site is."""
+"""Pages that are generated with the site."""
 
 _HEADING = re.compile(r"^## (.+)$")
 _LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def written() -> list[str]:
-    """The Markdown files of the repository that are read as pages, and the pictures that they show."""
+    """Return the Markdown files of the repository that are pages, and the pictures that they show."""
     patterns = (
         "*.md",
         "docs/*.md",
@@ -31,12 +31,12 @@ def written() -> list[str]:
 
 
 def search_boost(page: str) -> float:
-    """Factor of a page in search results: guides and keys come before tables of measurements, tests and changes."""
+    """Return the factor of a page in search results: guides and keys before measurements, tests and changes."""
     return 2.0 if page.startswith("docs/") else 0.2 if page.startswith(("bench/", "tests/", "CHANGELOG")) else 1.0
 
 
 def parts() -> dict[str, list[str]]:
-    """Heading of `INDEX` -> the pages that its table links to, each once."""
+    """Return heading of `INDEX` -> the pages that its table links to, each once."""
     named: dict[str, list[str]] = {}
     seen: set[str] = set()
     pages: list[str] = []
@@ -53,19 +53,19 @@ def parts() -> dict[str, list[str]]:
 
 
 def linked(text: str, page: str) -> Iterator[tuple[str, str]]:
-    """(the link as written, the file of the repository that it leads to) of all links of a page to files."""
+    """Yield (link as written, target file in the repository) for all links of a page to files."""
     for link in _LINK.finditer(text):
         if "://" not in link["target"] and not link["target"].startswith("mailto:"):
             yield link["target"], posixpath.normpath(posixpath.join(posixpath.dirname(page), link["target"]))
 
 
 def moved(text: str, page: str, other: str) -> str:
-    """Markdown of ``page`` with links that work in ``other``."""
+    """Return the Markdown of ``page`` with links that work in ``other``."""
     return relinked(text, page, other, {})
 
 
 def relinked(text: str, page: str, other: str, instead: Mapping[str, str]) -> str:
-    """Markdown of ``page`` for the place of ``other``; a link to a file that ``instead`` has leads to its value."""
+    """Return the Markdown of ``page`` for the path of ``other``; links to files in ``instead`` lead to its values."""
 
     def anew(link: re.Match[str]) -> str:
         if "://" in link["target"]:
@@ -78,12 +78,12 @@ def relinked(text: str, page: str, other: str, instead: Mapping[str, str]) -> st
 
 
 def rows(text: str) -> Iterator[list[str]]:
-    """The cells of every row of the tables of a page, heads included."""
+    """Yield the cells of every table row of a page, including heads."""
     for line in text.splitlines():
         if line.startswith("|") and not line.startswith("|---"):
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
 def plain_pipes(text: str) -> str:
-    r"""Markdown whose code in tables has | for \|, which only GitHub needs."""
+    r"""Return Markdown whose code in tables has | for \|, which only GitHub needs."""
     return re.sub(r"`[^`\n]*`", lambda code: code[0].replace("\\|", "|"), text)

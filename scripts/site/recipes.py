@@ -1,4 +1,4 @@
-"""A page for each script of examples/: what it does, what it should give, where that was seen, and its text."""
+"""A page for each script of examples/: its purpose, expected result, evidence, and text."""
 
 import posixpath
 import re
@@ -15,19 +15,19 @@ _LANGUAGES = {".sh": "bash", ".py": "python"}
 
 
 def recipes() -> dict[str, str]:
-    """Page -> the script that it shows."""
+    """Return page -> the script that it shows."""
     scripts = [file for ending in _LANGUAGES for file in sorted((ROOT / "examples").rglob(f"*{ending}"))]
     return {f"{name}.md": name for name in (str(file.relative_to(ROOT)) for file in scripts)}
 
 
 def as_listed(pages: Mapping[str, str]) -> list[str]:
-    """Pages of files of examples/, in the order in which the list of examples has the files."""
+    """Return pages of files of examples/, in the order of the list of examples."""
     text = (ROOT / INDEX).read_text(encoding="utf-8")
     return sorted(pages, key=lambda page: text.find(f"`{posixpath.relpath(pages[page], 'examples')}`"))
 
 
 def recipe_page(page: str, script: str) -> str:
-    """Markdown of the page of a script."""
+    """Return the Markdown of the page of a script."""
     text = (ROOT / script).read_text(encoding="utf-8")
     name = posixpath.relpath(script, "examples")
     told = {cells[0]: cells for cells in _tables().get("What they should give", [])}.get(f"`{name}`")
@@ -46,7 +46,7 @@ def recipe_page(page: str, script: str) -> str:
 
 
 def with_pages(index: str) -> str:
-    """The list of examples, in which names of scripts and notebooks lead to their pages."""
+    """Return the list of examples, in which names of scripts and notebooks link to their pages."""
     shown = {**recipes(), **notebooks()}
     pages = {posixpath.relpath(file, "examples"): page for page, file in shown.items()}
     return re.sub(
@@ -58,7 +58,7 @@ def with_pages(index: str) -> str:
 
 
 def _tables() -> dict[str, list[list[str]]]:
-    """Heading of the list of examples -> the rows of the table below it."""
+    """Return heading of the list of examples -> the rows of the table below it."""
     sections = re.split(r"^## (.+)$", (ROOT / INDEX).read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {heading: list(rows(text)) for heading, text in zip(sections[1::2], sections[2::2], strict=True)}
 
@@ -75,7 +75,7 @@ def _command(script: str) -> str:
 
 
 def _seen(cell: str) -> str:
-    """Where a result was seen: for a table of ours, the commit that it was written at."""
+    """Return the origin of a result: for a table of this repository, its commit."""
     tables = _LINK.findall(cell)
     notes = ["**We have not run it.**" if cell == "not run by us" else f"*Seen in:* {cell}"]
     for table in tables:
@@ -87,5 +87,5 @@ def _seen(cell: str) -> str:
 
 
 def _git(*words: str) -> str:
-    """What git says; "" where there is no history."""
+    """Return the output of git; "" without a history."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,5 +1,5 @@
-"""Tools and environments to name in a run, each by its module: ``function_tool_path=rltrain.agents.ready.calculator``.
+"""Built-in tools and environments, named by module: ``function_tool_path=rltrain.agents.ready.calculator``.
 
-A module of a tool defines one public function, or a class. Nothing here knows of the run or of rows beyond the
-dictionary that an environment is begun with.
+A module of a tool defines one public function, or a class. Nothing here depends on the run, or on rows beyond the
+dictionary that an environment gets.
 """

@@ -1,8 +1,8 @@
-"""A calculator for the policy: arithmetic in Python's own syntax, read as a tree and never run as code.
+"""A calculator for the policy: arithmetic in Python's syntax, parsed to a tree and never run as code.
 
-Whole numbers and decimals are fractions inside, so that 0.1+0.2 is 0.3 and 1/3*3 is 1. Roots and logarithms are
-floating-point numbers, where they are no whole ones. A power is bounded before it is computed: 9**9**9 is refused
-within a millisecond.
+Integers and decimals are fractions inside, so that 0.1+0.2 is 0.3 and 1/3*3 is 1. Roots and logarithms are
+floating-point numbers unless they are exact. A power is bounded before it is computed: 9**9**9 is rejected within a
+millisecond.
 """
 
 import ast
@@ -16,20 +16,20 @@ from typing import Any
 Number = Fraction | float
 
 _MAX_CHARS = 1000
-# Of a numerator or denominator: some 1,200 digits.
+# Of a numerator or denominator: about 1,200 digits.
 _MAX_BITS = 4096
 _MAX_EXPONENT = 1000
 _MAX_FACTORIAL = 400
-# Digits behind the point that are shown of a fraction: of one that ends, and of one that does not.
+# Digits after the point that are shown of a fraction: of a finite one, and of an infinite one.
 _MAX_PLACES, _ROUNDED_PLACES = 12, 10
 _SHOWN_DIGITS = 12
-# As models write them, beside Python's own.
+# Operators as models write them, in addition to Python's.
 _SIGNS = {"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-", "^": "**", "$": None}
 _TABLE = str.maketrans(_SIGNS)
 
 
 class _CannotCalculate(ValueError):
-    """What is wrong with an expression, in words for the policy."""
+    """An error in an expression, as a message for the policy."""
 
 
 def calculator(expression: str) -> str:
@@ -46,7 +46,7 @@ def calculator(expression: str) -> str:
 
 def _evaluated(expression: str) -> Number:
     text = expression.strip().rstrip("=").strip().translate(_TABLE)
-    # 1,234 is a number of a thousand and more, and not two arguments, where it stands outside of a call.
+    # Outside of a call, 1,234 is a number above a thousand and not two arguments.
     text = text if "(" in text else text.replace(",", "")
     if len(text) > _MAX_CHARS:
         raise _CannotCalculate(f"an expression has at most {_MAX_CHARS} characters.")
@@ -61,7 +61,7 @@ def _evaluated(expression: str) -> Number:
 
 
 def _shown(value: Number) -> str:
-    """A value as text: exact where its decimals end soon, else rounded."""
+    """Return a value as text: exact if it has few decimals, else rounded."""
     if isinstance(value, float):
         return f"{value + 0.0:.{_SHOWN_DIGITS}g}"
     if (value * 10**_MAX_PLACES).denominator == 1:
@@ -134,7 +134,7 @@ def _power(base: Number, exponent: Number) -> Number:
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if size > 1 and (size - 1) * abs(times) > _MAX_BITS:
         raise _CannotCalculate("the result is too large.")
-    if size <= 1:  # 0, 1 and -1 would be multiplied as often: whether that is odd is all that counts
+    if size <= 1:  # 0, 1 and -1 would be multiplied as often, but only sign and parity of the exponent matter
         times = ((times > 0) - (times < 0)) * (2 - times % 2)
     return base**times
 
@@ -148,7 +148,7 @@ def _whole(value: Number, most: int | None = None) -> int:
 
 
 def _root(value: Number) -> Number:
-    """Exact where it can be."""
+    """Return the root, exact if possible."""
     if isinstance(value, Fraction) and value >= 0:
         root = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
         if root**2 == value:

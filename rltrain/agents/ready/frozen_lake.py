@@ -1,6 +1,6 @@
-"""FrozenLake: cross a lake of ice without falling into a hole. Each step is seen as the map with the player in it.
+"""FrozenLake: cross a lake of ice without falling into a hole. Each observation is the map with the player in it.
 
-Rows come from ``python -m rltrain.data_preprocess.frozen_lake``, whose maps stand in ``extra_info.make.desc``.
+Rows come from ``python -m rltrain.data_preprocess.frozen_lake``, with their maps in ``extra_info.make.desc``.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class FrozenLake(TextEnv):
 
 
 def _seen(env: Any, observation: Any) -> str:
-    """The map with the player in it, and the end in words."""
+    """Return the map with the player in it, and the end in words."""
     rows = [[cell.decode() for cell in row] for row in env.unwrapped.desc]
     row, column = divmod(int(observation), len(rows[0]))
     under = rows[row][column]

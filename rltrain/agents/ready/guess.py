@@ -1,6 +1,6 @@
-"""Guess a number: an environment whose best play (halving) is known, and which a small model can learn.
+"""Guess a number: an environment whose optimal strategy (halving) is known, and which a small model can learn.
 
-Rows come from ``python -m rltrain.data_preprocess.guess_number``: their prompts say the bounds, their ``extra_info``
+Rows come from ``python -m rltrain.data_preprocess.guess_number``: their prompts name the bounds, their ``extra_info``
 has ``low``, ``high`` and ``number``.
 """
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# A longer number is no guess; Python refuses to read very long ones.
+# A longer number is not a guess; Python refuses to read very long ones.
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 _MAX_DIGITS = 18
 
@@ -26,13 +26,13 @@ class Guess:
         self._found = False
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Begin: bounds and number are those of the row."""
+        """Start a game with the bounds and the number of the row."""
         extra = row["extra_info"]
         self._low, self._high, self._number = (int(extra[name]) for name in ("low", "high", "number"))
         self._guesses, self._found = 0, False
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """What the policy is told of its turn, the reward of the turn, and whether the game is over."""
+        """Return the reply to a turn, the reward of the turn, and whether the game is over."""
         self._guesses += 1
         numbers = _NUMBER.findall(text)
         guess = int(numbers[-1]) if numbers and len(numbers[-1]) <= _MAX_DIGITS else None
@@ -44,7 +44,7 @@ class Guess:
         return "higher" if guess < self._number else "lower", 0.0, False
 
     def score(self) -> dict[str, float]:
-        """``score`` is 1 less the cost of the guesses but the first, and 0 where the number was not found."""
+        """Return ``score``: 1 minus the cost of the guesses after the first, or 0 if the number was not found."""
         return {"score": self._score(), "found": float(self._found), "guesses": float(self._guesses)}
 
     def _score(self) -> float:

@@ -1,8 +1,8 @@
-"""Environments of gymnasium as conversations: an observation is rendered as text, a turn is read as an action.
+"""Environments of gymnasium as conversations: an observation is rendered as text, a turn is parsed as an action.
 
-The first observation stands in the row's prompt (`TextEnv.first` writes it), so an environment begins with the seed of
-its row, ``extra_info.seed``, and all answers to a prompt begin alike. Of the arguments of ``gymnasium.make`` a row sets
-(``extra_info.make``) only those that the configuration names: an argument may choose a file or code.
+The first observation is in the row's prompt (`TextEnv.first` writes it), so an environment starts with the seed of its
+row, ``extra_info.seed``, and all responses to a prompt start alike. A row may set arguments of ``gymnasium.make``
+(``extra_info.make``) only if the configuration names them: an argument may choose a file or code.
 """
 
 import re
@@ -13,7 +13,7 @@ from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.plugin import load_plugin
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.environment_kwargs"
-# As a terminal is told of them.
+# Escape sequences of terminal colours.
 _COLOURED = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0?m", re.DOTALL)
 _NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "", "")
 _WORD = re.compile(r"\w+")
@@ -59,14 +59,14 @@ class TextEnv:
         self._total, self._steps = 0.0, 0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Begin with the seed of the row, or ``seed`` where it has none."""
+        """Start with the seed of the row, or ``seed`` if it has none."""
         self.first(row, seed)
 
     def first(self, row: Mapping[str, Any], seed: int = 0) -> str:
-        """The first observation of a row as text, for its prompt."""
+        """Return the first observation of a row as text, for its prompt."""
         self.close()
         extra = row.get("extra_info") or {}
-        # Parquet fills what a row lacks with nulls.
+        # Parquet fills missing fields of a row with nulls.
         own = {name: value for name, value in (extra.get("make") or {}).items() if value is not None}
         if refused := own.keys() - set(self._from_row):
             allow = f"{_KEY}.make_from_row=[{sorted(refused)[0]}]"
@@ -77,7 +77,7 @@ class TextEnv:
         return self._render(self._env, observation)
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """What the policy sees after its turn, the reward of the turn, and whether it is over."""
+        """Return the observation after a turn, the reward of the turn, and whether the episode is over."""
         self._steps += 1
         late = self._max_steps is not None and self._steps >= self._max_steps
         action = self._parse(text, self._env)
@@ -88,11 +88,11 @@ class TextEnv:
         return self._render(self._env, observation), float(reward), bool(terminated or truncated or late)
 
     def score(self) -> dict[str, float]:
-        """``score`` is the sum of the rewards."""
+        """Return ``score``, the sum of the rewards."""
         return {"score": self._total, "steps": float(self._steps)}
 
     def close(self) -> None:
-        """Let go of the environment."""
+        """Close the environment."""
         if self._env is not None:
             self._env.close()
             self._env = None
@@ -118,7 +118,7 @@ def _rendered(env: Any, observation: Any) -> str:
 
 
 def _in_words(piece: re.Match[str]) -> str:
-    """A piece in colour, which may be all that tells where the player is."""
+    """Return a coloured piece with its colour in words, because only the colour may mark the player."""
     code, text = piece.groups()
     colours = [_NAMES[int(number) % 10] for number in code.split(";") if 30 <= int(number or 0) <= 47]
     return f"<{' '.join(colours)} {text}>" if colours else text

@@ -1,7 +1,7 @@
-"""A Python interpreter for the policy: a fresh one for each call, jailed as programs that are scored (docs/rewards.md).
+"""A Python interpreter for the policy: a fresh one for each call, in the jail of scored programs (docs/rewards.md).
 
-Off unless ``rollout.multi_turn.allow_code_execution=True``. Nothing is kept between calls: a conversation that is begun
-anew gets the same results, and what one program leaves cannot reach the next.
+Disabled unless ``rollout.multi_turn.allow_code_execution=True``. Nothing is kept between calls: a restarted
+conversation gets the same results, and a program cannot affect the next one.
 """
 
 from rltrain.base.errors import ConfigError
@@ -9,12 +9,12 @@ from rltrain.slots.limits import current_limits
 from rltrain.slots.program import Ending, end_of_program, needs_programs
 
 _MAX_CODE_CHARS = 65_536
-# Characters of what is printed; the limit of a turn (multi_turn.max_tool_response_length) is mostly lower.
+# Characters of the output; the limit of a turn (multi_turn.max_tool_response_length) is usually lower.
 _MAX_OUTPUT_CHARS = 100_000
 # Of a call's deadline: the rest is for ending processes and replying.
 _SHARE_OF_DEADLINE = 0.8
-# Runs as the program. As in a notebook the last line shows its value, since models seldom print it; a traceback begins
-# in the policy's own lines and goes where it looks; prints are there also where the time ends in the middle.
+# Runs as the program. As in a notebook, the last line shows its value, because models seldom print it. A traceback
+# begins in the policy's lines and goes to stdout. Prints survive a timeout.
 _NOTEBOOK = """
 import ast, linecache, sys, traceback
 sys.stdout.reconfigure(line_buffering=True, errors="replace")
@@ -55,7 +55,7 @@ def python(code: str) -> str:
 
 
 def _without_fence(code: str) -> str:
-    """What stands between three backticks, where a model has written them around its program."""
+    """Return the code inside three backticks, which a model may have written around its program."""
     inner = code.strip()
     if not inner.startswith("```"):
         return code

@@ -1,7 +1,7 @@
-"""Search in a corpus of one's own, by words (BM25), in an index on disk: sqlite's FTS5, so no server and no package.
+"""Search in a corpus by words (BM25), with an index on disk: sqlite's FTS5, so no server and no package is needed.
 
-The index is built once for a corpus, whoever comes first; the others wait for it. It is named for the content of the
-corpus, appears whole or not at all, and is only read afterwards, by any number of processes.
+The first process builds the index of a corpus, and the others wait for it. It is named by a hash of the corpus, is
+created atomically, and is read-only afterwards for any number of processes.
 """
 
 import argparse
@@ -26,25 +26,25 @@ from rltrain.base.errors import DataError, command
 from rltrain.base.storage import bounded_lines
 from rltrain.slots.limits import current_limits
 
-_LAYOUT = "2"  # of an index; another one is built anew
+_LAYOUT = "2"  # of an index; another version is rebuilt
 _READ_BYTES = 1 << 22
-# Of a corpus whose index a trajectory builds that finds none: it takes seconds, and a call has a deadline.
+# Maximum corpus size for an index that a trajectory builds: it takes seconds, and a call has a deadline.
 _MAX_BUILT_BYTES = 64 << 20
-_UNPACKED = {".gz": 4, ".parquet": 4}  # about how many bytes one of the file holds
+_UNPACKED = {".gz": 4, ".parquet": 4}  # about how many bytes one byte of the file holds
 _BATCH, _MAX_LINE_BYTES = 2000, 64 << 20
-# Of a query: a longer one would be compared with most of the corpus.
+# Of a query: a longer one would match most of the corpus.
 _MAX_QUERY_CHARS, _MAX_WORDS = 1000, 32
-# Passages that a search ranks, about: at a microsecond each. Of a query that has more, the commonest words but two are
-# left out. How common a word is, is noted of those that so many passages have.
+# Approximate limit of passages that a search ranks, at a microsecond each. From a query that matches more, the most
+# common words except two are removed. Frequencies are stored for words in more than _NOTED passages.
 _MAX_RANKED, _NOTED = 2_000_000, 1000
-# Steps of sqlite between two looks at the clock, and the share of a call's deadline that a search may take.
+# Steps of sqlite between two checks of the clock, and the share of a call's deadline that a search may take.
 _STEPS, _SHARE_OF_DEADLINE = 100_000, 0.8
 _WORD = re.compile(r"\w+")
 _NOT_BUILT = (
     "corpus={0} is large and has no index yet. Build it before the run, which takes a while: "
     "python -m rltrain.agents.ready.search {0} --tokenizer '{1}' --folder {2}"
 )
-# Nearly every passage has them: they tell nothing apart, and comparing all passages takes time.
+# Nearly every passage has them: they distinguish nothing, and ranking all passages takes time.
 _COMMON = frozenset(
     _WORD.findall(
         "a an and are as at be been by did do does for from had has have he her his how i in is it its of on or she "
@@ -95,9 +95,9 @@ class Search:
 def index_of(
     corpus: str, tokenizer: str = "porter unicode61", folder: str | None = None, most: int | None = None
 ) -> Path:
-    """The index of a corpus, which is built where there is none.
+    """Return the index of a corpus; build it if it does not exist.
 
-    most: bytes of text that an index is built of. Raises DataError where there are more, or the corpus cannot be read.
+    most: maximum bytes of text to build an index of. Raises DataError for a larger corpus, and for an unreadable one.
     """
     path = Path(corpus).expanduser().absolute()
     if not path.is_file():
@@ -107,18 +107,18 @@ def index_of(
     return _index_of(path, (status.st_size, status.st_mtime_ns), tokenizer, folder, may_build)
 
 
-# A process makes many instances.
+# A process creates many instances.
 @cache
 def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str | None, may_build: bool) -> Path:
     kept = Path(folder).expanduser() if folder else path.parent / ".rltrain"
     note = kept / f"search-{xxhash.xxh64_hexdigest(f'{path} {tokenizer}'.encode())}.json"
-    # Nothing is written where the index is there, so that the folder may be one that can only be read.
+    # Nothing is written if the index exists, so that the folder may be read-only.
     if (digest := _noted(note, changed)) and _index(kept, digest).exists():
         return _index(kept, digest)
     try:
         kept.mkdir(parents=True, exist_ok=True)
         with (kept / "search.lock").open("a", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process that holds it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released at the end of the process that holds it
             digest = _noted(note, changed) or _digest(path, tokenizer)
             note.write_text(json.dumps([*changed, digest]), "utf-8")
             if not _index(kept, digest).exists():
@@ -137,7 +137,7 @@ def _index(kept: Path, digest: str) -> Path:
 
 
 def _noted(note: Path, changed: tuple[int, int]) -> str | None:
-    """The digest of a corpus as it was noted, while the file is the same: reading many gigabytes takes a while."""
+    """Return the stored digest of a corpus if the file is unchanged: hashing many gigabytes takes a while."""
     with suppress(OSError, ValueError):
         *earlier, digest = json.loads(note.read_text("utf-8"))
         if tuple(earlier) == changed:
@@ -164,7 +164,7 @@ def _build(path: Path, index: Path, tokenizer: str) -> None:
 
 def _write(path: Path, index: Path, tokenizer: str) -> None:
     with closing(sqlite3.connect(index)) as database:
-        # What is lost by a crash was not in place yet.
+        # A crash can only lose an index that is not in place yet.
         database.execute("PRAGMA journal_mode=OFF")
         database.execute("PRAGMA synchronous=OFF")
         try:
@@ -221,7 +221,7 @@ def _records(path: Path) -> Iterator[Any]:
 
 
 def _plain(text: Any) -> str:
-    """What sqlite can store: half a character (a lone surrogate) becomes a question mark."""
+    """Return a text that sqlite can store: a lone surrogate becomes a question mark."""
     return str(text).strip().strip('"').encode(errors="replace").decode()
 
 
@@ -231,8 +231,8 @@ def _words(query: str) -> list[str]:
 
 
 def _found(index: Path, words: list[str], most: int, tokenizer: str) -> list[tuple[str, str]]:
-    # In quotes nothing of a query is read as FTS5's own language. A connection for each search: methods of an instance
-    # may run in several threads, and opening one takes a fraction of a millisecond.
+    # Within quotes nothing of a query is parsed as FTS5 syntax. A connection per search: methods of an instance may run
+    # in several threads, and opening one takes a fraction of a millisecond.
     deadline = time.monotonic() + _SHARE_OF_DEADLINE * current_limits().timeout_s
     with closing(sqlite3.connect(f"{index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
         database.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
@@ -243,8 +243,8 @@ def _found(index: Path, words: list[str], most: int, tokenizer: str) -> list[tup
 
 
 def _telling(database: sqlite3.Connection, words: list[str], tokenizer: str) -> list[str]:
-    """The words that few passages have, as many as can be ranked in time."""
-    # FTS5 alone knows what its tokenizer makes of a word: a table of the words says it.
+    """Return the rarest words of a query, as many as can be ranked in time."""
+    # Only FTS5 can tokenise a word for its index, so a temporary table of the words does it.
     database.execute(f"CREATE VIRTUAL TABLE temp.words USING fts5(word, {_option(tokenizer)})")
     database.executemany("INSERT INTO temp.words(rowid, word) VALUES (?, ?)", enumerate(words))
     database.execute("CREATE VIRTUAL TABLE temp.terms USING fts5vocab(temp, words, instance)")

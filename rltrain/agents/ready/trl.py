@@ -1,8 +1,8 @@
-"""Environments as the ``environment_factory`` of TRL 1.16 takes them, as classes of ours.
+"""Adapter for environments in the format of TRL 1.16's ``environment_factory``.
 
-TRL makes one without arguments, calls ``reset(**row)``, shows its other public methods as tools, whatever they are
-called, and asks ``get_reward()`` where there is one. What ``reset`` returns, TRL writes behind the prompt when it
-generates; here a prompt is whole before the run, so the row has to hold it already.
+TRL creates one without arguments, calls ``reset(**row)``, shows all its other public methods as tools, and calls
+``get_reward()`` if it exists. TRL appends the return value of ``reset`` to the prompt when it generates. Here a prompt
+is complete before the run, so the row must already contain that text.
 """
 
 import functools
@@ -18,15 +18,15 @@ _RESET, _REWARD = "reset", "get_reward"
 
 
 def adapted(factory: Callable[[], Any]) -> type:
-    """A class for ``multi_turn.environment``: ``Env = adapted(TheirEnvironment)`` in a file, named FILE.py:Env.
+    """Return a class for ``multi_turn.environment``: ``Env = adapted(TheirEnvironment)`` in a file, named FILE.py:Env.
 
-    factory: a class of TRL's kind, or a function that makes an instance. Raises TypeError where it has no ``reset``.
+    factory: a class in TRL's format, or a function that creates an instance. Raises TypeError if it has no ``reset``.
     """
     kind = factory if inspect.isclass(factory) else type(factory())
     methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
     if _RESET not in methods:
         raise TypeError(f"{kind.__name__} has no reset(**row), so it is no environment of TRL's kind.")
-    # Under names of ours: a tool of theirs may be called step, score or close.
+    # Prefixed, because a TRL tool may be called step, score or close.
     members: dict[str, Any] = {
         f"tool_{name}": tool(_handed_on(name, method), name=name)
         for name, method in methods.items()
@@ -44,9 +44,9 @@ class _Adapted:
         self._theirs = self.factory()
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
-        """Begin with the fields of ``extra_info``, data_source, ground_truth and seed, as far as theirs takes them.
+        """Reset with the fields of ``extra_info``, data_source, ground_truth and seed that the TRL environment accepts.
 
-        Raises DataError where theirs returns a text that ``extra_info.observation`` does not hold.
+        Raises DataError if it returns a text that ``extra_info.observation`` does not hold.
         """
         extra = dict(row.get("extra_info") or {})
         observation = await called(self._theirs.reset, **_fitting(self._theirs.reset, row, extra, seed))
@@ -66,7 +66,7 @@ def _fitting(reset: Callable[..., Any], row: Mapping[str, Any], extra: dict[str,
 
 
 def _handed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method with the arguments, types and words of theirs, which calls it."""
+    """Return a method that calls the TRL method and has its arguments, types and docstring."""
 
     @functools.wraps(method)
     def handed_on(self: _Adapted, *arguments: Any, **named: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Whether a mathematical answer is the right one: one spelling for LaTeX, exact numbers, then algebra."""
+"""Grading of mathematical answers: normalised LaTeX, exact numbers, then algebra."""

@@ -1,7 +1,7 @@
-"""Where a solution states its answer: in its last box, behind a mark, in a phrase, or in its closing sentence.
+"""Extraction of the answer from a solution: its last box, the text after a mark, a phrase, or the closing sentence.
 
-Benchmarks that ask in free words, and whose published protocol lets a model read the answer, are read by these rules.
-What stands in thinking is no answer. Every pattern is linear, as in `latex`.
+These rules read benchmarks that ask for free text and whose published protocol lets a model extract the answer. Text
+within thinking is ignored. Every pattern takes linear time, as in `latex`.
 """
 
 import re
@@ -33,7 +33,7 @@ _CONCLUSION = re.compile(
 )
 # "The next one is D.", "52 - 45 = 7."
 _NAMES = re.compile(r"(?:\b(?:is|are)|=)\s{1,3}(?:[a-z]{1,9} )?[^\s]{1,12}[.!]$")
-# A last line, or a whole solution, that is no longer than this is an answer, without a word that says so.
+# A last line, or a whole solution, that is no longer than this is an answer without a word that marks it.
 _MOST_LINE_CHARS, _MOST_WHOLE_CHARS = 24, 32
 _ITEM = re.compile(r"\W{0,3}[A-J0-9][).:]\s")
 _STOP = re.compile(r"(?:\s{0,9}(?:<\|\w{1,20}\|>|</s>)){1,3}\s{0,9}$")
@@ -42,7 +42,7 @@ _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 def answer_tail(solution: str) -> str:
-    """The end of what stands behind the thinking; nothing where the thinking never ends."""
+    """Return the end of the text after the thinking; "" if the thinking never ends."""
     thought = solution.rfind(_THOUGHT)
     if thought < 0 and "<think>" in solution:
         return ""
@@ -51,7 +51,8 @@ def answer_tail(solution: str) -> str:
 
 
 def boxed_and_marked(solution: str) -> Iterator[str]:
-    """What the last box holds, the line behind the last mark, and what the last phrase names, where they are."""
+    """Yield the content of the last box, the line after the last mark, and the text after the last phrase, if they
+    exist."""
     tail = answer_tail(solution)
     box = last_boxed(tail)
     if box is not None:
@@ -67,14 +68,14 @@ def boxed_and_marked(solution: str) -> Iterator[str]:
 
 
 def closing_sentence(solution: str) -> str | None:
-    """The last sentence, where it is a short line, or whole and all there is or a conclusion; None for one that only
-    explains, or that was cut."""
+    """Return the last sentence if it is a short line, a whole solution or a conclusion; None if it only explains or was
+    cut."""
     lines = [line.strip() for line in answer_tail(solution).splitlines() if line.strip()]
     if not lines:
         return None
     sentences = [part.strip() for part in _SENTENCE_END.split(lines[-1]) if part.strip()]
     sentence, is_alone = sentences[-1], len(lines) == len(sentences) == 1
-    is_item = len(lines) > 1 and _ITEM.match(lines[-2]) is not None  # of a list, which may go on
+    is_item = len(lines) > 1 and _ITEM.match(lines[-2]) is not None  # of a list that may continue
     most = _MOST_WHOLE_CHARS if is_alone else _MOST_LINE_CHARS
     is_short = len(sentences) == 1 and len(sentence) <= most and not is_item
     is_whole = sentence[-1] in _ENDS and (is_alone or bool(_CONCLUSION.search(sentence) or _NAMES.search(sentence)))
@@ -87,10 +88,10 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _line(text: str, mark: re.Match[str]) -> str:
-    """The rest of the line behind a mark, or the next line that is not empty; in quotes: up to the closing one."""
+    """Return the rest of the line after a mark, or the next non-empty line; within quotes, up to the closing one."""
     rest = text[mark.end() :].lstrip()
     if mark[0].endswith('"'):
-        # No JSON is read: a lone backslash of LaTeX would become a sign of its own.
+        # Not parsed as JSON: a single backslash of LaTeX would become an escape sequence.
         quoted = rest.partition('"')[0].replace("\\\\", "\\").strip()
         return _ESCAPED.sub(lambda code: chr(int(code[1], 16)), quoted)
     line = re.split(r"</?answer>|>>|\n", rest, maxsplit=1, flags=re.IGNORECASE)[0]

@@ -1,8 +1,8 @@
-"""Multiple choice: which letters an answer chooses, and the choices that a question lists.
+"""Multiple choice: the letters that an answer chooses, and the choices that a question lists.
 
-The rule, in this order, over what `answers` finds: letters with which it begins ("B", "(B)", "B. 40°", "option B",
-"B because …"), a letter in parentheses or behind "option", and the text of one choice. Two letters where one is asked
-for choose nothing. An article ("A triangle …") and the name of a quantity ("E = …") are no letters.
+The rules apply in this order to the texts that `answers` extracts: letters at the beginning ("B", "(B)", "B. 40°",
+"option B", "B because …"), a letter in parentheses or after "option", and the text of one choice. Two letters where one
+is expected choose nothing. An article ("A triangle …") and the name of a quantity ("E = …") are not letters.
 """
 
 import re
@@ -47,9 +47,9 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 def chosen_letter(solution: str, letters: str = LETTERS, texts: Sequence[str] = ()) -> str | None:
-    """The one letter of ``letters`` that a solution chooses; None for none, several, or one that is no choice.
+    """Return the one letter of ``letters`` that a solution chooses; None for no letter, several, or an invalid one.
 
-    texts: the choices in the order of their letters, one of which may be written out in place of its letter.
+    texts: the choices in the order of their letters; an answer may write out a choice instead of its letter.
     """
     for stated, is_denied in _stated(solution):
         named = None if is_denied else _letters(stated)
@@ -61,7 +61,7 @@ def chosen_letter(solution: str, letters: str = LETTERS, texts: Sequence[str] = 
 
 
 def chosen_labels(solution: str, truth: str) -> str | None:
-    """All letters (or, where the truth has figures, numbers) that a solution chooses, sorted: ``A, C``."""
+    """Return all letters (or numbers, if the truth has digits) that a solution chooses, sorted: ``A, C``."""
     has_figures = bool(_DIGITS.search(truth))
     for stated, is_denied in _stated(solution):
         if is_denied:
@@ -75,7 +75,7 @@ def chosen_labels(solution: str, truth: str) -> str | None:
 
 
 def listed_choices(question: str) -> list[str]:
-    """The choices that stand in a text, marked ``A.``, ``(A)``, ``A:`` and so on; [] for fewer than two."""
+    """Return the choices that a text lists, marked ``A.``, ``(A)``, ``A:`` and so on; [] for fewer than two."""
     marks: list[re.Match[str]] = []
     for letter in LETTERS:
         start = marks[-1].end() if marks else 0
@@ -90,7 +90,7 @@ def listed_choices(question: str) -> list[str]:
 
 
 def _stated(solution: str) -> Iterator[tuple[str, bool]]:
-    """What may be the answer, and whether it is a sentence that says "not", of which no letter is taken."""
+    """Yield candidates for the answer, with True for a sentence that contains "not", from which no letter is taken."""
     yield from ((stated, False) for stated in boxed_and_marked(solution))
     closing = closing_sentence(solution)
     if closing is not None:
@@ -98,7 +98,7 @@ def _stated(solution: str) -> Iterator[tuple[str, bool]]:
 
 
 def _letters(stated: str) -> str | None:
-    """The letters that a short text names; "" where it does not decide between them, None where it names none."""
+    """Return the letters that a short text names; "" if it is undecided between several, None if it names none."""
     text = undressed(stated[:_MOST_CHARS], words="{}")
     while (bare := _DRESS.sub("", text).strip()) != text:
         text = bare
@@ -116,7 +116,7 @@ def _letters(stated: str) -> str | None:
 
 
 def _begins(text: str) -> str | None:
-    """The letters with which a text begins, as `_letters`."""
+    """Return the letters at the beginning of a text, as `_letters`."""
     named: list[str] = []
     position, undecided = 0, False
     while letter := _LETTER.match(text, position):
@@ -135,12 +135,12 @@ def _begins(text: str) -> str | None:
     if not named:
         return None
     rest = text[position:].lstrip(" .:)）、-").partition(". ")[0]
-    is_beside = _BESIDE.search(rest) and not _NOT.search(rest)  # unless the others are said to be wrong
+    is_beside = _BESIDE.search(rest) and not _NOT.search(rest)  # unless it calls the others wrong
     return "" if undecided or is_beside else "".join(dict.fromkeys(named))
 
 
 def _is_label(letter: str, rest: str, is_further: bool) -> bool:
-    """Whether a bare letter is the name of a choice, by what stands behind it."""
+    """Return True if a bare letter is the name of a choice, judging by the text after it."""
     if letter.islower():
         return not is_further and rest[:1] in (".", ")", ":") and not rest[1:2].isalnum()
     if _EXPLAINS.match(rest):
@@ -151,7 +151,7 @@ def _is_label(letter: str, rest: str, is_further: bool) -> bool:
 
 
 def _place(stated: str, texts: Sequence[str]) -> int | None:
-    """Which of the choices a text, or what it says behind "is", names; None where it is none or could be several."""
+    """Return the index of the choice that a text, or its part after "is", names; None if it names none or several."""
     verdict = _YES_OR_NO.match(stated)  # "No, it is not."
     tries = [stated, _SAID.split(stated)[-1], *([verdict[0]] if verdict else [])]
     return next((place for text in tries if (place := _same(text, texts)) is not None), None)

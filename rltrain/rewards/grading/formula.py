@@ -1,11 +1,10 @@
-"""What a formula is worth: a LaTeX expression becomes a number, once values are chosen for its letters.
+"""Evaluation of LaTeX formulas: an expression becomes a number once values are chosen for its letters.
 
-Two formulas are equal if they are equal wherever both are looked at: at points of both signs, in rational numbers as
-long as these are exact, otherwise in 150 digits. A tolerance would take 1/2^60 for 1/2^61; here such numbers differ.
-Letters stand for real numbers: a point at which a root or a logarithm leaves them says nothing (unless i is there).
-
-A model may write anything, so every size is bounded before it is computed: a tower of powers or a huge factorial is
-not read, and what is not read equals nothing.
+Two formulas are equal if they are equal at all sample points. The points have both signs. The arithmetic uses rational
+numbers as long as these are exact, otherwise 150 digits. A tolerance would take 1/2^60 for 1/2^61; here such numbers
+differ. Letters stand for real numbers: a point at which a root or a logarithm becomes complex is skipped (unless the
+formula contains i). A model may write anything, so every size is bounded before the computation: a tower of powers or a
+huge factorial is unreadable, and an unreadable formula equals nothing.
 """
 
 import math
@@ -34,7 +33,7 @@ _MAX_CHARS = 512
 _MAX_DEPTH = 24
 _MAX_ARGUMENT = 1 << 200
 _MAX_FACTORIAL = 1000
-# Values of letters: their range, their denominator (1: whole numbers), which half of them is negative.
+# Values of letters: their range, their denominator (1: whole numbers), the sign of the half that is negative.
 _POINTS = (
     (3, 97, 0), (40, 101, 0), (1, 103, 0), (3, 107, 1), (40, 109, -1),
     (9, 1, 0), (30, 1, 0), (5, 1, 0), (12, 1, 0), (20, 1, 0), (7, 1, 0), (15, 1, 0), (40, 1, 0),
@@ -58,7 +57,7 @@ _STARTS = frozenset(("(", "[", "{", "|", "lfloor", "lceil", "frac", "sqrt", "bin
 
 
 def value(text: str) -> Value | None:
-    """The number a formula without letters stands for: a fraction, or a real or complex number of 150 digits."""
+    """Return the value of a formula without letters: a fraction, or a real or complex number of 150 digits."""
     try:
         reading = _Reading(text, 0, allow_complex=True)
         return None if reading.names else reading.result
@@ -67,7 +66,7 @@ def value(text: str) -> Value | None:
 
 
 def names(text: str) -> set[str] | None:
-    """The letters of a formula; None if it cannot be read."""
+    """Return the letters of a formula; None for an unreadable one."""
     for point in range(len(_POINTS)):
         try:
             return _Reading(text, point, allow_complex=True).names
@@ -79,13 +78,13 @@ def names(text: str) -> set[str] | None:
 
 
 def same_formula(one: str, other: str) -> bool:
-    """Whether two formulas have one value for all values of their letters."""
+    """Return True if two formulas have the same value for all values of their letters."""
     bases = (None, 10) if "\\log" in one + other else (None,)
     return any(_agree(one, other, base, proportional=False) for base in bases)
 
 
 def same_equation(one: str, other: str) -> bool:
-    """Whether two equations are one but for a factor: ``y=2x+3`` and ``2x-y=-3``."""
+    """Return True if two equations are the same up to a factor: ``y=2x+3`` and ``2x-y=-3``."""
     if one.count("=") != 1 or other.count("=") != 1:
         return False
     ours, theirs = ("({})-({})".format(*text.split("=")) for text in (one, other))
@@ -97,7 +96,7 @@ def _agree(one: str, other: str, log_base: int | None, proportional: bool) -> bo
         pairs: list[tuple[Value, Value]] = []
         for point in range(len(_POINTS)):
             if point >= _NUM_FRACTIONAL and len(pairs) > 1:
-                break  # whole numbers are for what is defined for these alone: factorials, (-1)^n
+                break  # whole numbers are only for formulas that need them: factorials, (-1)^n
             try:
                 ours, theirs = (_Reading(text, point, allow_complex, log_base) for text in (one, other))
             except Undefined:
@@ -122,7 +121,7 @@ def _in_proportion(pairs: list[tuple[Value, Value]]) -> bool:
 
 
 class _Reading:
-    """One formula read at one point, by recursive descent: ``result``, and the ``names`` of its letters."""
+    """Evaluation of one formula at one point, by recursive descent: ``result``, and the ``names`` of its letters."""
 
     def __init__(self, text: str, point: int, allow_complex: bool, log_base: int | None = None) -> None:
         self.tokens, self.position, self.depth, self.bars = _tokens(text), 0, 0, 0
@@ -182,7 +181,7 @@ class _Reading:
         return -self._power() if self._take("-") else self._power()
 
     def _starts(self) -> bool:
-        """Whether a factor begins here: factors stand side by side."""
+        """Return True if a factor begins here; adjacent factors are multiplied."""
         token = self._peek()
         if token == "|":
             return not self.bars
@@ -227,7 +226,7 @@ class _Reading:
         return inner
 
     def _argument(self) -> Value:
-        """What stands in braces, or one token: TeX reads ``\\sqrt23`` as the root of two, times three."""
+        """Parse a group in braces, or one token: TeX reads ``\\sqrt23`` as the root of two, times three."""
         if self._peek() == "{":
             return self._group("{", "}")
         token = self._peek()
@@ -249,7 +248,7 @@ class _Reading:
         if token == "sqrt":
             index = self._group("[", "]") if self._peek() == "[" else Fraction(2)
             return self._root(self._argument(), index)
-        if token in ("overline", "bar"):  # of a number: its conjugate; of letters: a name that is read as text
+        if token in ("overline", "bar"):  # of a number: its conjugate; of letters: a name, compared as text
             letters = len(self.names)
             number = self._argument()
             if len(self.names) > letters or isinstance(number, Fraction):
@@ -270,7 +269,7 @@ class _Reading:
         if self._peek() == "_":
             raise Unreadable  # digits of another base
         whole = Fraction(token)
-        # "1\frac{1}{2}" is a mixed number; digits right behind digits are nothing.
+        # "1\frac{1}{2}" is a mixed number; digits directly after digits are invalid.
         mixed = self.tokens[self.position : self.position + 7]
         shape = [part for part in mixed if not part.isdigit()] == ["frac", "{", "}", "{", "}"]
         if token.isdigit() and shape and mixed[2].isdigit() and mixed[5].isdigit() and int(mixed[5]):
@@ -307,7 +306,7 @@ class _Reading:
         return self._at(token)
 
     def _at(self, name: str) -> Fraction:
-        """The value of a letter at this point: the same in every formula, and no special one."""
+        """Return the value of a letter at this point: the same in every formula, and no special number."""
         reach, denominator, negative = _POINTS[self.point]
         drawn = zlib.crc32(f"{name} at {self.point}".encode())
         magnitude = Fraction(drawn % (reach * denominator) + 1, denominator)
@@ -330,7 +329,7 @@ class _Reading:
         return result if exponent is None else self._raise(result, exponent)
 
     def _applied_to(self) -> Value:
-        """The argument of a function: in brackets, or the factors behind it up to a sign or another function."""
+        """Parse the argument of a function: in brackets, or the next factors up to a sign or another function."""
         if self._peek() in ("(", "[", "{", "|"):
             return self._atom()
         if self._take("-"):
@@ -377,7 +376,7 @@ class _Reading:
 
 
 def _tokens(text: str) -> list[str]:
-    """The tokens of a formula: numbers, commands without their backslash, single letters, signs."""
+    """Return the tokens of a formula: numbers, commands without their backslash, single letters, signs."""
     if len(text) > _MAX_CHARS:
         raise Unreadable
     tokens: list[str] = []
@@ -390,7 +389,7 @@ def _tokens(text: str) -> list[str]:
         number, command, word, sign = match.groups()
         if word and word not in _WORDS:
             if len(word) > 2:
-                raise Unreadable  # a word is no product of letters
+                raise Unreadable  # a word is not a product of letters
             tokens.extend(word)
         elif number or command or word or sign:
             tokens.append(f"\\{command}" if command in ("{", "}") else number or command or word or sign)

@@ -1,8 +1,8 @@
-"""Whether an answer means the ground truth: text, choice letter, number, parts, equations, then formulas.
+"""Comparison of an answer with the ground truth: text, choice letter, number, parts, equations, then formulas.
 
-The steps go from cheap and exact to lenient, and the first that can tell decides. A false right is worse than a false
-wrong: a model learns the first one. So names of unknowns, units, bases and words behind a number count where both
-sides have them, and numbers are compared exactly, to the last digit, unless the data set names a tolerance.
+The steps go from cheap and exact to lenient, and the first that can decide does. A false positive is worse than a false
+negative, because the model learns it. So names of unknowns, units, bases and words after a number count if both sides
+have them, and numbers are compared exactly unless the data set sets a tolerance.
 """
 
 import re
@@ -15,7 +15,7 @@ from rltrain.rewards.grading.numbers import Value, near, same_number
 from rltrain.rewards.grading.regions import region
 from rltrain.rewards.grading.units import contradict, quantity
 
-# Longer answers are no answers to these questions; the bound keeps every step below cheap.
+# Longer texts are not answers to these questions; the bound keeps every step below cheap.
 MAX_CHARS = 512
 _MAX_NUMBER_CHARS = 64
 _MAX_PARTS = 32
@@ -30,7 +30,7 @@ _CHOICE = re.compile(
 )
 _DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
-# Three figures of exponent at most, because the power is computed exactly.
+# At most three digits of exponent, because the power is computed exactly.
 _SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\\times10\^|\\cdot10\^|[eE])\{?([+-]?[0-9]{1,3})\}?")
 _THOUSANDS = re.compile(r"(?<![0-9,.])([0-9]{1,3}(?:,[0-9]{3})+)(?!,?[0-9])")
 _BASE = re.compile(r"\(?(-?[0-9][0-9A-Fa-f.]*)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?")
@@ -55,7 +55,7 @@ _ROWS = re.compile(r"\\begin\{(pmatrix|cases)\}(.*)\\end\{\1\}")
 
 
 def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: bool = True) -> bool:
-    """Whether ``answer`` means ``truth``. ``tolerance`` is relative, for numbers whose truth is not whole."""
+    """Return True if ``answer`` means ``truth``. ``tolerance`` is relative, for truths that are not integers."""
     if len(answer) > MAX_CHARS:
         return False
     ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in (answer, truth[:MAX_CHARS]))
@@ -69,7 +69,7 @@ def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: 
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a normalised number: decimal, fraction, mixed, scientific. None for anything else or longer."""
+    """Return the value of a normalised number: decimal, fraction, mixed, scientific. None for other or longer texts."""
     if len(text) > _MAX_NUMBER_CHARS or not text.isascii():
         return None
     if _DECIMAL.fullmatch(text):
@@ -83,7 +83,7 @@ def number(text: str) -> Fraction | None:
 
 
 def ungrouped(text: str) -> str:
-    """A tidy text with 1000 for 1,000; a tuple, an interval or a set keeps its commas."""
+    """Return a tidy text with 1000 for 1,000; a tuple, an interval or a set keeps its commas."""
     return text if text[:1] in ("(", "[", "\\") else _THOUSANDS.sub(lambda digits: digits[1].replace(",", ""), text)
 
 
@@ -96,7 +96,7 @@ def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: 
         return False
     if plain == right or _same_word(plain, right):
         return True
-    if ours.marks and ":" in plain:  # a time is no ratio
+    if ours.marks and ":" in plain:  # a time is not a ratio
         return False
     letter = right.strip("(){}.")
     if _LETTER.fullmatch(letter):
@@ -118,12 +118,12 @@ def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: 
 
 
 def _same_word(answer: str, truth: str) -> bool:
-    """Whether these are one word in another case; ``AB`` and ``ab``, however, may be two things."""
+    """Return True for one word in two cases; ``AB`` and ``ab``, however, may be two things."""
     return answer.isalpha() and (len(answer) > 2 or answer.lower() == "no") and answer.casefold() == truth.casefold()
 
 
 def _same_numbers(answer: str, truth: str, plain: str, right: str, tolerance: Fraction, symbolic: bool) -> bool | None:
-    """Whether numbers agree; None where one side is none."""
+    """Return True if the numbers agree; None if either side is not a number."""
     bases = [_BASE.fullmatch(text) for text in (plain, right)]
     if any(bases):
         if all(bases) and len({_BASES.get(base[2], base[2]) for base in bases if base}) > 1:
@@ -136,7 +136,7 @@ def _same_numbers(answer: str, truth: str, plain: str, right: str, tolerance: Fr
         formula.value(_no_percent(text)) if exact is None else exact
         for exact, text in zip(literal, (answer, truth), strict=True)
     ]
-    # "60^\circ" is 60, and a third of pi; both are tried where the values are not literally numbers.
+    # "60^\circ" is 60, and a third of pi; both are tried if the values are not literally numbers.
     if values[0] is None or values[1] is None:
         return None
     verdict = _close(values[0], values[1], "%" in answer, "%" in truth, tolerance)
@@ -150,7 +150,7 @@ def _no_percent(text: str) -> str:
 
 
 def _close(value: Value, right: Value, value_percent: bool, right_percent: bool, tolerance: Fraction) -> bool:
-    """Whether numbers agree. A percentage on one side only counts as it stands, or divided by a hundred."""
+    """Return True if the numbers agree. A percentage on only one side may count as it is or divided by a hundred."""
     candidates = [(value, right)]
     if value_percent and not right_percent:
         candidates.append((value / 100, right))
@@ -163,14 +163,17 @@ Same = Callable[[str, str], bool]
 
 
 def _same_equations(answer: str, truth: str, same: Same) -> bool | None:
-    """Whether equations agree, or what an equation names: "AB = 12" answers "12", "2x = 10" does not answer "10"."""
+    """Return True if equations agree, or an answer agrees with the value that an equation assigns to a name.
+
+    "AB = 12" and "12" agree; "2x = 10" and "10" do not.
+    """
     ours, theirs = (_sides(text) for text in (answer, truth))
     if ours is None and theirs is None:
         return None
     if ours is None:
         if theirs and "=" in answer and (assigned := _assigned(theirs)):
             return same(answer, assigned)
-        # An answer may leave out a name, no more: "2x+3" answers "y=2x+3".
+        # An answer may leave out a name, nothing else: "2x+3" matches "y=2x+3".
         return _names_a_value(theirs[0], theirs[-1]) and same(answer, theirs[-1]) if theirs else None
     if theirs is None:
         if "=" in truth and (assigned := _assigned(ours)):
@@ -184,7 +187,7 @@ def _same_equations(answer: str, truth: str, same: Same) -> bool | None:
 
 
 def _sides(text: str) -> list[str] | None:
-    """The sides of one equation, of which the unknowns may be a tuple; None for a list of them, and for other texts."""
+    """Return the sides of one equation, whose unknowns may be a tuple; None for a list of equations and other texts."""
     if len(_split(text)) > 1 or text.startswith(("\\begin", "\\{")):
         return None
     sides = [side.strip() for side in re.split(r"=|\\in(?![a-z])", text)]
@@ -192,7 +195,7 @@ def _sides(text: str) -> list[str] | None:
 
 
 def _assigned(sides: list[str]) -> str | None:
-    """``(x,y)=(1,2)`` as the list ``x=1,y=2``; None for anything else."""
+    """Return ``(x,y)=(1,2)`` as the list ``x=1,y=2``; None for anything else."""
     (_, names), (_, values) = _parts(sides[0]), _parts(sides[-1])
     if not 1 < len(names) == len(values) or not all(map(_UNKNOWN.fullmatch, names)):
         return None
@@ -204,7 +207,7 @@ def _is_name(text: str) -> bool:
 
 
 def _names_a_value(left: str, value: str) -> bool:
-    """Whether the left side names what is asked: a name, a word, a sum of several unknowns; no expression in one."""
+    """Return True if the left side names the requested value: a name, a word, or a sum of several unknowns."""
     if _UNKNOWN.fullmatch(left) or _FUNCTION.fullmatch(left) or _ANGLE.fullmatch(left):
         return True
     letters = formula.names(left)
@@ -214,7 +217,7 @@ def _names_a_value(left: str, value: str) -> bool:
 
 
 def _same_name(one: str, other: str) -> bool:
-    """Whether two left sides may be one thing: y and f(x), AB and x, but not x and y."""
+    """Return True if two left sides may be the same: y and f(x), AB and x, but not x and y."""
     one, other = one.replace(" ", ""), other.replace(" ", "")
     if _UNKNOWN.fullmatch(one) and _UNKNOWN.fullmatch(other):
         return normalise(one) == normalise(other)
@@ -227,7 +230,7 @@ def _same_name(one: str, other: str) -> bool:
 
 
 def _same_regions(answer: str, truth: str, same: Same) -> bool | None:
-    """Whether sets of real numbers agree, of which one is an inequality, or a union."""
+    """Return True if two sets of real numbers agree; at least one must be an inequality or a union."""
     ours, theirs = region(answer), region(truth)
     if ours is None or theirs is None:
         return None
@@ -240,7 +243,7 @@ def _same_regions(answer: str, truth: str, same: Same) -> bool | None:
 
 
 def _same_rows(answer: str, truth: str, same: Same) -> bool | None:
-    """Whether matrices agree cell by cell, or the cases of a function in any order."""
+    """Return True if matrices agree cell by cell, or the cases of a function in any order."""
     ours, theirs = _ROWS.fullmatch(answer), _ROWS.fullmatch(truth)
     if ours is None or theirs is None:
         return None
@@ -267,7 +270,7 @@ def _cells(row: str) -> list[str]:
 
 
 def _same_parts(answer: str, truth: str, same: Same) -> bool | None:
-    """Whether tuples, intervals, lists or sets agree part by part; None if neither has parts."""
+    """Return True if tuples, intervals, lists or sets agree part by part; None if neither has parts."""
     (ours_in, ours), (theirs_in, theirs) = _parts(answer), _parts(truth)
     if max(len(ours), len(theirs)) == 1 and not (
         ours_in == theirs_in == "" and (answer, truth) != (ours[0], theirs[0])
@@ -285,7 +288,7 @@ def _same_parts(answer: str, truth: str, same: Same) -> bool | None:
 
 
 def _in_order(parts: list[str]) -> list[str]:
-    """Parts that name different unknowns, in the order of the alphabet; [] for any others."""
+    """Return parts that name different unknowns, in alphabetical order; [] for any others."""
     names = [part.partition("=")[0].strip() for part in parts if "=" in part]
     if not len(names) == len(parts) == len(set(names)) > 1:
         return []
@@ -293,7 +296,7 @@ def _in_order(parts: list[str]) -> list[str]:
 
 
 def _matched(ours: list[str], theirs: list[str], same: Same) -> bool:
-    """Whether every part has its own partner, in any order."""
+    """Return True if every part has a separate partner, in any order."""
     if len(ours) != len(theirs) or len(theirs) > _MAX_PARTS:
         return False
     left = list(ours)
@@ -306,7 +309,7 @@ def _matched(ours: list[str], theirs: list[str], same: Same) -> bool:
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """The brackets around a text ("" for a list or a set, which have no order), and its parts."""
+    """Return the brackets around a text ("" for a list or a set, which have no order), and its parts."""
     whole = _split(text)
     for opening, closing in _BRACKETS:
         if len(whole) == 1 and text.startswith(opening) and text.endswith(closing):
@@ -318,7 +321,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _both_signs(text: str) -> list[str]:
-    """The two values of a text with one plus-minus."""
+    """Return the two values of a text with one plus-minus."""
     if text.count("\\pm") + text.count("\\mp") != 1:
         return [text]
     sign = "\\pm" if "\\pm" in text else "\\mp"
@@ -328,11 +331,11 @@ def _both_signs(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Cut at commas outside all brackets."""
+    """Split at commas outside all brackets."""
     parts, start, depth = [], 0, 0
     for position, character in enumerate(text):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
-        if depth < 0:  # "1,2)\\cup(3,4": the outer brackets were two groups
+        if depth < 0:  # "1,2)\\cup(3,4": the outer brackets belonged to two groups
             return [text]
         if depth == 0 and character == ",":
             parts.append(text[start:position].strip())

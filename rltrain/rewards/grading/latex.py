@@ -1,7 +1,7 @@
-"""Answers written in LaTeX: where the answer stands, and one spelling for what is typeset differently.
+"""LaTeX answers: extraction of the last box, and normalisation of equivalent typesetting.
 
-A model may write anything, and a pattern that backtracks could cost the whole deadline. So every pattern here is
-linear: one class of characters repeated, or a few bounded ones.
+A model may write anything, and a backtracking pattern could use up the whole deadline. So every pattern here is linear:
+one repeated character class, or a few bounded ones.
 """
 
 import re
@@ -11,7 +11,7 @@ from fractions import Fraction
 TAIL_CHARS = 4096
 _MAX_BOX_CHARS = 512
 
-# One spelling for characters: full-width forms, typographic signs, Greek letters, Chinese punctuation.
+# Normalisation of characters: full-width forms, typographic signs, Greek letters, Chinese punctuation.
 _SIGNS = {
     "‐‑‒–—―−﹣": "-", "·⋅∙•∗": "\\cdot ", "×": "\\times ", "÷⁄": "/", "≤⩽": "\\le ", "≥⩾": "\\ge ", "≠": "\\ne ",
     "∞": "\\infty ", "°": "^\\circ ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ",
@@ -36,7 +36,7 @@ _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _VULGAR = re.compile("([0-9]?) ?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒])")
 
-# Commands that change the looks alone: of what stands in braces behind them, or of all that follows.
+# Commands that only change the appearance: of the braces after them, or of all that follows.
 _TEXT = "text textbf textit textrm textsf texttt textnormal mathrm mbox hbox emph operatorname rm"
 _DRESS = "boldsymbol mathbf mathit mathsf mathtt bm pmb underline fbox boxed ensuremath bf it"
 _WRAPPER = re.compile(rf"\\(?:({'|'.join(_TEXT.split())})|{'|'.join(_DRESS.split())})\s?(?=\{{)")
@@ -81,7 +81,7 @@ _OR = re.compile(
 )
 _EMPTY_PART = re.compile(r",(?:\s?,)+")
 _ONE_CHARACTER = re.compile(r"([\^_])\{(\w)\}")
-# \frac12 and \frac1{2}. A nested brace is left alone: the reading of formulas takes it.
+# \frac12 and \frac1{2}. Nested braces are left to the parser of formulas.
 _ARGUMENTS = re.compile(r"\\frac\s?(?:\{([^{}]*)\}|(\w))\s?(?:\{([^{}]*)\}|(\w))")
 _ROOT = re.compile(r"\\sqrt\s?(\[[^\[\]{}]{1,8}\])?\s?(?:\{([^{}]*)\}|(\w))")
 _REPEATING = re.compile(r"(?<![0-9])([0-9]{0,15})\.([0-9]{0,15})\\(?:overline|bar|dot)\s?(?:\{([0-9]{1,15})\}|([0-9]))")
@@ -93,11 +93,11 @@ _PLUS = re.compile(r"(^|[(,\[])\+")
 
 
 def last_boxed(solution: str) -> str | None:
-    """The content of the last ``\\boxed{}`` or ``\\fbox{}``, braces counted; None if it never closes or is too long."""
+    """Return the content of the last ``\\boxed{}`` or ``\\fbox{}`` with balanced braces; None if unclosed or long."""
     start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
     if start < 0:
         return None
-    # Either command has one x: \boxed goes on with "ed" after it, \fbox ends there.
+    # Both commands have a single x: \boxed continues with "ed", \fbox ends.
     opening = solution.find("x", start + 3) + (len("ed") if solution[start + 1] == "b" else 0) + 1
     # Bounded, so that a box that never closes costs a bounded search.
     content = solution[opening : opening + _MAX_BOX_CHARS + 2]
@@ -109,7 +109,7 @@ def last_boxed(solution: str) -> str | None:
 
 
 def tidy(text: str) -> str:
-    """The same formula with one spelling for signs, spaces, fractions and enumerations. Still valid LaTeX."""
+    """Normalise signs, spaces, fractions and enumerations of a formula. The result is valid LaTeX."""
     text = _MONEY.sub(r"\1\\text{ dollars}", text)
     text = _FONTS.sub(lambda letters: unicodedata.normalize("NFKC", letters[0]), text)
     text = _RADICAL.sub(r"\\sqrt{\1}", _VULGAR.sub(_vulgar, text))
@@ -134,7 +134,7 @@ def tidy(text: str) -> str:
 
 
 def closing(text: str, opening: int) -> int:
-    """Where the brace that opens at ``opening`` closes; -1 if it never does. ``\\{`` is a sign and no brace."""
+    """Return the position of the brace that closes the one at ``opening``; -1 if none does. ``\\{`` is not a brace."""
     depth, position = 0, opening
     while position < len(text):
         character = text[position]
@@ -146,7 +146,7 @@ def closing(text: str, opening: int) -> int:
 
 
 def undressed(text: str, words: str = "\\text{{{}}}") -> str:
-    """A text without the commands that only change its looks. Words go on in ``\\text{}``, or as ``words`` says."""
+    """Remove commands that only change the appearance. Words stay in ``\\text{}``, or in the format ``words``."""
     position = 0
     while wrapper := _WRAPPER.search(text, position):
         end = closing(text, wrapper.end())
@@ -161,7 +161,7 @@ def undressed(text: str, words: str = "\\text{{{}}}") -> str:
 
 
 def normalise(text: str) -> str:
-    """One spelling for tidy texts that differ in spaces, percent signs, ``1/2``, ``.5`` and other typesetting."""
+    """Normalise tidy texts that differ in spaces, percent signs, ``1/2``, ``.5`` and other typesetting."""
     text = undressed(text, words="{}").strip()
     if text.casefold() in ("no solution", "no solutions", "empty set", "the empty set"):
         return "\\emptyset"
@@ -194,7 +194,7 @@ def _repeating(decimal: re.Match[str]) -> str:
 
 
 def _number(text: str) -> str:
-    """One spelling for numbers: 0.5 for .5 and 0.50, ``\\frac{1}{2}`` for 1/2."""
+    """Normalise numbers: 0.5 for .5 and 0.50, ``\\frac{1}{2}`` for 1/2."""
     upper, slash, lower = text.partition("/")
     sign = "-" if upper.startswith("-") else ""
     if slash and upper.removeprefix("-").isdigit() and lower.isdigit():

@@ -1,23 +1,23 @@
-"""Numbers of bounded size: exact fractions as long as these are small, otherwise 150 digits, real or complex.
+"""Arithmetic of bounded size: exact fractions while they are small, otherwise 150 digits, real or complex.
 
-What would be too large is not computed: it raises `Unreadable` before it costs anything.
+A result that would be too large is not computed: `Unreadable` is raised first.
 """
 
 from fractions import Fraction
 from functools import cache
 from typing import Any
 
-# A fraction, or a number of mpmath's, which has no types.
+# A fraction, or a number of mpmath, which has no types.
 Value = Any
 
-MAX_EXPONENT = 1 << 18  # of two, for a number in digits
+MAX_EXPONENT = 1 << 18  # of two, for a number of 150 digits
 _MAX_BITS = 1 << 15  # of a fraction
 _DIGITS = 150
 TOLERANCE = Fraction(1, 10**100)
 
 
 class Unreadable(ValueError):
-    """The text is no formula of a modest size."""
+    """The text is not a formula of moderate size."""
 
 
 class Undefined(ArithmeticError):
@@ -25,17 +25,17 @@ class Undefined(ArithmeticError):
 
 
 def same_number(one: Value, other: Value) -> bool:
-    """Whether two values are one number: fractions exactly, others to a hundred digits."""
+    """Return True if two values are equal: fractions exactly, others to a hundred digits."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     one, other = lift(one), lift(other)
     size = max(abs(one), abs(other))
-    # The second bound is for what cancels to zero, such as the sine of pi.
+    # The second bound is for values that cancel to zero, such as the sine of pi.
     return bool(abs(one - other) <= size * lift(TOLERANCE) or size <= lift(TOLERANCE) ** 1.3)
 
 
 def near(one: Value, other: Value, tolerance: Fraction) -> bool:
-    """Whether two real values agree to a relative tolerance. A whole number is never rounded."""
+    """Return True if two real values agree to a relative tolerance; False if ``other`` is an integer."""
     whole = other.denominator == 1 if isinstance(other, Fraction) else same_number(other, digits().nint(other))
     if not tolerance or whole:
         return False
@@ -47,7 +47,7 @@ def near(one: Value, other: Value, tolerance: Fraction) -> bool:
 
 @cache
 def digits() -> Any:
-    """Arithmetic of 150 digits. Imported at its first use: it takes 40 ms."""
+    """Return mpmath's context of 150 digits. Imported on first use, because the import takes 40 ms."""
     import mpmath
 
     context = mpmath.mp.clone()
@@ -56,7 +56,7 @@ def digits() -> Any:
 
 
 def lift(number: Value) -> Value:
-    """A value in digits."""
+    """Convert a value to 150 digits."""
     if isinstance(number, Fraction):
         return digits().mpf(number.numerator) / number.denominator
     return number
@@ -74,26 +74,26 @@ def _bounded(number: Value) -> Value:
 
 
 def plus(one: Value, other: Value) -> Value:
-    """A sum."""
+    """Return the sum."""
     exact = isinstance(one, Fraction) and isinstance(other, Fraction)
     return _bounded(one + other if exact else lift(one) + lift(other))
 
 
 def times(one: Value, other: Value) -> Value:
-    """A product."""
+    """Return the product."""
     exact = isinstance(one, Fraction) and isinstance(other, Fraction)
     return _bounded(one * other if exact else lift(one) * lift(other))
 
 
 def inverse(number: Value) -> Value:
-    """One over a number that is not zero."""
+    """Return the reciprocal. Raises `Undefined` for zero."""
     if not number if isinstance(number, Fraction) else abs(number) < lift(TOLERANCE):
         raise Undefined
     return 1 / number
 
 
 def whole_number(number: Value, largest: int) -> int:
-    """A whole number from 0, at most ``largest``."""
+    """Return an integer from 0 to ``largest``. Raises `Undefined` or `Unreadable` for other values."""
     if not isinstance(number, Fraction) or number > largest:
         raise Unreadable
     if number.denominator > 1 or number < 0:
@@ -102,7 +102,7 @@ def whole_number(number: Value, largest: int) -> int:
 
 
 def power(base: Value, exponent: Value) -> Value:
-    """A power, exact where it is a fraction of a modest size."""
+    """Return the power, exact if it is a fraction of moderate size."""
     if not base:
         if is_complex(exponent) or exponent < 0:
             raise Undefined
@@ -118,5 +118,5 @@ def power(base: Value, exponent: Value) -> Value:
 
 
 def is_complex(number: Value) -> bool:
-    """Whether a value is of the complex type, whatever its imaginary part."""
+    """Return True if the value has the complex type, even with a zero imaginary part."""
     return not isinstance(number, Fraction) and isinstance(number, digits().mpc)

@@ -1,4 +1,4 @@
-"""Sets of real numbers, written as intervals or as inequalities: one spelling for both."""
+"""Sets of real numbers: normalisation of intervals and inequalities."""
 
 import re
 from itertools import pairwise
@@ -14,7 +14,7 @@ _TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
 
 
 def region(text: str) -> tuple[str | None, list[str]] | None:
-    """The unknown (None where it is not named) and the intervals of a tidy text; None if it is no set of this kind."""
+    """Return the unknown (None if unnamed) and the intervals of a tidy text; None if it is not a set of this kind."""
     builder = _BUILDER.fullmatch(text)
     member = _MEMBER.fullmatch(text)
     if member:
@@ -53,7 +53,7 @@ def _inequalities(text: str) -> tuple[str | None, list[str]] | None:
 
 
 def _inequality(text: str) -> tuple[str, list[str]] | None:
-    """``x<3``, ``3>x``, ``0<x\\le 5`` or ``x\\ne 2``."""
+    """Parse ``x<3``, ``3>x``, ``0<x\\le 5`` or ``x\\ne 2``."""
     parts = _SPLIT.split(text)
     if len(parts) == 3:
         left, sign, right = parts
@@ -78,7 +78,7 @@ def _inequality(text: str) -> tuple[str, list[str]] | None:
 
 
 def _both(sets: list[list[str]]) -> str | None:
-    """``x>1`` and ``x<3``: the one interval that two half-lines leave."""
+    """Return the intersection of two half-lines, such as ``x>1`` and ``x<3``."""
     if len(sets) != 2 or any(len(intervals) != 1 for intervals in sets):
         return None
     (one,), (other,) = sets
@@ -90,6 +90,6 @@ def _both(sets: list[list[str]]) -> str | None:
 
 
 def _without(points: list[str]) -> list[str]:
-    """The real line without points, which stand in order."""
+    """Return the real line without the given sorted points."""
     ends = ["-\\infty", *(point.strip() for point in points), "\\infty"]
     return [f"({low},{high})" for low, high in pairwise(ends)]

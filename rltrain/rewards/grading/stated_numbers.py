@@ -1,4 +1,4 @@
-"""The number, or the list, that a solution states in free words."""
+"""Extraction of a number, or of a list, from a solution in free text."""
 
 import re
 
@@ -17,9 +17,9 @@ _MOST_CHARS = 512
 
 
 def stated_number(solution: str) -> tuple[str | None, float | None]:
-    """What a solution states, and its value: of a formula, or of the one number in a text; None for none or several.
+    """Return the stated answer and its value: a formula's, or the only number of the text; None for none or several.
 
-    Without a box, mark or phrase it is the number of the closing sentence.
+    Without a box, mark or phrase, the closing sentence is read.
     """
     stated = next(boxed_and_marked(solution), None)
     if stated is None:
@@ -28,10 +28,10 @@ def stated_number(solution: str) -> tuple[str | None, float | None]:
 
 
 def number_of(text: str) -> float | None:
-    """The value of a short text as a number, whatever its unit; of ``x = 5`` that of the right side."""
+    """Return the value of a short text as a number, ignoring its unit; of ``x = 5``, the value of the right side."""
     text = text[:_MOST_CHARS].translate(_MINUS)
     right_side = _DEGREES.sub("", quantity(tidy(text.rpartition("=")[2])).value)
-    value = None if ":" in right_side else formula.value(right_side)  # a time is no ratio
+    value = None if ":" in right_side else formula.value(right_side)  # a time is not a ratio
     if value is None:
         numbers = {match[0] for match in _NUMBER.finditer(text) if match[0]}
         if len(numbers) > 1:
@@ -44,7 +44,7 @@ def number_of(text: str) -> float | None:
 
 
 def stated_list(solution: str) -> str | None:
-    """The list in brackets, else what the box, mark or phrase states, or a closing sentence with figures."""
+    """Return the list in brackets, else the text in the box or after mark or phrase, or a last sentence with digits."""
     candidates = [*boxed_and_marked(solution), closing_sentence(solution) or ""]
     bracketed = (match[0] for text in candidates if (match := re.search(r"\[[^\[\]]{1,400}\]", text)))
     has_figures = re.search(r"[0-9]", candidates[-1]) is not None
@@ -52,7 +52,7 @@ def stated_list(solution: str) -> str | None:
 
 
 def list_parts(text: str) -> list[float | str]:
-    """The parts of a list: numbers, or texts without case and quotes."""
+    """Return the parts of a list: numbers, or casefolded texts without quotes."""
     parts = [part.strip(" \"'") for part in text.strip("[]() ").split(",")]
     values = [number_of(part) for part in parts]
     return [part.casefold() if value is None else value for part, value in zip(parts, values, strict=True)]

@@ -1,4 +1,4 @@
-"""Ground truths as files have them: lists as JSON text, whole numbers as floats, boxes, white space around them."""
+"""Normalisation of ground truths in data files: JSON lists as text, integers as floats, boxes, white space."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ _LISTED = re.compile(r"\s*(?:\[\s*[\"']|\[\s*-?[0-9.]+\s*\]|\".*\")", re.DOTALL)
 
 
 def solutions(truth: Any) -> list[str]:
-    """The texts of a ground truth, of which an answer must match one."""
+    """Return the texts of a ground truth; an answer must match one of them."""
     if isinstance(truth, str) and _LISTED.match(truth):
         truth = _read(truth)
     if hasattr(truth, "tolist"):  # numpy
@@ -26,7 +26,7 @@ def solutions(truth: Any) -> list[str]:
 
 
 def why_unmatchable(truth: Any) -> str | None:
-    """Why no answer can ever match a ground truth of mathematics; None where one can."""
+    """Return the reason why no answer can ever match a mathematical ground truth; None if one can."""
     texts = solutions(truth)
     if not any(texts):
         return "it is empty"
@@ -40,7 +40,7 @@ def why_unmatchable(truth: Any) -> str | None:
 
 
 def _read(text: str) -> Any:
-    """A list or a mapping from JSON, or from Python's way to print it; other texts as they are."""
+    """Parse a list or a mapping from JSON or a Python literal; return other texts unchanged."""
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(text.strip())

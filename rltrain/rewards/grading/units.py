@@ -1,6 +1,6 @@
-"""Words behind a number: units, which may be missing, and words that change what is said.
+"""Words after a number: units, which may be missing, and words that change the meaning.
 
-"5 cm" answers "5". "5 million" is another number, "5 PM" another time than "5 AM", "5 or more" is no number at all.
+"5 cm" matches "5". "5 million" is another number, "5 PM" another time than "5 AM", "5 or more" is not a number.
 """
 
 import re
@@ -32,14 +32,14 @@ _FACTORS = {
 }  # fmt: skip
 _FACTORS |= {f"{word}s": factor for word, factor in _FACTORS.items()}
 _SIGNS = {"百": Fraction(100), "千": Fraction(1000), "万": Fraction(10**4), "亿": Fraction(10**8)}
-# Words that distinguish one answer from another: an answer to a truth that has them wants them.
+# Words that distinguish answers: if the truth has one, the answer must have it.
 _DISTINGUISHING = (
     "am pm noon midnight north south east west northeast northwest southeast southwest bc ad bce ce left right up "
     "down upward downward upwards downwards clockwise counterclockwise anticlockwise profit loss gain increase "
     "decrease rise fall older younger forward backward"
 )
 _MARKS = frozenset(_DISTINGUISHING.split())
-# Words that are no unit: what stands before them is not the answer alone.
+# Words that are not units: the text before them is not the whole answer.
 _OTHER_WORDS = (
     "or and to sqrt pi sin cos tan log ln exp mod modulo factorial plus minus over under by divided multiplied not no "
     "never isn't is are was be the a an of at than as more less fewer greater larger smaller least most approximately "
@@ -63,7 +63,7 @@ _ENDS = (")", "}", "\\pi", "^\\circ", "%")
 
 
 class Quantity(NamedTuple):
-    """A value, as tidy text; the words behind it that name a unit; and those that distinguish."""
+    """A value as tidy text, its unit, the words of an unknown unit, and the words that distinguish answers."""
 
     value: str
     unit: str | None = None
@@ -72,7 +72,7 @@ class Quantity(NamedTuple):
 
 
 def quantity(text: str) -> Quantity:
-    """A tidy text as value, unit and marks. Words that are neither stay in the value."""
+    """Parse a tidy text into value, unit and marks. Words that are neither unit nor mark stay in the value."""
     temperature = _TEMPERATURE.fullmatch(text)
     if temperature:
         return Quantity(temperature[1], f"°{temperature[2]}")
@@ -82,7 +82,7 @@ def quantity(text: str) -> Quantity:
 
 
 def contradict(answer: Quantity, truth: Quantity) -> bool:
-    """Whether what stands behind two values differs. An answer may leave out a unit, but no word that distinguishes."""
+    """Return True if unit or marks of two values differ. An answer may omit a unit, but not a distinguishing word."""
     if truth.marks - answer.marks or (truth.marks and answer.marks != truth.marks):
         return True
     if not answer.unit or not truth.unit or answer.unit == truth.unit:
@@ -92,7 +92,7 @@ def contradict(answer: Quantity, truth: Quantity) -> bool:
 
 
 def _behind(text: str) -> tuple[str, str, bool]:
-    """The value, the words behind it, and whether these are set apart."""
+    """Return the value, the words after it, and True if a space separates them."""
     value, words = text, ""
     while (start := value.rfind("\\text{")) > 0 and (match := _WRAPPED.fullmatch(value, start)):
         value, words = value[:start].rstrip(), f"{match[1].strip()}{match[2]}{match[3]} {words}"
@@ -138,7 +138,7 @@ def _understood(value: str, text: str, spaced: bool) -> Quantity | None:
 
 
 def _unit(words: list[str]) -> tuple[str | None, frozenset[str]]:
-    """One spelling of a unit, and its words where one of them is not known."""
+    """Return the normalised unit, and its words if one of them is unknown."""
     power, parts, unknown = "", [], False
     for word in words:
         name, _, exponent = word.partition("^")

@@ -1,4 +1,4 @@
-"""What scorers return beside right or wrong: what an answer votes with, and an accuracy for each category."""
+"""Results of scorers besides right or wrong: the text to vote with, and an accuracy per category."""
 
 import re
 from typing import Any
@@ -15,8 +15,10 @@ Verdict = dict[str, float | str]
 
 
 def vote(read: str | None) -> str:
-    """The answer that was read, in one spelling, so that answers which agree are counted together: ``0.50``, ``1/2``
-    and ``\\frac12`` are ``1/2``. Empty where none was read. Formulas keep their form: ``x+1`` and ``1+x`` are two.
+    """Return the extracted answer in one spelling, so that equal answers are counted together in a vote.
+
+    ``0.50``, ``1/2`` and ``\\frac12`` are ``1/2``. Empty if no answer was found. Formulas keep their form: ``x+1`` and
+    ``1+x`` differ.
     """
     text = tidy((read or "")[:MAX_CHARS])
     exact = number(normalise(ungrouped(text)))
@@ -24,7 +26,7 @@ def vote(read: str | None) -> str:
 
 
 def verdict(is_right: bool, read: str | None, extra_info: dict[str, Any]) -> Verdict:
-    """``score`` and ``acc``, 1 or 0; ``pred``, which votes; ``extracted``, 0 where no answer was found in the text;
+    """Return ``score`` and ``acc`` (1 or 0), ``pred`` for votes, ``extracted`` (0 if the text has no answer), and
     ``acc_<category>``."""
     acc = float(is_right)
     found: Verdict = {"extracted": float(read is not None), "pred": vote(read)}
@@ -32,6 +34,6 @@ def verdict(is_right: bool, read: str | None, extra_info: dict[str, Any]) -> Ver
 
 
 def by_category(acc: float, extra_info: dict[str, Any]) -> dict[str, float]:
-    """``acc_<category>`` of ``extra_info.category``; nothing without one."""
+    """Return ``acc_<category>`` from ``extra_info.category``; {} without one."""
     category = _OTHER.sub("_", str(extra_info.get("category") or "").lower()[:_MAX_NAME_CHARS]).strip("_")
     return {f"acc_{category}": acc} if category else {}

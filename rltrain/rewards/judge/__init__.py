@@ -1,1 +1,1 @@
-"""A model as judge: what it is asked, how its reply is read, and the server behind it. Knows neither slots nor Ray."""
+"""Judge models: prompts, parsing of replies, and the client of the server. Imports neither slots nor Ray."""

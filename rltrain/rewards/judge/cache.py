@@ -1,6 +1,6 @@
-"""Replies of a judge on disk, by the content of what was asked: SQLite, which several processes may share.
+"""On-disk cache of a judge's replies, keyed by a hash of the request. SQLite lets several processes share the file.
 
-Its usual journal is kept: the quicker one (WAL) does not work on network storage.
+The default journal is used: the faster one (WAL) does not work on network storage.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from rltrain.base.errors import ConfigError
 
-# How long another process may hold the file.
+# Time that another process may lock the file, in seconds.
 _BUSY_S = 30.0
 
 
 class ReplyCache:
-    """Replies in the file of ``reward.judge.cache``. Raises ConfigError for one that cannot be used."""
+    """Cache of replies in the file ``reward.judge.cache``. Raises ConfigError for an unusable file."""
 
     def __init__(self, file: str) -> None:
         path = Path(file).expanduser()
@@ -34,18 +34,17 @@ class ReplyCache:
             ) from None
 
     def get(self, request: dict[str, Any]) -> str | None:
-        """The reply to a request that was asked before."""
+        """Return the cached reply to a request, or None."""
         with self._lock:
             row = self._rows.execute("SELECT reply FROM replies WHERE asked = ?", (_digest(request),)).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, request: dict[str, Any], reply: str) -> None:
-        """Keep a reply; the first that was kept stays."""
+        """Store a reply. A reply that is already stored is kept."""
         with self._lock:
             self._rows.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (_digest(request), reply))
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._rows.close()
 

@@ -1,4 +1,4 @@
-"""What a judge is asked: a template of the user's, or one that comes along, filled in with a row and an answer."""
+"""Prompts for a judge: the user's template or a built-in one, filled in with a row and a response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rltrain.base.errors import ConfigError, RewardError
 from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 
 NAMES = ("question", "answer", "ground_truth", "data_source", "extra_info")
-# The answer comes last but for the instruction, which an answer that gives orders shall not have behind it.
+# The answer comes last except for the instruction: an answer that contains orders must not have the last word.
 _VERDICT = """\
 Grade an answer to a question.
 
@@ -45,19 +45,19 @@ _KINDS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "
 
 @dataclass(frozen=True)
 class Question:
-    """What a judge sees of a row besides its ground truth."""
+    """The inputs of a judge from a row, except its ground truth."""
 
     text: str
     images: tuple[bytes, ...] = ()
-    """Their files."""
+    """Contents of the image files."""
 
 
 Ask = Callable[[], Question]
-"""Makes a question where it is needed: its images are read from files."""
+"""Creates a question on demand, because its images are read from files."""
 
 
 class Template:
-    """The message of ``reward.judge.prompt``. Raises ConfigError for a file that cannot be read or filled in."""
+    """The prompt template of ``reward.judge.prompt``. Raises ConfigError if its file cannot be read or filled in."""
 
     def __init__(self, judge: JudgeConfig) -> None:
         from jinja2 import Environment, StrictUndefined, TemplateError, meta
@@ -80,7 +80,7 @@ class Template:
             raise ConfigError(f"{self._key}: shows the judge no answer. Write {{{{ answer }}}} where it belongs.")
 
     def filled(self, question: str, answer: str, truth: Any, source: str, extra_info: dict[str, Any]) -> str:
-        """The text of a message. Raises RewardError where the template cannot be filled in with this row."""
+        """Return the text of a prompt. Raises RewardError if the template cannot be filled in with this row."""
         shown = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
         values = dict(zip(NAMES, (question, answer, shown, source, extra_info), strict=True))
         try:
@@ -90,7 +90,7 @@ class Template:
 
 
 def messages_of(text: str, images: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The messages of a request: one of the user, images first."""
+    """Return the messages of a request: one user message, images first."""
     if not images:
         return [{"role": "user", "content": text}]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _address(file)}} for file in images]

@@ -1,4 +1,4 @@
-"""How a judge's reply becomes a score, where no function of the user's and no scorer reads it."""
+"""Parsing of a judge's reply into a score without a user's function or a scorer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _TEXT_IN_BOX = re.compile(r"\\text\{([^{}]*)\}")
-# Of "Score: 0.5" and "**Verdict:** yes".
+# The label in "Score: 0.5" and "**Verdict:** yes".
 _LABEL = re.compile(r"^[A-Za-z ]{0,30}:")
 _BOX_AT_END = re.compile(r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}$")
 _AFTER_BOX = re.compile(r"(?:\\[\])]|[\s$*.!`])+$")
@@ -23,26 +23,26 @@ _SHOWN_CHARS = 200
 
 @dataclass(frozen=True)
 class Reply:
-    """What a judge has said."""
+    """A judge's reply."""
 
     text: str
-    """"" where there is none, such as a refusal."""
+    """"" if there is no text, such as after a refusal."""
     about: str = ""
-    """What stands beside the text, for a message about a reply without any."""
+    """Details for an error message if the text is empty."""
     is_cut: bool = False
-    """It has ended at a limit of tokens, so its last word need not be the verdict."""
+    """Whether the reply ended at a token limit, so that its last word need not be the verdict."""
     unasked: str = ""
-    """Why the judge could not be asked; "" where it was."""
+    """The reason why the judge could not be asked; "" if it was asked."""
 
 
 class Unreadable(Exception):
-    """A reply that has no score; the text says why."""
+    """A reply without a readable score; the text is the reason."""
 
 
 def reader(judge: JudgeConfig) -> Callable[[str], float] | None:
-    """What reads replies by ``reward.judge.parse``; None where a scorer or a function does.
+    """Return the parser for ``reward.judge.parse``, or None if a scorer or a function parses replies.
 
-    Raises ConfigError for what is no regular expression.
+    Raises ConfigError for an invalid regular expression.
     """
     if judge.parse is None:
         return last_verdict
@@ -60,7 +60,7 @@ def reader(judge: JudgeConfig) -> Callable[[str], float] | None:
 def last_verdict(reply: str) -> float:
     """Return the verdict that a reply ends with: 1 for yes, 0 for no, or a number from 0 to 1. Raises `Unreadable`.
 
-    It is a box with nothing but punctuation after it, or a last line that is a verdict or a label and a verdict
+    The verdict is a box followed only by punctuation, or a last line that is a verdict or a label and a verdict
     ("Score: 0.2", "**No**"). A number or a box before other words may be quoted from the response that is judged.
     """
     text = without_thinking(reply).rstrip()
@@ -73,7 +73,7 @@ def last_verdict(reply: str) -> float:
 
 
 def without_thinking(reply: str) -> str:
-    """Return the part of a reply after its thinking. Raises `Unreadable` where the thinking never ends."""
+    """Return the part of a reply after its thinking. Raises `Unreadable` if the thinking never ends."""
     text = _THINKING_ENDS.split(reply)[-1]
     if _THINKING_BEGINS.search(text):
         raise Unreadable(f"it ends within its thinking: {_end(reply)}")
@@ -103,7 +103,7 @@ def _word(text: str) -> str:
 
 
 def is_whole_verdict(reply: str) -> bool:
-    """Whether a reply is a verdict and nothing else."""
+    """Return True if a reply is a verdict and nothing else."""
     return _value(reply) is not None
 
 

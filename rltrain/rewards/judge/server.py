@@ -1,8 +1,8 @@
-"""The server of a judge: one request and its retries, within the limits of ``reward.judge``.
+"""Client of a judge's server: requests and their retries, within the limits of ``reward.judge``.
 
-Requests wait for their turn together: at most so many at once, so many begun a minute, and none before the time that
-the server has named to any of them. The key of ``api_key_env`` is read here and leaves in a header alone: no message
-has it, not even one that quotes a server which repeats it.
+All requests share the limits: the number of concurrent requests, the number of requests per minute, and the last
+Retry-After of the server. The key of ``api_key_env`` is sent only in a header: messages never contain it, not even when
+they quote a server that repeats it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from rltrain.config.schema.judge import JudgeConfig
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, too_long
 from rltrain.rewards.judge.reply import Reply
 
-# How often one request is made; those after which the server has named a time are not counted.
+# Attempts per request, not counting attempts after which the server named a time to wait.
 TRIES = 6
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _SHOWN_BYTES = 500
-# Shorter keys are no secrets.
+# Shorter keys are not treated as secrets.
 _SECRET_CHARS = 8
-# What is counted, here and where replies are read.
+# Names of the counters, here and in the code that parses replies.
 JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "seconds")
 
 
 class Unanswered(Exception):
-    """There is no reply, and asking again would not give one now; the text says why."""
+    """No reply, and a retry would not give one now; the text is the reason."""
 
     def __init__(self, sentence: str, is_refused: bool) -> None:
         super().__init__(sentence)
         self.is_refused = is_refused
-        """The request itself is refused: a wrong key, model or field."""
+        """Whether the server rejects the request itself: a wrong key, model or field."""
 
 
 def api_key(judge: JudgeConfig) -> str:
-    """The server's key; "" where there is none. Raises ConfigError where its variable is not set or cannot be one."""
-    # Files of secrets end with a line break, which a header may not have.
+    """Return the server's key; "" without one. Raises ConfigError if its variable is unset or its value cannot be a
+    key."""
+    # Files of secrets end with a line break, which a header must not contain.
     key = first_set(judge.api_key_env).strip() if judge.api_key_env else ""
     if judge.api_key_env and not key:
         raise ConfigError(
@@ -56,9 +57,9 @@ def api_key(judge: JudgeConfig) -> str:
 
 
 class JudgeServer:
-    """Asks for replies. For use in one event loop.
+    """A client of a judge's server, for use in one event loop.
 
-    num_sharing: processes that ask the same server for this run, each with its share of the limits.
+    num_sharing: number of processes of this run that use the same server; each gets its share of the limits.
     """
 
     def __init__(self, judge: JudgeConfig, num_sharing: int = 1, clock: Clock = SYSTEM) -> None:
@@ -68,15 +69,15 @@ class JudgeServer:
         self._client = client({"Authorization": f"Bearer {self._key}"} if self._key else {}, concurrency)
         self._gap_s = 60 * num_sharing / judge.rate_limit_per_min if judge.rate_limit_per_min else 0.0
         self._turns = asyncio.Lock()
-        # Times of the clock: of the next request by the rate, and of the next that the server lets us make.
+        # Times of the clock: of the next request by the rate limit, and by the server's Retry-After.
         self._next = self._open = 0.0
 
     def request(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The body of a request."""
+        """Return the body of a request."""
         return {**self._judge.request, "model": self._judge.model, "messages": messages}
 
     async def reply(self, request: dict[str, Any], counts: Counter[str]) -> Reply:
-        """The reply to ``request``. Adds calls, retries, tokens and seconds to ``counts``. Raises `Unanswered`."""
+        """Return the reply to ``request``. Adds calls, retries, tokens, seconds to ``counts``. Raises `Unanswered`."""
         body, failures = json.dumps(request).encode(), 0
         while True:
             status, after_s, trouble, reply = await self._once(body, counts)
@@ -87,13 +88,13 @@ class JudgeServer:
             failures += not after_s
             if failures >= TRIES:
                 raise Unanswered(f"{trouble} ({failures} times)", is_refused=False)
-            # Jitter, so that requests that failed together do not come back together.
+            # Jitter, so that requests that failed together are not retried together.
             pause_s = min(_FIRST_PAUSE_S * 2 ** max(failures - 1, 0), _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
             await self._clock.pause(max(pause_s, after_s))
             counts["retries"] += 1
 
     async def models(self) -> list[str]:
-        """Names of the models that the server offers. Raises `Unanswered`."""
+        """Return the names of the models that the server offers. Raises `Unanswered`."""
         try:
             response, body = await self._fetch("models")
             if response.status_code != httpx.codes.OK:
@@ -105,15 +106,15 @@ class JudgeServer:
             raise Unanswered("its reply is no list of models", is_refused=True) from None
 
     def plain(self, text: str) -> str:
-        """A text without the key."""
+        """Return a text without the key."""
         return text.replace(self._key, "***") if self._key else text
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _once(self, body: bytes, counts: Counter[str]) -> tuple[int, float, str, Reply | None]:
-        """One request: the status (0: none), the seconds that the server asks to wait, what went wrong, the reply."""
+        """Send one request. Return the status (0: none), the seconds that the server asks to wait, an error text, the
+        reply."""
         async with self._free:
             await self._turn()
             started = self._clock.monotonic()
@@ -131,7 +132,7 @@ class JudgeServer:
                 after_s = retry_after_s(response.headers.get("Retry-After", "")) if status in TRY_AGAIN else 0.0
                 if late := too_long(after_s, self._judge.deadline_s):
                     raise Unanswered(self.plain(f"HTTP {status}: {late}"), is_refused=False)
-                # It has said this to one request and means all.
+                # The server sent this to one request but means all.
                 self._open = max(self._open, self._clock.monotonic() + after_s)
                 return status, max(after_s, 0.0), self.plain(f"HTTP {status} {_shown(content)}"), None
             reply, num_tokens = _read(content)
@@ -139,16 +140,16 @@ class JudgeServer:
             return status, 0.0, "", reply
 
     async def _fetch(self, path: str, body: bytes | None = None) -> tuple[httpx.Response, bytes]:
-        """A response and its content, in which a server may repeat the key. Raises TimeoutError, TransportError."""
+        """Fetch a response and its content, with the key masked in it. Raises TimeoutError, TransportError."""
         asked = fetch(self._client, f"{str(self._judge.url).rstrip('/')}/{path}", body)
         response, content = await self._clock.within(asked, self._judge.timeout_s)
-        # A word such as "none", which servers without keys are given, may be a part of a verdict.
+        # A dummy key such as "none", for servers without keys, may be part of a verdict.
         is_secret = len(self._key) >= _SECRET_CHARS
         return response, content.replace(self._key.encode(), b"***") if is_secret else content
 
     async def _turn(self) -> None:
         """Wait until one more request may begin."""
-        async with self._turns:  # one after the other, as who gives up meanwhile must not have taken a turn
+        async with self._turns:  # serialized, because a request that is cancelled while it waits must not use up a turn
             begin = max(self._clock.monotonic(), self._next)
             while (wait_s := max(begin, self._open) - self._clock.monotonic()) > 0:
                 await self._clock.pause(wait_s)
@@ -156,7 +157,7 @@ class JudgeServer:
 
 
 def _read(content: bytes) -> tuple[Reply, int]:
-    """The reply, and the tokens that it says it has cost (0: it does not say)."""
+    """Return the reply and its token count as the server reports it (0: not reported)."""
     if len(content) > MAX_REPLY_BYTES:
         return Reply("", "a reply of more than a mebibyte"), 0
     try:

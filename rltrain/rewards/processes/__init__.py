@@ -1,1 +1,1 @@
-"""Where answers are scored: in slots (rltrain/slots) behind Ray actors, or by a server behind HTTP."""
+"""Processes that score responses: slots (rltrain/slots) inside Ray actors, or a remote server over HTTP."""

@@ -1,7 +1,7 @@
-"""Answers that a judge on the run's own devices scores: what it is to be asked, and what its replies are worth.
+"""Scoring by a judge on the run's devices: creates the judge's prompts and parses its replies.
 
-Between the two the devices write the replies, which this process neither waits for nor asks for: `Scoring` hands out
-messages and takes replies.
+The devices generate the replies. This process neither waits for them nor requests them: `Scoring` collects the prompts
+and delivers the replies.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rltrain.rewards.processes.score import UNASKED, Asked, Score, ScorerCall
 
 
 def readings_of(cfg: Config) -> int:
-    """How often an answer is judged until the reply can be read: a greedy judge says the same again."""
+    """Return the maximum number of replies per response; a greedy judge would only repeat an unreadable reply."""
     return READINGS if cfg.reward_model.rollout.temperature else 1
 
 
 class AskingScorer:
-    """Scores answers by ``reward.judge`` where a generative reward model writes the replies."""
+    """Scores responses by ``reward.judge`` if a generative reward model writes the replies."""
 
     def __init__(self, cfg: Config) -> None:
         self._grader, self._reads_by_function = Grader(cfg), cfg.reward.judge.function is not None
@@ -33,7 +33,7 @@ class AskingScorer:
         self._readings = readings_of(cfg)
 
     def ask(self, calls: Sequence[ScorerCall], questions: Sequence[Ask]) -> tuple[list[Score | Asked], list[str]]:
-        """Scores of answers that need no judge; of the others what is to be asked, with the messages."""
+        """Return the scores of responses that need no judge, requests for the others, and the judge's prompts."""
         scores: list[Score | Asked] = []
         messages: list[str] = []
         for call, question, rule in zip(calls, questions, self._grader.rules(calls), strict=True):
@@ -50,7 +50,7 @@ class AskingScorer:
     def read(
         self, calls: Sequence[ScorerCall], asked: Sequence[Asked], replies: Sequence[Reply], *, again: bool
     ) -> list[Score | Asked]:
-        """Scores of answers whose replies are there. again: those that cannot be read are to be asked for once more."""
+        """Return the scores from the judge's replies. again: request unreadable replies once more."""
         scores: list[Score | Asked] = []
         for call, one, reply in zip(calls, asked, replies, strict=True):
             if reply.unasked:
@@ -68,10 +68,11 @@ class AskingScorer:
         return scores
 
     def score_truth(self, call: ScorerCall, question: Ask) -> Score | None:
-        """What is known of a ground truth's score before there is a judge: the scorer's, and the names of its numbers.
+        """Return the part of a ground truth's score that is known without a judge: the scorer's score and extras'
+        names.
 
-        None where a function of the user's, which reads replies, names some. Raises RewardError for a message that
-        cannot be made.
+        Returns None if a user's function parses replies, because it may add extras. Raises RewardError for a prompt
+        that cannot be created.
         """
         rule = self._grader.rule_of_truth(call)
         self._grader.message(call, question())
@@ -80,12 +81,12 @@ class AskingScorer:
         return self._grader.together(rule, Score(0.0, "ok", None, {"judge": 0.0}))
 
     def take_counts(self) -> Counter[str]:
-        """Replies that could not be read since the last call."""
+        """Return and reset the number of unreadable replies."""
         counts, self._counts = self._counts, Counter()
         return counts
 
     def take_printed(self) -> str:
-        """What scorer and function have printed since the last call."""
+        """Return and clear the output that scorer and function have printed."""
         return self._grader.take_printed()
 
     def close(self) -> None:

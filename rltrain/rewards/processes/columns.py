@@ -1,4 +1,4 @@
-"""Scores of a batch as columns of its samples."""
+"""Conversion of a batch's scores into columns."""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _TIMEOUT_ALARM = 0.1
 
 
 def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
-    """Scores as columns; see `Scoring.finish`."""
+    """Return the scores as columns; see `Scoring.collect`."""
     columns = {
         c.SCORE: np.array([on_error if score.value is None else score.value for score in scores], np.float64),
         c.REWARD_FAILED: np.array([score.status != "ok" for score in scores], np.float64),
@@ -24,7 +24,7 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
     }
     for name in sorted({name for score in scores for name in score.extras}):
         values = [score.extras.get(name) for score in scores]
-        # An extra may be a number for one answer and a text for another; then it is a metric, and texts are missing
+        # An extra may be a number for one response and a text for another. Then it is a metric, and texts are missing
         # values.
         if any(isinstance(value, float) for value in values):
             numbers = [value if isinstance(value, float) else np.nan for value in values]

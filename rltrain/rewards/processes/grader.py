@@ -1,7 +1,7 @@
-"""What is the same wherever a judge is: the scorer beside it, its message, and what a reply makes of an answer.
+"""Common parts of remote and on-device judges: the rule scorer, the judge's prompts, and the parsing of its replies.
 
-What may hang or crash, scorers and the user's function for replies, stays in slots; these are used from one thread
-alone, since a slot serves one call at a time and ends with the thread that started it.
+Code that may hang or crash (scorers and the user's function for replies) runs in slots. The slots are used from a
+single thread, because a slot serves one call at a time and ends with the thread that started it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.registry import FORMS
 
 _T = TypeVar("_T")
-# How often an answer is judged until the reply can be read.
+# Maximum number of replies that are requested per response until one can be parsed.
 READINGS = 3
 _REPLY_CHARS = 250
 
 
 def check_judge(cfg: Config) -> None:
-    """Raise ConfigError for a template, an expression or a key that cannot be used; nothing is started or asked."""
+    """Raise ConfigError for an unusable template, expression or key. Starts nothing and sends no request."""
     Template(cfg.reward.judge), reader(cfg.reward.judge)
     if cfg.reward.judge.url is not None:
         api_key(cfg.reward.judge)
 
 
 class Grader:
-    """Scorers, message and reading of ``reward.judge``. May be used from several threads.
+    """Rule scorer, prompts and parsing of ``reward.judge``. Thread-safe.
 
-    Raises ConfigError for a template, an expression or a key that cannot be used.
+    Raises ConfigError for an unusable template, expression or key.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -54,14 +54,14 @@ class Grader:
         allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
         limits = (reward.timeout_s, reward.memory_limit_mb, *allowed)
         self._rule = self._in_slots(lambda: ScoringSlot(custom, *limits)) if judge.runs_rule else None
-        # It is a reward function whose answer is the reply.
+        # A reward function that gets the judge's reply as the response.
         by_function = CustomReward(*judge.function) if judge.function else None
         self._function = self._in_slots(lambda: ScoringSlot(by_function, *limits)) if by_function else None
 
     # -- the scorer of the data source ---------------------------------------------------------------------------------
 
     def rules(self, calls: Sequence[ScorerCall]) -> list[Score | None]:
-        """The scorer's scores; None of each answer where the judge alone decides."""
+        """Return the rule scorer's scores, or a None for each response if only the judge decides."""
         rule = self._rule
         if self._judge.rule == "none":
             return [None] * len(calls)
@@ -69,25 +69,25 @@ class Grader:
         return [*self._in_slots(lambda: rule.score_all(calls))] if calls else []
 
     def rule_of_truth(self, call: ScorerCall) -> Score | None:
-        """The scorer's score of a ground truth, where it has one."""
+        """Return the rule scorer's score of a ground truth, or None."""
         scorer = self._rule if self._judge.rule != "none" else None
         score = self._in_slots(lambda: scorer.score_truth(call)) if scorer else None
         return score if score and score.status == "ok" else None
 
     def is_asked(self, rule: Score | None) -> bool:
-        """A failed scorer fails its answer, so that nothing is paid for it."""
+        """Return True if the judge is needed. A failed scorer fails its response, so that no judge is paid for it."""
         return rule is None or (rule.status == "ok" and not (self._judge.rule == "first" and _is_right(rule)))
 
     def together(self, rule: Score | None, verdict: Score) -> Score:
-        """The score of an answer of which rule and judge have spoken."""
+        """Combine the rule scorer's score and the judge's verdict."""
         if rule is None or verdict.status != "ok":
             return verdict
         if self._judge.rule == "beside":
-            # Numbers of one name are the rule's, of which reward.weights speaks.
+            # For extras of the same name the rule's value wins, because reward.weights refers to it.
             of_judge = {name: value for name, value in verdict.extras.items() if name.startswith("judge")}
             return replace(rule, extras=verdict.extras | rule.extras | of_judge)
         extras = rule.extras | verdict.extras
-        # `acc` is what a validation counts, and what is wrong by the rule may be right by the judge.
+        # Validation counts `acc`, and a response that is wrong by the rule may be right by the judge.
         if "acc" in rule.extras and "acc" not in verdict.extras:
             extras["acc"] = verdict.extras["judge"]
         return replace(verdict, extras=extras)
@@ -95,14 +95,14 @@ class Grader:
     # -- the judge -----------------------------------------------------------------------------------------------------
 
     def message(self, call: ScorerCall, question: Question) -> str:
-        """What the judge is asked. Raises RewardError where the template cannot be filled in."""
+        """Return the judge's prompt. Raises RewardError if the template cannot be filled in."""
         return self._template.filled(question.text, _answer(call), call[2], call[0], call[3])
 
     def read(self, reply: Reply, call: ScorerCall) -> Score:
-        """What a reply says of an answer; ``judge`` among the extras is the judge's number."""
+        """Return the score from a judge's reply, with the judge's number as the extra ``judge``."""
         if not reply.text:
             return _unread(f"it sends {reply.about}")
-        # Up to where it was cut it may only have quoted the answer.
+        # A reply that was cut may so far only have quoted the response.
         if reply.is_cut and self._judge.parse in (None, BY_RULE) and not is_whole_verdict(reply.text):
             limits = "reward.judge.request.max_tokens, or the server's"
             limits = limits if self._judge.url is not None else "reward_model.rollout.response_length"
@@ -126,7 +126,7 @@ class Grader:
         return self._function.score(call[0], reply, call[2], told)
 
     def _of_extraction(self, reply: str, call: ScorerCall) -> Score:
-        """The scorer's verdict on the result that the judge has found, in whichever form it can read it."""
+        """Return the rule scorer's best score of the result that the judge extracted, over all `FORMS`."""
         text = without_thinking(reply)
         box = last_boxed(text)
         result = text if box is None else box
@@ -143,7 +143,7 @@ class Grader:
         return best
 
     def take_printed(self) -> str:
-        """What scorer and function have printed since the last call."""
+        """Return and clear the output that scorer and function have printed."""
         slots = [slot for slot in (self._rule, self._function) if slot]
         return "".join(self._in_slots(slot.take_printed) for slot in slots)
 
@@ -158,16 +158,16 @@ class Grader:
 
 
 class Questions:
-    """The questions of a split's rows. with_images: with the files of their images."""
+    """The questions of a split's rows. with_images: include the contents of the image files."""
 
     def __init__(self, rows: Rows, with_images: bool) -> None:
         self._rows = rows
         self._pictures: Pictures | None = rows.pictures() if with_images else None
         self._num_images = rows.num_images
-        self._reading = threading.Lock()  # many answers at once ask for images, and files are read by one
+        self._reading = threading.Lock()  # responses are judged concurrently, but files are read by one thread
 
     def __call__(self, row: int) -> Question:
-        """The last message of the user, and the images of the prompt. Raises DataError for images that are gone."""
+        """Return the last user message and the images of the prompt. Raises DataError for missing images."""
         texts = [message["content"] for message in without_parts(self._rows[row].prompt) if message["role"] == "user"]
         if not self._pictures or not self._num_images[row]:
             return Question(texts[-1] if texts else "")
@@ -176,7 +176,7 @@ class Questions:
 
 
 def _answer(call: ScorerCall) -> str:
-    """The last turn of the policy, where there are several, as the scorers read it."""
+    """Return the last turn of a response with several turns, as the scorers do."""
     turn = call[3].get("last_turn")
     return turn if isinstance(turn, str) else call[1]
 

@@ -1,6 +1,6 @@
-"""Answers scored by a judge behind a server, alone or with the scorer of their data source.
+"""Scoring by a remote judge, alone or together with the scorer of the data source.
 
-The judge is asked from this process, in an event loop of a thread of its own, about many answers at the same time.
+An event loop in a separate thread of this process sends the requests for many responses concurrently.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rltrain.rewards.processes.score import JUDGE, UNASKED, Score, ScorerCall
 
 
 class JudgedScorer:
-    """Scores answers by ``reward.judge.url``. May be used from several threads.
+    """Scores responses by ``reward.judge.url``. Thread-safe.
 
-    num_sharing: processes that ask the same judge for this run. Raises ConfigError for a template, an expression, a
-    cache or a key that cannot be used.
+    num_sharing: number of processes of this run that use the same judge. Raises ConfigError for an unusable template,
+    expression, cache or key.
     """
 
     def __init__(self, cfg: Config, num_sharing: int = 1, clock: Clock = SYSTEM) -> None:
@@ -40,7 +40,7 @@ class JudgedScorer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
         self._server = JudgeServer(judge, num_sharing, clock)
-        self._under_way: dict[asyncio.Task[Any], int] = {}  # and the batch
+        self._under_way: dict[asyncio.Task[Any], int] = {}  # task -> number of its batch
         self._counts: Counter[str] = Counter()
         self._said: dict[str, None] = {}
         self._counting = threading.Lock()
@@ -48,9 +48,9 @@ class JudgedScorer:
     def score_all(
         self, calls: Sequence[ScorerCall], questions: Sequence[Ask], within_s: float | None = None, batch: int = 0
     ) -> list[Score]:
-        """Score answers; what ``questions`` make is asked for where the judge is.
+        """Score responses. ``questions`` are created only for responses that the judge scores.
 
-        within_s: how long each may take; None: until `give_up` names the batch.
+        within_s: deadline per response; None: until `give_up` is called with the batch.
         """
         grader, rules = self._grader, self._grader.rules(calls)
         asked = [at for at, rule in enumerate(rules) if grader.is_asked(rule)]
@@ -62,9 +62,10 @@ class JudgedScorer:
         ]
 
     def score_truth(self, call: ScorerCall, question: Ask) -> Score:
-        """Have the judge judge a ground truth as the answer, whatever the scorer says of it.
+        """Let the judge score a ground truth as the response, even if the scorer suffices.
 
-        Raises JudgeError where the server does not answer now, RewardError where it refuses or its reply has no score.
+        Raises JudgeError if the server does not reply now, RewardError if it rejects the request or its reply has no
+        score.
         """
         rule = self._grader.rule_of_truth(call)
         verdict = self._in_loop(self._judge_all([call], [question], self._judge.deadline_s))[0]
@@ -76,7 +77,8 @@ class JudgedScorer:
         return self._grader.together(rule, verdict)
 
     def give_up(self, batch: int | None = None) -> None:
-        """Leave unscored what is being judged, of all batches or of one: when this is heard the next may have begun."""
+        """Cancel the judging of one batch, or of all. The batch is named, because the next one may have begun
+        meanwhile."""
 
         def cancel() -> None:
             for task, its_batch in self._under_way.items():
@@ -86,13 +88,13 @@ class JudgedScorer:
         self._loop.call_soon_threadsafe(cancel)
 
     def take_counts(self) -> Counter[str]:
-        """What the judge has cost since the last call, by `JUDGE_COUNTS`."""
+        """Return and reset the judge's costs, by `JUDGE_COUNTS`."""
         with self._counting:
             counts, self._counts = self._counts, Counter()
         return counts
 
     def take_printed(self) -> str:
-        """What scorer and function have printed since the last call, and what is said of the cache."""
+        """Return and clear the output of scorer and function, and warnings about the cache."""
         with self._counting:
             said, self._said = self._said, {}
         return self._grader.take_printed() + "".join(f"{line}\n" for line in said)
@@ -136,7 +138,7 @@ class JudgedScorer:
 
     async def _read_reply(self, request: dict[str, Any], call: ScorerCall, counts: Counter[str]) -> Score:
         kept = await asyncio.to_thread(self._kept, request)
-        # An expression or a function may be another one now, to which what is kept says nothing.
+        # The expression or function may have changed since the reply was cached and no longer read it.
         if kept is not None and (score := await self._score_of(Reply(kept), call)).status == "ok":
             counts["cache_hits"] += 1
             return score
@@ -154,7 +156,7 @@ class JudgedScorer:
         return await asyncio.to_thread(self._grader.read, reply, call)
 
     def _kept(self, request: dict[str, Any]) -> str | None:
-        """The reply in the cache; a file that fails now costs money and no score."""
+        """Return the cached reply. A cache that fails now costs only the judge's price, not the score."""
         try:
             return self._cache.get(request) if self._cache else None
         except sqlite3.Error as error:
@@ -188,6 +190,6 @@ class JudgedScorer:
 
 
 def of_rule(rule: Score | None) -> Score:
-    """The score of an answer that is not judged."""
+    """Return the score of a response that is not judged."""
     assert rule
     return rule

@@ -1,4 +1,4 @@
-"""``reward.log`` and ``agents.log``: what a user's code prints, and how scorers fail."""
+"""``reward.log`` and ``agents.log``: output of user code, and failures of scorers."""
 
 import logging
 import time
@@ -13,21 +13,22 @@ logger = logging.getLogger(__name__)
 
 
 class PrintLog:
-    """A log file of lines that a user's code has printed.
+    """A log file of lines that user code has printed.
 
-    A file of ``max_bytes`` becomes ``NAME.1.log``, in place of an older one. Without ``file`` nothing is written.
+    At ``max_bytes`` the file is renamed to ``NAME.1.log``, which replaces an older one. Without ``file`` nothing is
+    written.
     """
 
     def __init__(self, file: Path | None = None, max_bytes: int = 32 << 20) -> None:
         self._file, self._max_bytes = file, max_bytes
 
     def printed(self, who: str, text: str) -> None:
-        """Write down what somebody's code has printed."""
+        """Append the output of user code with time and source."""
         if self._file is None or not text:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = "".join(f"{stamp} {who}: {plain(line)}\n" for line in text.splitlines())
-        with suppress(OSError):  # a full disk is for the checkpoints to complain about
+        with suppress(OSError):  # a full disk is reported by the checkpoints
             if self._file.exists() and self._file.stat().st_size + len(lines) > self._max_bytes:
                 self._file.replace(self._file.with_suffix(f".1{self._file.suffix}"))
             with open(self._file, "a", encoding="utf-8", errors="backslashreplace") as stream:
@@ -35,9 +36,9 @@ class PrintLog:
 
 
 class RewardLog(PrintLog):
-    """``reward.log``: the lines that scorers print, and the first failure per kind, which the driver logs too.
+    """``reward.log``: output of scorers, and the first failure of each kind, which the driver also logs.
 
-    The driver alone writes it, so that no line of one node overwrites another's.
+    Only the driver writes the file, so that nodes do not overwrite each other's lines.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -45,7 +46,7 @@ class RewardLog(PrintLog):
         self._seen: set[tuple[str, str, str]] = set()
 
     def failures(self, scores: Iterable[Any]) -> None:
-        """Report the first failure per kind, which is data source, status and exception."""
+        """Log the first failure of each kind. A kind is a data source, status and exception."""
         for score in scores:
             kind = (score.call[0], score.status, score.kind) if score.call else ("", score.status, score.kind)
             if score.status != "ok" and kind not in self._seen:

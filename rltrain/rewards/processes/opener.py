@@ -1,6 +1,6 @@
-"""Scorers as the process of a slot opens them: what they return is read there, as a score and its extras.
+"""Creation of scorers in a slot's process. Their return values are converted there to a score and extras.
 
-Imports neither torch nor Ray nor NumPy: each process begins with it.
+Imports neither torch nor Ray nor NumPy, because every slot process imports it.
 """
 
 import pickle
@@ -23,7 +23,7 @@ _NAMELESS = (
 
 @dataclass(frozen=True)
 class ScorerOpener:
-    """Makes the scorer of a data source: ``custom`` for all of them, or a built-in one."""
+    """Creates the scorer of a data source: ``custom`` for all of them, or a built-in one."""
 
     custom: CustomReward | None
 
@@ -40,13 +40,13 @@ class ScorerOpener:
 
 
 def _last(solution: str, extra: dict[str, Any]) -> str:
-    """The last turn of the policy, where there are several: what a tool has said may look like an answer."""
+    """Return the last turn of a response with several turns: a tool's result may look like an answer."""
     turn = extra.get("last_turn")
     return turn if isinstance(turn, str) else solution
 
 
 class _Single:
-    """The user's function, called once per answer."""
+    """The user's function, called once per response."""
 
     def __init__(self, custom: CustomReward) -> None:
         self._custom, self._function = custom, RewardFunction(custom)
@@ -70,7 +70,7 @@ class _Single:
 
 
 class _Lists:
-    """The user's function, called with lists of answers (reward_manager=batch)."""
+    """The user's function, called with lists of responses (reward_manager=batch)."""
 
     takes_lists = True
 
@@ -89,7 +89,7 @@ class _Lists:
 
 
 def _explain(error: pickle.PicklingError, custom: CustomReward) -> None:
-    """Add what to do where the function was given as an object."""
+    """Add a hint to the error if the function was given as an object."""
     if custom.path.endswith(".pkl"):
         error.args = (f"{error}{_NAMELESS}",)
 

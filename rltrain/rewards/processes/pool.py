@@ -1,12 +1,11 @@
-"""The reward pool: Ray actors that fetch answers where they were produced and score them in killable processes.
+"""Pool of Ray actors that fetch responses from where they were generated and score them in killable processes.
 
-Texts never pass through the driver: it hands out references, rows and positions, and gets numbers back. Each worker has
-a slot of its own (or a remote scorer), so that an answer that hangs holds up one worker until its deadline, and nobody
-else. A slow answer still delays the others of its call, which is why a batch is dealt out in several small calls per
-worker.
+Texts never pass through the driver: it sends references, rows and positions, and receives numbers. Each worker has its
+own slot (or a remote scorer), so that a response that hangs blocks one worker until its deadline. It still delays the
+other responses of its call, which is why a batch is split into several small calls per worker.
 
-Ray's words for the end of a process are many lines about Ray. A user needs to know which process on which node, what it
-did, and what to type (`RewardPool.errors`, `RewardPool.silent`).
+Ray describes the end of a process in many lines about Ray. A user needs to know which process on which node ended,
+during which phase, and which command to type (`RewardPool.errors`, `RewardPool.silent`).
 """
 
 from __future__ import annotations
@@ -32,36 +31,36 @@ from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.scoring import POLL_S, Scoring
 from rltrain.rewards.processes.worker import RewardWorker
 
-# Calls of this group are answered while an answer is scored.
+# Calls of this group are served while a response is scored.
 _CONTROL = "control"
-# How long the workers may take to show what they do.
+# Timeout for the workers' stacks, in seconds.
 _STACKS_S = 5.0
-# A message names this many workers at most.
+# Maximum number of workers that a message names.
 _NAMED = 4
 
 
 @dataclass(frozen=True)
 class PoolWatch:
-    """What a pool asks while it waits."""
+    """Callbacks and limits of a pool while it waits."""
 
     gone: Callable[[Exception], str] = lambda _: f"the process is gone: killed, or memory ran out. {AGAIN}"
-    """What to say of the end of a process, by Ray's error."""
+    """Describes the end of a process, from Ray's error."""
     check: Callable[[], None] = lambda: None
-    """Raises what ends the wait."""
+    """Raises an error to end the wait."""
     hung: Callable[[], str] = str
-    """Writes the stacks of the run, and returns a sentence about them."""
+    """Writes the stacks of the run and returns a sentence about them."""
     late_s: float = 120.0
-    """What a worker may take beyond the time of its answers."""
+    """Seconds that a worker may take beyond the time of its responses."""
     trial_s: float = math.inf
-    """How long the trial of the scorers may take."""
+    """Deadline for the trial of the scorers, in seconds."""
 
 
 class RewardPool:
-    """``num_workers`` reward workers, dealt out to the places in turn.
+    """``num_workers`` reward workers, assigned round-robin to ``places``.
 
-    ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets what scorers print, see
-    `RewardLog`. places: Ray's scheduling strategies. Its own way to spread puts all on one node where it has not heard
-    of another lately, so a run names its nodes.
+    ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets the scorers' output, see
+    `RewardLog`. ``places`` are Ray's scheduling strategies. A run names its nodes, because Ray's "SPREAD" puts all
+    workers on one node if it has had no recent report from the others.
     """
 
     def __init__(
@@ -78,35 +77,35 @@ class RewardPool:
         self._cfg, self.reward = cfg, cfg.reward
         self.log = RewardLog(log_file)
         self.watch = watch or PoolWatch()
-        # Ray's slots are for the workers of the devices; reward.num_workers says how many score. No restarts: a worker
-        # that is gone ends the run with its cause, and the run goes on from a checkpoint.
-        # A judge is waited for in many calls at once.
+        # num_cpus=0, because Ray's CPU slots are for the device workers; reward.num_workers sets the number of scorers.
+        # No restarts: the death of a worker ends the run with its cause, and the run resumes from a checkpoint. A
+        # worker has many concurrent calls if they wait for a judge.
         judge = cfg.reward.judge
         self._lanes = max(1, judge.max_concurrency // num_workers) if judge.url else 1
         self._num_places = len(places)
         self._tokens_used = self._batches = 0
         options: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": self._lanes}
-        # A thread of its own answers for stacks while an answer is scored.
+        # A separate thread serves stacks while a response is scored.
         actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
         placed = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
-        # A Ray that was there before this run has not seen the judge's key.
+        # A Ray cluster that was started before this run does not have the judge's key in its environment.
         environment = driver_environment(judge.api_key_env)
         self.workers: list[Any] = [
             place.remote(cfg, f"worker {at}", splits, environment, num_workers) for at, place in enumerate(placed)
         ]
         self._numbers = {worker._actor_id.hex(): number for number, worker in enumerate(self.workers)}
-        # Asked at once, since who is gone cannot say who it was.
+        # Requested now, because a dead worker cannot report its process id.
         self._who = [worker.who.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
 
     def score_truths(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:
-        """Score rows with their ground truth as the answer, on every worker, before anything is trained.
+        """Score rows with their ground truth as the response, on every worker, before the training.
 
-        ``rows`` is by default the first row per data source. Raises RewardError where nothing could ever be scored: no
-        scorer for a data source, a missing package, a reward file that does not import, a function of the user's own
-        that gives no number for any of the rows. Other failures are only logged: a bare ground truth need not look like
-        an answer.
+        ``rows`` defaults to the first row per data source. Raises RewardError if nothing could ever be scored: no
+        scorer for a data source, a missing package, a reward file that cannot be imported, or a user's function that
+        returns no number for any of the rows. Other failures are only logged, because a bare ground truth need not look
+        like a response.
         """
-        # On every worker, since a package or the reward file may be missing on a single node.
+        # On every worker, because a package or the reward file may be missing on a single node.
         calls = [worker.score_truths.remote(split, rows if rows is None else list(rows)) for worker in self.workers]
         results = self._tried(calls)
         for _, (worker, printed) in results:
@@ -126,7 +125,7 @@ class RewardPool:
         return scores
 
     def count_tokens(self, counts: Counter[str]) -> None:
-        """Raise RewardError where the judge has used more tokens than it may."""
+        """Raise RewardError if the judge has exceeded its token limit."""
         self._tokens_used += counts["tokens"]
         most = self.reward.judge.max_tokens_total
         if most is not None and self._tokens_used > most:
@@ -137,27 +136,27 @@ class RewardPool:
             )
 
     def node_of(self, worker: int) -> int:
-        """The node of a worker, by the place that it was given."""
+        """Return the index of a worker's place, which identifies its node."""
         return worker % self._num_places
 
     @property
     def lanes(self) -> list[Any]:
-        """The workers, each as often as it takes calls at once."""
+        """The workers, each repeated by its number of concurrent calls."""
         return [worker for worker in self.workers for _ in range(self._lanes)]
 
     def give_up(self, batch: int) -> None:
-        """Have no worker wait for the judge of a batch any longer."""
+        """Let all workers stop waiting for the judge of a batch."""
         for worker in self.workers:
             worker.give_up.options(concurrency_group=_CONTROL).remote(batch)
 
     def begin_scoring(self, split: str, total: int) -> Scoring:
-        """Score ``total`` answers as they arrive."""
+        """Return a `Scoring` for ``total`` responses, which are scored as they arrive."""
         self._batches += 1
         return Scoring(self, self._batches, split, total)
 
     @contextmanager
     def errors(self, phase: str, busy: Sequence[int]) -> Iterator[None]:
-        """Ray's errors as those of rltrain. busy: whose they may be, where Ray does not say."""
+        """Convert Ray's errors to rltrain's. busy: the workers that may have failed, if Ray does not name one."""
         from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
         try:
@@ -178,14 +177,17 @@ class RewardPool:
             raise WorkerLost(f"{where}: {self.watch.gone(error)}") from error
 
     def silent(self, phase: str, late: Sequence[int], seconds: float, limit: str) -> WorkerLost:
-        """Name those that do not even show their stacks, or else all that are late; and end the former."""
+        """Return an error for late workers and kill the workers that do not even return their stacks.
+
+        The error names the unresponsive workers, or all late workers if every one responds.
+        """
         import ray
 
         stacks = self._stacks()
         silent = [number for number in late if not stacks[number]]
         place, stacks_file = self._place(silent or late, phase), self.watch.hung()
         for number in silent:
-            # Ray asks a process to end itself, and one that is stopped does not hear.
+            # SIGKILL, because Ray asks a process to end itself, and a stopped process ignores that.
             with suppress(ray.exceptions.RayError, ProcessLookupError, PermissionError):
                 pid, node = ray.get(self._who[number], timeout=0)
                 if node == socket.gethostname():
@@ -194,7 +196,7 @@ class RewardPool:
         return WorkerLost(f"{place}: not done after {seconds:.0f} s ({state}; {limit}).{stacks_file} {AGAIN}")
 
     def stacks(self) -> dict[str, str]:
-        """What the workers and their processes do."""
+        """Return the stacks of the workers and their processes."""
         silent = "does not answer: stopped, or its node is gone\n"
         return {f"reward worker {number}": stack or silent for number, stack in enumerate(self._stacks())}
 
@@ -204,8 +206,8 @@ class RewardPool:
 
         closing = [worker.close.remote() for worker in self.workers]
         if closing:
-            # Killed at once, a worker could not end what its scorers have started; one that hangs is killed all the
-            # same.
+            # A worker that is killed at once could not end the processes of its scorers. A worker that hangs is killed
+            # after the timeout.
             ray.wait(closing, num_returns=len(closing), timeout=5)
         for worker in self.workers:
             ray.kill(worker)
@@ -217,7 +219,7 @@ class RewardPool:
         watch, late, started = self.watch, list(range(len(calls))), time.monotonic()
         phase = "the trial on a row of every data source"
         while late:
-            # Not `ray.get` alone, which would keep a signal from Python until the call ends.
+            # `ray.get` alone would block Python's signal handlers until the call ends.
             ready, _ = ray.wait([calls[late[0]]], timeout=POLL_S)
             if ready:
                 with self.errors(phase, late[:1]):
@@ -230,7 +232,7 @@ class RewardPool:
         return ray.get(calls)
 
     def _place(self, numbers: Sequence[int], phase: str) -> str:
-        """Role, numbers, processes and nodes, and what they do."""
+        """Return a description of the workers: role, numbers, processes, nodes and phase."""
         import ray
 
         ready, _ = ray.wait(self._who, num_returns=len(self._who), timeout=0)
@@ -244,7 +246,7 @@ class RewardPool:
         return f"{', '.join(names) or 'a reward worker'}{remainder}, in {phase}"
 
     def _stacks(self) -> list[str]:
-        """What the workers and their processes do; "" for those that do not answer."""
+        """Return the stacks of the workers and their processes; "" for workers that do not reply."""
         import ray
 
         calls = [worker.stacks.options(concurrency_group=_CONTROL).remote() for worker in self.workers]

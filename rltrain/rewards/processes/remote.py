@@ -1,9 +1,8 @@
-"""A scorer behind HTTP: POST {data_source, solution_str, ground_truth, extra_info}, and {"score": ...} comes back.
+"""Remote scorer over HTTP: POST {data_source, solution_str, ground_truth, extra_info}, reply {"score": ...}.
 
-It runs in the reward worker itself, not in a slot, because nothing but JSON is read from the other side. Every answer
-has a hard deadline that holds for all its retries and for a reply that trickles. A socket's timeout cannot give that,
-since it starts anew with every byte; cancelling a coroutine can, hence httpx and asyncio. Redirects and proxies are not
-followed: an answer goes to the address that the user gave, or nowhere.
+It runs in the reward worker itself, not in a slot, because only JSON is read from the server. Every response has a hard
+deadline that includes all retries and slow replies. A socket timeout restarts with every byte, but a coroutine can be
+cancelled at a deadline; hence httpx and asyncio.
 """
 
 import asyncio
@@ -24,9 +23,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 class RemoteScorer:
-    """Scores answers at ``url``: ``timeout_s`` per answer with all its retries, ``concurrency`` answers at a time.
+    """Scores responses at ``url``: ``timeout_s`` per response with all retries, ``concurrency`` responses at a time.
 
-    ``headers`` go with every request. Connections are kept from answer to answer.
+    ``headers`` are sent with every request. Connections are reused.
     """
 
     def __init__(
@@ -38,33 +37,32 @@ class RemoteScorer:
         clock: Clock = SYSTEM,
     ):
         self._url, self._timeout_s, self._clock = url, timeout_s, clock
-        # One loop for the life of the scorer, because connections belong to the loop that opened them.
+        # One loop for the lifetime of the scorer, because connections belong to the loop that opened them.
         self._loop = asyncio.new_event_loop()
-        # Outside the deadline: an answer's time starts when its request does.
+        # Acquired outside the deadline: a response's time starts with its request.
         self._free = asyncio.Semaphore(concurrency)
         self._client = client({name: str(value) for name, value in (headers or {}).items()}, concurrency)
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
-        """Score one answer. Failing connections, 429 and 5xx are tried again until the deadline."""
+        """Score one response. Connection errors, 429 and 5xx are retried until the deadline."""
         return self.score_all([(data_source, solution_str, ground_truth, extra_info)])[0]
 
     def score_all(self, calls: Sequence[ScorerCall]) -> list[Score]:
-        """Score answers, several at a time; in their order."""
+        """Score responses concurrently and return the scores in their order."""
         return self._loop.run_until_complete(self._gather(calls))
 
     def score_truth(self, call: ScorerCall) -> Score:
-        """Score one answer. Raises RewardError unless a score comes back."""
+        """Score one response. Raises RewardError if there is no score."""
         score = self.score(*call)
         if score.status != "ok":
             raise RewardError(f"reward.url={self._url!r} gives no score for data_source={call[0]!r}: {score.error}")
         return score
 
     def take_printed(self) -> str:
-        """Nothing: what the scorer prints is at the other end."""
+        """Return "": the scorer prints on the server."""
         return ""
 
     def close(self) -> None:
-        """Close the connections."""
         self._loop.run_until_complete(self._client.aclose())
         self._loop.close()
 
@@ -83,7 +81,7 @@ class RemoteScorer:
         return score.about(call)
 
     async def _until_scored(self, body: bytes, trouble: list[str]) -> Score:
-        """Ask until there is a score. What went wrong meanwhile is added to ``trouble``."""
+        """Retry until there is a score. Errors are appended to ``trouble``."""
         for attempt in count():
             pause_s = min(_FIRST_PAUSE_S * 2 ** min(attempt, 10), _LONGEST_PAUSE_S)
             try:
@@ -91,7 +89,7 @@ class RemoteScorer:
                 if response.status_code not in TRY_AGAIN:
                     return self._read(response.status_code, reply)
                 trouble.append(f"HTTP {response.status_code} {reply[:200]!r}")
-                # However long a server asks for: the answer's deadline ends the wait.
+                # The server may ask for any wait: the response's deadline ends it.
                 pause_s = max(pause_s, retry_after_s(response.headers.get("Retry-After", "")))
             except httpx.TransportError as error:  # refused, reset, cut short
                 trouble.append(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""The answers of a step on their way through the reward pool, and those that a judge on the devices is asked about.
+"""Scoring of a step's responses by the reward pool, including requests to a judge on the devices.
 
-A slow answer delays the others of its call, which is why a batch is dealt out in several small calls per worker.
+A slow response delays the others of its call, so a batch is split into several small calls per worker.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from rltrain.rewards.processes.score import JUDGE, UNASKED, Asked, Score
 if TYPE_CHECKING:
     from rltrain.rewards.processes.pool import RewardPool
 
-# Small calls let a worker that is done take over from a slow one; each costs a round through Ray.
+# Small calls let an idle worker take over from a slow one; each call costs a round trip through Ray.
 _CALLS_PER_WORKER = 4
-# Python handles a signal only when a wait for the workers returns, because Ray waits below Python.
+# Python handles signals only when a wait for the workers returns, because Ray waits below Python.
 POLL_S = 0.5
-# What a reward worker may take per answer to replace a killed process.
+# Seconds per response that a reward worker may take to replace a killed process.
 _RESTART_S = 5.0
 _PHASE = "scoring answers"
 
 
 @dataclass
 class _Call:
-    """Answers that a worker scores together [k]."""
+    """Responses that a worker scores together [k]."""
 
     texts: Any
-    """A list, by reference."""
+    """Reference of a list."""
     rows: NDArray[np.int64]
     positions: NDArray[np.int64]
-    """In the list."""
+    """Indices into the list."""
     scores: dict[int, Score | Asked] = field(default_factory=dict)
-    """By place among the answers; none are there before the call has come back."""
+    """Scores by index within the call; empty before the call returns."""
     messages: Any = None
-    """To a judge on the devices: a list, by reference."""
+    """Reference of a list of prompts for a judge on the devices."""
     node: int = 0
-    """Where it lies."""
+    """Index of the node that stores ``messages``."""
 
 
 class Scoring:
-    """Answers on their way through the pool, dealt out to workers as these come free.
+    """Responses in the pool, dealt out to workers as they become free.
 
-    ``seconds`` is what scoring has cost so far, summed over all workers; ``judged`` what a judge has cost. A judge on
-    the run's devices is asked for what `messages` returns, and `hear` takes its replies; then comes `collect`.
+    ``seconds`` is the scoring time so far, summed over all workers; ``judged`` counts a judge's costs. With a judge on
+    the run's devices, `messages` returns its prompts, `hear` takes its replies, and `collect` comes last.
     """
 
     def __init__(self, pool: RewardPool, batch: int, split: str, total: int) -> None:
@@ -65,18 +65,18 @@ class Scoring:
         self._is_over = False
         self._pool, self._batch = pool, batch
         self._workers = ActorPool(pool.lanes)
-        self._busy: dict[int, int] = {}  # number of what was submitted -> number of the worker that has it
+        self._busy: dict[int, int] = {}  # number of a submitted call -> number of its worker
         self._split = split
         self._total = total
-        # Small enough that a slow answer holds up few others.
+        # Small, so that a slow response delays few others.
         self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(pool.lanes))))
         self._calls: list[_Call] = []  # in the order of `add`
-        # What was submitted, by number: the call, and the places of its answers that get their scores.
+        # Submitted calls by number, with the indices of the responses that get their scores.
         self._submitted: list[tuple[_Call, Sequence[int]]] = []
         self._failures: list[Score] = []
 
     def add(self, texts: Any, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Score the texts at ``positions`` [k] of a list (by reference) as answers to ``rows`` [k]."""
+        """Score the texts at ``positions`` [k] of a list (by reference) as responses to ``rows`` [k]."""
         rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         if rows.shape != positions.shape:
             raise ValueError(f"{len(rows)} rows and {len(positions)} positions")
@@ -101,7 +101,7 @@ class Scoring:
         return getattr(worker, method).remote(*call[1:])
 
     def _unjudged(self, number: int, count: int) -> Any:
-        """What a worker would have returned, had the judge been waited for in vain."""
+        """Return the result of a worker whose wait for the judge timed out."""
         import ray
 
         sentence = f"not judged within {self._pool.reward.judge.deadline_s:g} s (reward.judge.deadline_s)"
@@ -109,15 +109,16 @@ class Scoring:
         return ray.put(((self._batch, number), scores, 0.0, Counter(), ("driver", ""), None))
 
     def advance(self) -> None:
-        """Take what is done and hand out what waits, without waiting."""
+        """Process finished calls and submit waiting ones, without blocking."""
         while self._take(wait_s=0):
             pass
 
     def messages(self, wanted: NDArray[np.bool_]) -> Samples:
-        """Wait until every answer has its score or waits for a judge on the devices; the messages for the latter.
+        """Wait until every response has its score or waits for a judge on the devices. Return the prompts for the
+        judge.
 
-        wanted: whether anybody reads the score of an answer [answers, in the order of `add`]; the others stay unjudged.
-        Returns samples, a message each, with ``judge_message`` and ``message_length``.
+        wanted: mask of responses whose score is used [responses, in the order of `add`]; the others stay unjudged. The
+        returned samples have one prompt each, with ``judge_message`` and ``message_length``.
         """
         self._finish()
         first, lengths, parts = 0, list[int](), list[StoredRows]()
@@ -139,10 +140,10 @@ class Scoring:
         return samples
 
     def hear(self, replies: Samples, costs: Counter[str], *, again: bool) -> None:
-        """Have the replies read: ``judge_reply`` of what `messages` has returned. Waits for the scores.
+        """Parse the judge's replies, column ``judge_reply`` of the samples from `messages`. Waits for the scores.
 
-        costs: of these replies, by `JUDGE_COUNTS`. again: answers whose reply cannot be read are among the next
-        `messages`. Raises RewardError where the judge has used more tokens than it may.
+        costs: of these replies, by `JUDGE_COUNTS`. again: include responses with an unreadable reply in the next
+        `messages`. Raises RewardError if the judge has exceeded its token limit.
         """
         self.judged.update(costs)
         first = 0
@@ -150,7 +151,7 @@ class Scoring:
             asked = {place: score for place, score in call.scores.items() if isinstance(score, Asked)}
             if asked:
                 request = replies.request(first + np.arange(len(asked)), [c.JUDGE_REPLY])
-                # A `Request` would bring torch into the processes that score.
+                # A `Request` would import torch in the processes that score.
                 parts = [(part.ref, part.ids, part.rows) for part in request.parts]
                 self._submit("read", call, list(asked), list(asked.values()), parts, again)
                 first += len(asked)
@@ -158,21 +159,20 @@ class Scoring:
         self._pool.count_tokens(costs)
 
     def collect(self) -> Columns:
-        """Wait for all scores and return them as columns, in the order in which answers were added.
+        """Wait for all scores and return them as columns, in the order in which responses were added.
 
-        ``score``, ``reward_failed`` and ``reward_timeout`` (0 or 1), and ``scorer/NAME`` per extra: float64 (NaN where
-        an answer has none) or texts (objects, "" for none); ``reward_error`` (texts) where one failed. Raises
-        RewardError if more than half of the answers fail.
+        The columns are ``score``, ``reward_failed`` and ``reward_timeout`` (0 or 1), ``scorer/NAME`` per extra as
+        float64 (NaN if missing) or texts (objects, "" if missing), and ``reward_error`` (texts) if a response failed.
+        Raises RewardError if more than half of the responses fail.
         """
         self._finish()
         scores = [score for call in self._calls for score in call.scores.values() if isinstance(score, Score)]
         return columns_of(scores, self._pool.reward.on_error)
 
     def _finish(self) -> None:
-        """Wait for all that was submitted."""
+        """Wait for all submitted calls."""
         started = heard = time.monotonic()
-        # A worker that is alive keeps its deadlines, so silence for longer than a whole call may take is not a slow
-        # answer.
+        # A live worker keeps its deadlines, so silence for longer than a whole call may take is not a slow response.
         watch, per_call, timeout_s = self._pool.watch, self._answers_per_call, self._pool.reward.timeout_s
         judge = self._pool.reward.judge
         deadline_s = judge.deadline_s if judge.url else math.inf
@@ -181,7 +181,7 @@ class Scoring:
         while self._workers.has_next():
             watch.check()
             self._is_over = time.monotonic() - started > deadline_s
-            if self._is_over:  # asked again and again: a worker may only now have come to the judge
+            if self._is_over:  # repeated, because a worker may have reached the judge only now
                 self._pool.give_up(self._batch)
             if self._take(min(POLL_S, deadline_s)):
                 heard = time.monotonic()
@@ -209,7 +209,8 @@ class Scoring:
         ended = [score for score in scores if isinstance(score, Score)]
         self._pool.log.failures(ended)
         self._failures += [score for score in ended if score.status != "ok"]
-        # Counted against all answers of the batch, not those scored so far, so that a few early failures stop nothing.
+        # Relative to all responses of the batch, not to the scored ones, so that a few early failures do not end the
+        # run.
         if 2 * len(self._failures) > self._total:
             raise _too_many(self._failures, self._total)
         self._pool.count_tokens(judged)
@@ -219,7 +220,7 @@ class Scoring:
 def _too_many(failures: list[Score], total: int) -> RewardError | JudgeError:
     by_judge, unasked = ([score for score in failures if score.kind == kind] for kind in (JUDGE, UNASKED))
     if 2 * (len(by_judge) + len(unasked)) > len(failures):
-        if len(unasked) > len(by_judge):  # the same messages cannot be asked the next time either
+        if len(unasked) > len(by_judge):  # a retry could not create these prompts either
             return RewardError(_failure_report("asking the judge", unasked, total))
         report = _failure_report("reward.judge", by_judge, total)
         return JudgeError(f"{report}\nSee to the judge, and run the same command again.")

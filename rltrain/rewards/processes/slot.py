@@ -1,4 +1,4 @@
-"""A slot that scores answers: what it runs are scorers, and what it returns are scores."""
+"""Slot that runs scorers and returns scores."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from rltrain.slots.slot import ORPHANED, Slot
 
 
 class ScoringSlot(Slot):
-    """Scores answers in a process of its own: at most ``timeout_s`` per answer, whatever the reward function does.
+    """Scores responses in a separate process with at most ``timeout_s`` per response, even if a reward function hangs.
 
-    An answer for which the process outgrows ``memory_limit_mb`` (0: unlimited) counts as crashed.
+    If the process exceeds ``memory_limit_mb`` (0: unlimited), the response counts as crashed.
     """
 
     def __init__(
@@ -33,12 +33,14 @@ class ScoringSlot(Slot):
         super().__init__(service, Limits(timeout_s, memory_limit_mb, allow_code_execution, allow_unsandboxed_code))
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
-        """Score one answer. Raises RewardError only where no answer could be scored: no scorer, failing imports."""
+        """Score one response. Raises RewardError only if no response can be scored: no scorer, or failing imports."""
         return self.score_all([(data_source, solution_str, ground_truth, extra_info)])[0]
 
     def score_all(self, calls: Sequence[ScorerCall]) -> list[Score]:
-        """Score answers one by one; those of an ``async`` function at the same time, some at once. A function that
-        takes lists gets them in one call, with their time together."""
+        """Score responses one by one; with an ``async`` function, several concurrently.
+
+        A function that takes lists gets all responses in one call, with the sum of their time limits.
+        """
         if self._custom is None:
             outcomes = [self.call(call[0], *call) for call in calls]
         else:
@@ -46,13 +48,13 @@ class ScoringSlot(Slot):
         return [_score_of(outcome, call) for outcome, call in zip(outcomes, calls, strict=True)]
 
     def score_truth(self, call: ScorerCall) -> Score:
-        """Score a ground truth as the answer; where that fails, in the other `FORMS` until one does not.
+        """Score a ground truth as the response; if that fails, in the other `FORMS` until one succeeds.
 
-        Like ``score``, it raises only where nothing could be scored.
+        Raises RewardError only if nothing can be scored, as `score`.
         """
         score = self.score(*call)
         for form in FORMS[1:]:
-            # After a timeout no other form is tried: each could cost another deadline.
+            # No other form is tried after a timeout: each could cost another deadline.
             if score.status not in ("crashed", "rejected") or score.kind == ORPHANED:
                 break
             of_form = self.score(call[0], form.format(call[1]), *call[2:])

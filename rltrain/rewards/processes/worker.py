@@ -1,4 +1,4 @@
-"""A reward worker: a scorer and the rows of every split, in a process that is a Ray actor."""
+"""Reward worker: a scorer and the rows of every split, in a Ray actor."""
 
 import os
 import socket
@@ -26,13 +26,13 @@ from rltrain.rewards.processes.score import Asked, Score, ScorerCall, read_retur
 from rltrain.rewards.processes.slot import ScoringSlot
 
 Scorer = ScoringSlot | RemoteScorer | JudgedScorer | AskingScorer
-CallNumber = tuple[int, int]  # the batch, and the call among those of the batch
-# Number of the call, scores, seconds, what a judge has cost, who printed what, and messages to a judge by reference.
+CallNumber = tuple[int, int]  # (batch, index of the call in the batch)
+# Call number, scores, seconds, a judge's costs, (source, printed output), and a reference of prompts for a judge.
 Scored = tuple[CallNumber, list[Score | Asked], float, Counter[str], tuple[str, str], Any]
 
 
 def make_scorer(cfg: Config, num_sharing: int = 1) -> Scorer:
-    """What scores answers in this process, as the config says. num_sharing: how many such processes a run has."""
+    """Return this process's scorer by the config. num_sharing: number of such processes in the run."""
     reward = cfg.reward
     if cfg.reward_model.judges:
         return AskingScorer(cfg)
@@ -44,7 +44,7 @@ def make_scorer(cfg: Config, num_sharing: int = 1) -> Scorer:
 
 
 def rule_scorer(cfg: Config) -> ScoringSlot:
-    """The scorers of the data sources, or the user's function in their place."""
+    """Return the user's function, or else the scorers of the data sources."""
     reward = cfg.reward
     allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
     return ScoringSlot(custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, *allowed)
@@ -60,7 +60,7 @@ class RewardWorker:
 
         adopt(environment)
         self._name = name
-        # The tables stay in the node's object store; `Rows` builds a row when it is asked for.
+        # The tables stay in the node's object store; `Rows` builds rows on demand.
         self._rows: dict[str, Rows] = {split: ray.get(reference) for split, reference in splits.items()}
         self._scorer = make_scorer(cfg, num_workers)
         with_images = cfg.reward.judge.url is not None and cfg.reward.judge.images
@@ -70,7 +70,7 @@ class RewardWorker:
     def score(
         self, number: CallNumber, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
     ) -> Scored:
-        """Scores of the texts at ``positions`` of a list, by reference in ``texts``, as answers to ``rows``."""
+        """Score the texts at ``positions`` of a list (by reference in ``texts``) as responses to ``rows``."""
         import ray
 
         started = time.perf_counter()
@@ -98,8 +98,10 @@ class RewardWorker:
         replies: list[tuple[Any, np.ndarray, np.ndarray]],
         again: bool,
     ) -> Scored:
-        """As `score`, of answers that a judge on the devices was asked about. replies: objects by reference, with the
-        places of ``asked`` and the rows of the object that belong together. again: see `AskingScorer.read`.
+        """Score responses from the replies of a judge on the devices.
+
+        replies: objects by reference, each with indices into ``asked`` and the matching rows of the object. again: see
+        `AskingScorer.read`.
         """
         import ray
 
@@ -120,7 +122,7 @@ class RewardWorker:
         return number, scores, seconds, self.take_counts(), (self._name, self._scorer.take_printed()), messages
 
     def score_truths(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
-        """Score rows with their own ground truth as the answer (by default the first row per data source)."""
+        """Score rows with their ground truth as the response (by default the first row per data source)."""
         of_split = self._rows[split]
         chosen = list(of_split.data_sources().values()) if rows is None else rows
         calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
@@ -132,20 +134,20 @@ class RewardWorker:
         return [score for score in scores if score], (self._name, self._scorer.take_printed())
 
     def take_counts(self) -> Counter[str]:
-        """What a judge has cost since the last call."""
+        """Return and reset a judge's costs."""
         return self._scorer.take_counts() if isinstance(self._scorer, JudgedScorer | AskingScorer) else Counter()
 
     def give_up(self, batch: int) -> None:
-        """Leave unscored what a judge is asked for of a batch."""
+        """Stop waiting for the judge of a batch; its responses stay unscored."""
         if isinstance(self._scorer, JudgedScorer):
             self._scorer.give_up(batch)
 
     def who(self) -> tuple[int, str]:
-        """Process id and host."""
+        """Return process id and host."""
         return os.getpid(), socket.gethostname()
 
     def stacks(self) -> str:
-        """`stacks_here`, also while an answer is scored."""
+        """Return the stacks, also while a response is scored."""
         return stacks_here()
 
     def close(self) -> None:
@@ -155,7 +157,7 @@ class RewardWorker:
     def _scored(
         self, batch: int, split: str, rows: Sequence[int], calls: Sequence[ScorerCall]
     ) -> tuple[Sequence[Score | Asked], list[str]]:
-        """Scores, and messages to a judge on the devices."""
+        """Return scores, and prompts for a judge on the devices."""
         if isinstance(self._scorer, AskingScorer):
             return self._scorer.ask(calls, [self._question(split, row) for row in rows])
         if isinstance(self._scorer, JudgedScorer):
@@ -172,10 +174,10 @@ class RewardWorker:
 
 
 def given_score(answer: str, *, is_custom: bool) -> Score | None:
-    """The score that an answer brings with it; None where it is to be scored, as always by a function of the user's."""
+    """Return the score that a response already has, or None if it must be scored (always so with a user's function)."""
     told = answer.told if isinstance(answer, AnswerText) else {}
     if told.get("agent_failed"):
-        return Score(0.0, "ok")  # nobody learns from it
+        return Score(0.0, "ok")  # masked in training
     if is_custom or "agent_score" not in told:
         return None
     try:

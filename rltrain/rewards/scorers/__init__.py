@@ -1,1 +1,1 @@
-"""Scorers of the data sources that rltrain knows, one file each. The registry finds them by listing this folder."""
+"""Scorers of the built-in data sources, one file each. The registry finds them by listing this folder."""

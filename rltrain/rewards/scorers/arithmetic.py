@@ -1,4 +1,4 @@
-"""Problems with a whole number as the answer, such as ``12+7=?``: an exact integer."""
+"""Problems with an integer as the answer, such as ``12+7=?``."""
 
 import re
 from typing import Any
@@ -7,12 +7,12 @@ from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.scorers.registry import scorer
 
 _TAIL_CHARS = 300
-# A minus sign right after a digit is an operator, not a sign.
+# A minus sign directly after a digit is an operator, not a sign.
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9][0-9.,]*")
 
 
 def extract_answer(solution: str) -> str | None:
-    """The number after the last ``=``; without any ``=``, the last number. None if there is none, or not an integer."""
+    """Return the number after the last ``=``, or without a ``=`` the last number; None if it is not an integer."""
     tail = solution[-_TAIL_CHARS:]
     equals = tail.rfind("=")
     numbers = _NUMBER.findall(tail, equals + 1)
@@ -23,13 +23,13 @@ def extract_answer(solution: str) -> str | None:
 
 @scorer("rltrain/arithmetic", "rltrain/rectangles", "rltrain/guess_number")
 def arithmetic(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the answer's integer is the ground truth, else 0."""
+    """Return 1 if the response's integer is the ground truth, else 0."""
     answer = extract_answer(solution_str)
     return float(answer is not None and answer in map(_integer, solutions(ground_truth)))
 
 
 def _integer(number: str) -> str | None:
-    """Canonical text of an integer (no conversion: an answer may be a million digits long)."""
+    """Return the canonical text of an integer. Not converted to int, because a response may have a million digits."""
     number = number.rstrip(".,").replace(",", "")
     sign, digits = ("-", number[1:]) if number.startswith("-") else ("", number)
     if not digits.isascii() or not digits.isdigit():

@@ -1,7 +1,7 @@
-"""Benchmarks of a question with images or choices: each has a rule that says how its answers are read.
+"""Benchmarks of questions with images or choices: each has a rule that reads its answers.
 
 A rule gets the response, the texts of the ground truth and ``extra_info``. It returns whether the answer is right, and
-the answer that it has read (None: no answer was found).
+the answer that it read (None: no answer was found).
 """
 
 import math
@@ -21,7 +21,7 @@ Read = tuple[bool, str | None]
 Rule = Callable[[str, list[str], dict[str, Any]], Read]
 
 NUM_VARIANTS = 10
-# Of DynaMath, as published, absolute.
+# Absolute tolerance of DynaMath, as published.
 _TOLERANCE = 0.001
 _ROUNDING = 1e-9
 
@@ -36,21 +36,21 @@ def benchmark(*data_sources: str, rule: Rule, summary: Summary | None = None) ->
 
 
 def one_letter(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """The letter that is chosen among ``extra_info.choices`` (without them: among A to J)."""
+    """Read the letter that is chosen among ``extra_info.choices`` (without them: among A to J)."""
     texts = list(extra_info.get("choices") or ())
     letter = chosen_letter(solution, LETTERS[: len(texts)] or LETTERS, texts)
     return letter in truths, letter
 
 
 def all_letters(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """The letters that are chosen, which are those of the ground truth (``A, C``) in any order."""
+    """Read all chosen letters; right if they are the letters of the ground truth (``A, C``) in any order."""
     (truth,) = truths
     labels = chosen_labels(solution, truth)
     return labels == truth, labels
 
 
 def visual_math(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """The choice, or by the ladder what the box, the mark or the phrase states."""
+    """Read the choice, or compare the text of box, mark or phrase by `ladder`."""
     if extra_info.get("answer_type") == "choice":
         return one_letter(solution, truths, extra_info)
     answer = next(boxed_and_marked(solution), None)
@@ -58,10 +58,10 @@ def visual_math(solution: str, truths: list[str], extra_info: dict[str, Any]) ->
 
 
 def mathvista(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """A choice, an integer, a number of some decimals, or a list   (Lu et al. 2024), normalised as published.
+    """Read a choice, an integer, a number of some decimals, or a list   (Lu et al. 2024), normalised as published.
 
-    The published protocol lets a model extract the answer, takes the most similar choice, and cuts the decimals of what
-    should be an integer. Here rules extract it, a choice must be named, and the rest is as published.
+    The published protocol lets a model extract the answer, takes the most similar choice, and truncates non-integers
+    where an integer is expected. Here rules extract it, a choice must be named, and the rest is as published.
     """
     truth, kind = truths[0], extra_info.get("answer_type")
     if kind == "choice":
@@ -81,7 +81,7 @@ def mathvista(solution: str, truths: list[str], extra_info: dict[str, Any]) -> R
 
 
 def dynamath(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """The choice, the number (to 0.001) or the text   (Zou et al. 2025)."""
+    """Read the choice, the number (to 0.001) or the text   (Zou et al. 2025)."""
     truth, kind = truths[0], extra_info.get("answer_type")
     if kind == "choice":
         return one_letter(solution, [truth], extra_info)
@@ -99,9 +99,9 @@ def _plain(text: str) -> str:
 
 
 def worst_case(extra_infos: Sequence[dict[str, Any]], accs: Sequence[float]) -> dict[str, float]:
-    """Share of seed questions of which all ten variants are right   (Zou et al. 2025, section 3.1).
+    """Return the share of seed questions with all ten variants right   (Zou et al. 2025, section 3.1).
 
-    Questions that lack a variant, as where only some rows are validated on, are left out.
+    Questions that lack a variant, for example when only some rows are validated, are skipped.
     """
     variants: dict[str, dict[int, float]] = defaultdict(dict)
     for extra_info, acc in zip(extra_infos, accs, strict=True):
@@ -112,11 +112,11 @@ def worst_case(extra_infos: Sequence[dict[str, Any]], accs: Sequence[float]) -> 
 
 
 def strict_and_loose(extra_infos: Sequence[dict[str, Any]], accs: Sequence[float]) -> dict[str, float]:
-    """Mean points of composite problems, (N - IG/2 - RM - IK) / N   (Qiao et al. 2024, section 2.4).
+    """Return the mean points of composite problems, (N - IG/2 - RM - IK) / N   (Qiao et al. 2024, section 2.4).
 
-    A composite problem that is right has 1 point if all its sub-problems are right too (strict), or one of them
-    (loose); else it was learnt by rote (RM), and has none. One that is wrong has 1/2 if all its sub-problems are right
-    (inadequate generalisation, IG), else none (insufficient knowledge, IK). Problems that lack a part are left out.
+    A right composite problem scores 1 if all its sub-problems are right too (strict), or at least one (loose);
+    otherwise it is rote memorisation (RM) and scores 0. A wrong one scores 1/2 if all its sub-problems are right
+    (inadequate generalisation, IG), else 0 (insufficient knowledge, IK). Problems that lack a part are skipped.
     """
     problems: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for extra_info, acc in zip(extra_infos, accs, strict=True):

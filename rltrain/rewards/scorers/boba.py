@@ -16,7 +16,7 @@ _ENDS = ("\n", "。", ". ", "<|")
 
 
 def extract_answer(solution: str) -> str | None:
-    """The answer a solution names: in Minerva's closing phrase, in its last box, or after "answer is" or 答案是."""
+    """Return the answer of a solution: in Minerva's closing phrase, in its last box, or after "answer is" or 答案是."""
     tail = solution[-TAIL_CHARS:]
     hope = tail.rfind(_MINERVA[1])
     start = tail.rfind(_MINERVA[0], 0, hope) if hope >= 0 else -1
@@ -24,14 +24,14 @@ def extract_answer(solution: str) -> str | None:
         return _phrase(tail[start + len(_MINERVA[0]) : hope])
     if "\\boxed" in tail or "\\fbox" in tail:
         return last_boxed(tail)
-    # The last phrase of any kind: a model may name an answer and then correct itself.
+    # The last phrase of any kind: a model may state an answer and then correct itself.
     start, phrase = max((tail.rfind(phrase), phrase) for phrase in _PHRASES)
     return _phrase(tail[start + len(phrase) :]) if start >= 0 else None
 
 
 @scorer("boba", "areal_boba", "inclusionAI/AReaL-boba-*")
 def boba(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """1 if the answer is one of the solutions, else 0; numbers to one part in ten thousand, per cents either way."""
+    """Return 1 if the answer is one of the solutions, else 0; numbers to a relative 1e-4, per cents in either form."""
     answer = extract_answer(solution_str)
     right = answer is not None and any(equal(answer, truth, _TOLERANCE) for truth in solutions(ground_truth))
     return {"score": float(right), "acc": float(right), "pred": vote(answer)}

@@ -1,4 +1,4 @@
-"""Counting objects (CLEVR): the number between the last pair of square brackets, compared as text."""
+"""Counting objects (CLEVR): the number in the last pair of square brackets, compared as text."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _TAIL_CHARS = 300
 
 
 def extract_answer(solution: str) -> str | None:
-    """What stands in the last ``[…]`` of the last 300 characters, or None."""
+    """Return the text in the last ``[…]`` of the last 300 characters, or None."""
     tail = solution[-_TAIL_CHARS:]
     end = tail.rfind("]")
     start = tail.rfind("[", 0, end) if end >= 0 else -1
@@ -18,5 +18,5 @@ def extract_answer(solution: str) -> str | None:
 
 @scorer("BUAADreamer/*", "clevr_count*")
 def clevr_count(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the bracketed number is the ground truth, character by character; else 0."""
+    """Return 1 if the bracketed number is the ground truth, character by character; else 0."""
     return float(extract_answer(solution_str) in [truth.strip("[] ") for truth in solutions(ground_truth)])

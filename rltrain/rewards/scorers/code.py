@@ -1,8 +1,8 @@
 """Programs (APPS, TACO, CodeContests, Codeforces): the share of unit tests that the last code block passes.
 
-Off unless ``reward.allow_code_execution=True``. Every unit test runs in an interpreter of its own (`run_program`), so
-that no test can leave anything to the next. The expected output never enters it: a program that finds it could print
-it.
+Disabled unless ``reward.allow_code_execution=True``. Every unit test runs in a separate interpreter (`run_program`), so
+that a test cannot leave anything for the next. The expected output never enters it, because a program that finds it
+could print it.
 """
 
 import json
@@ -19,17 +19,17 @@ from rltrain.slots.program import check_isolation, run_program
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64
 _TEST_S = 4.0
-# The rest of the deadline is for ending processes and replying: at its end the slot is killed, and the tests that
+# The rest of the deadline is for ending processes and replying: at the deadline the slot is killed, and the tests that
 # passed would not count.
 _SHARE_OF_DEADLINE = 0.8
-# A busy machine takes as long as this for it; of a short deadline half is kept.
+# A busy machine needs this long for it; of a short deadline half is reserved.
 _LEAST_REST_S = 1.5
-# About what an interpreter needs to start; with less left a test cannot pass.
+# About the time that an interpreter needs to start; with less left a test cannot pass.
 _LEAST_S = 0.05
 
 
 def extract_code(solution: str) -> str:
-    """The last fenced block (python, or of no language), else the whole text; at most its first 65,536 characters."""
+    """Return the last fenced block (python or no language), else the whole text; its first 65,536 characters."""
     end = solution.rfind("```")
     start = solution.rfind("```", 0, end) if end >= 0 else -1
     if start < 0:  # no fence, or one that was cut off before it closed
@@ -38,7 +38,7 @@ def extract_code(solution: str) -> str:
 
 
 def refuse_unless_allowed(data_source: str) -> None:
-    """Raise RewardError unless this process may run programs, and ConfigError where the kernel isolates none."""
+    """Raise RewardError if programs are not allowed, and ConfigError if the kernel cannot isolate them."""
     if not current_limits().allow_code_execution:
         raise RewardError(
             f"data_source={data_source!r} is scored by running programs that the model wrote. Read "
@@ -50,7 +50,8 @@ def refuse_unless_allowed(data_source: str) -> None:
 
 @scorer("apps", "taco", "codecontests", "codeforces", prepare=refuse_unless_allowed)
 def code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
-    """Share of the tests passed; ``acc`` is 1 if all are. Tests that do not fit in the deadline count as failed."""
+    """Return the share of passed tests; ``acc`` is 1 if all pass. Tests that do not fit in the deadline count as
+    failed."""
     refuse_unless_allowed("code")
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     inputs, outputs, function = list(truth["inputs"]), list(truth["outputs"]), truth.get("fn_name")
@@ -62,14 +63,14 @@ def code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> di
     for test_input, expected in zip(inputs, outputs, strict=True):
         remaining = deadline - time.monotonic()
         output = _output(program, test_input, function, min(_TEST_S, remaining)) if remaining > _LEAST_S else None
-        if output is None:  # out of time: the other tests would be too
+        if output is None:  # out of time: no time for the other tests either
             break
         passed += _same_result(output, expected) if function else same_text(output, _text(expected))
     return {"score": passed / len(inputs), "acc": float(passed == len(inputs))}
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Equal word by word; decimal numbers to one part in a million."""
+    """Return True if the texts are equal word by word, decimal numbers to one part in a million."""
     ours, theirs = output.split(), expected.split()
     return len(ours) == len(theirs) and all(a == b or _close(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -81,7 +82,7 @@ def _output(program: str, inputs: Any, function: str | None, seconds: float) -> 
 
 
 def _arguments(inputs: Any) -> list:
-    """One JSON value a line, or the list itself."""
+    """Return one JSON value per line, or the list itself."""
     return [json.loads(line) for line in inputs.splitlines()] if isinstance(inputs, str) else list(inputs)
 
 
@@ -100,7 +101,7 @@ def _same_result(output: str, expected: Any) -> bool:
 
 
 def _close(ours: str, theirs: str) -> bool:
-    # Whole numbers were compared as text already: a rounded one is wrong.
+    # Integers were already compared as text: a rounded one is wrong.
     if "." not in theirs or max(len(ours), len(theirs)) > _MAX_TOKEN_CHARS:
         return False
     try:

@@ -8,7 +8,7 @@ from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.grading.verdict import Verdict, vote
 from rltrain.rewards.scorers.registry import scorer
 
-# As in verl, so that scores compare.
+# As in verl, so that scores are comparable.
 _TAIL_CHARS = 300
 _MARK = "answer"
 _COLONS = (":", "：")
@@ -23,7 +23,7 @@ _DISPLAYS = (
 
 
 def extract_answer(solution: str) -> str | None:
-    """The rest of the line after the last ``Answer:`` in the last 300 characters; of its box, where it has one."""
+    """Return the rest of the line after the last ``Answer:`` in the last 300 characters, or its box if it has one."""
     tail = solution[-_TAIL_CHARS:]
     lower = "".join(c.lower() if c.isascii() else c for c in tail)  # keeps every position
     mark = lower.rfind(_MARK)
@@ -38,7 +38,7 @@ def extract_answer(solution: str) -> str | None:
 
 
 def _first_line(text: str) -> str:
-    """The first line, or the whole of a displayed formula that begins there."""
+    """Return the first line, or the whole displayed formula that begins there."""
     for opening, closing in _DISPLAYS:
         if text.startswith(opening):
             end = text.find(closing, len(opening))
@@ -50,9 +50,9 @@ def _first_line(text: str) -> str:
 
 @scorer("math", "math_dapo*", "aime*")
 def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """+1 if the answer is the ground truth (typesetting and units aside), else -1; ``acc`` is 1 or 0."""
+    """Return +1 if the answer is the ground truth (apart from typesetting and units), else -1; ``acc`` is 1 or 0."""
     answer = extract_answer(solution_str)
-    # A truth that is a plain number wants one: a sum that has it as its value is no answer.
+    # If the truth is a plain number, the answer must be one: a sum with that value does not count.
     right = answer is not None and any(
         equal(answer, truth, symbolic=number(normalise(tidy(truth))) is None) for truth in solutions(ground_truth)
     )

@@ -8,18 +8,18 @@ from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.grading.verdict import Verdict, vote
 from rltrain.rewards.scorers.registry import scorer
 
-# As in verl, so that scores compare.
+# As in verl, so that scores are comparable.
 _TAIL_CHARS = 300
 _MARK = "#### "
-# One pass each: a single class of characters repeated, nothing to go back to.
+# Single pass: one repeated character class, no backtracking.
 _STRICT = re.compile(r"-?\$?[0-9.,]+")
 _NUMBER = re.compile(r"-?[0-9][0-9.,]*")
 
 
 def extract_answer(solution: str, method: str = "strict") -> str | None:
-    """The answer's number, commas and dollar signs removed, or None. Only the last 300 characters are read.
+    """Return the number in the last 300 characters, without commas and dollar signs, or None.
 
-    ``strict``: the number right after the last ``#### `` that has one. ``flexible``: the last number of the text.
+    ``strict``: the number directly after the last ``#### `` that has one. ``flexible``: the last number of the text.
     """
     tail = solution[-_TAIL_CHARS:]
     if method == "flexible":
@@ -36,30 +36,30 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 @scorer("openai/gsm8k")
 def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """1 if the strict answer is the ground truth, character by character after commas and ``$`` are removed; else 0."""
+    """Return 1 if the strict answer is the ground truth as text without commas and ``$``; else 0."""
     answer = extract_answer(solution_str)
     right = answer is not None and any(answer in _spellings(truth) for truth in solutions(ground_truth))
-    # Answers vote as they are compared: 72.0 and 72 are two.
+    # Answers vote as they are compared: 72.0 and 72 differ.
     return {"score": float(right), "pred": answer or ""}
 
 
 @scorer("rltrain/gsm8k")
 def gsm8k_number(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """1 if the strict answer and the ground truth are one number, else 0: ``72.0`` is 72, as mathematics has it."""
+    """Return 1 if the strict answer and the ground truth are the same number, else 0: ``72.0`` is 72."""
     answer = extract_answer(solution_str)
     right = answer is not None and any(equal(answer, _marked(truth)) for truth in solutions(ground_truth))
     return {"score": float(right), "pred": vote(answer)}
 
 
 def _spellings(truth: str) -> tuple[str, str]:
-    """A truth as it stands, and without the zeros behind a whole number."""
+    """Return a truth unchanged, and without the zeros after an integer."""
     number = _clean(_marked(truth))
     whole, point, zeros = number.partition(".")
     return number, whole if point and not zeros.strip("0") else number
 
 
 def _marked(truth: str) -> str:
-    """What stands behind the mark, where a truth is a whole solution."""
+    """Return the text after the mark if a truth is a whole solution."""
     return truth.rpartition(_MARK)[2].strip()
 
 

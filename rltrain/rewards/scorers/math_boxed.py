@@ -1,4 +1,4 @@
-"""Mathematics by the last ``\\boxed{}``, as text, as an exact number, then by algebra."""
+"""Mathematics by the last ``\\boxed{}``: compared as text, as an exact number, then by algebra."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.grading.verdict import Verdict, by_category, vote
 from rltrain.rewards.scorers.registry import scorer
 
-# verl's weights of answer and form, and its rewards of a wrong answer with tools.
+# verl's weights of answer and format, and its rewards of a wrong answer with tools.
 _ANSWER_WEIGHT, _FORMAT_WEIGHT = 0.9, 0.1
 _PER_TURN, _LEAST_LOSS = 0.1, -0.6
 
 
 def graded(solution: str, truth: Any) -> tuple[float, str]:
-    """1 where the last box of a solution holds the truth, exactly (of several truths, one of them), else 0; and what it
-    votes with."""
+    """Return 1 if the last box of a solution holds the truth (or one of several truths), else 0; and the text to vote
+    with."""
     answer = last_boxed(solution[-TAIL_CHARS:])
     return float(answer is not None and any(equal(answer, right) for right in solutions(truth))), vote(answer)
 
@@ -25,26 +25,26 @@ def graded(solution: str, truth: Any) -> tuple[float, str]:
     "numina_*",
 )  # fmt: skip
 def math_boxed(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """1 if the last box holds the ground truth (Hendrycks et al. 2021), else 0."""
+    """Return 1 if the last box holds the ground truth (Hendrycks et al. 2021), else 0."""
     right, pred = graded(solution_str, ground_truth)
     return {"score": right, "pred": pred}
 
 
 @scorer("hiyouga/geometry3k")
 def geometry3k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """0.9 for the right answer (``acc``), 0.1 for the form ``<think>…</think>…\\boxed{…}`` (``format``)."""
+    """Return 0.9 for the right answer (``acc``) plus 0.1 for the form ``<think>…</think>…\\boxed{…}`` (``format``)."""
     return answer_and_form(solution_str, ground_truth)
 
 
 @scorer("TIGER-Lab/ViRL39K", "virl39k")
 def virl39k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """The score of `geometry3k`, and ``acc_<category>`` of ``extra_info.category``."""
+    """Return the score of `geometry3k`, and ``acc_<category>`` from ``extra_info.category``."""
     scored = answer_and_form(solution_str, ground_truth)
     return scored | by_category(float(scored["acc"]), extra_info)
 
 
 def answer_and_form(solution: str, truth: Any) -> Verdict:
-    """``score`` and its two parts, ``acc`` and ``format``, each 0 or 1; ``pred``, which votes."""
+    """Return ``score`` and its two parts, ``acc`` and ``format``, each 0 or 1; ``pred`` for votes."""
     acc, pred = graded(solution, truth)
     form = float(has_format(solution))
     return {"score": _ANSWER_WEIGHT * acc + _FORMAT_WEIGHT * form, "acc": acc, "format": form, "pred": pred}
@@ -52,18 +52,18 @@ def answer_and_form(solution: str, truth: Any) -> Verdict:
 
 @scorer("retool/*")
 def retool(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
-    """+1, or min(-0.6, -1 + 0.1 (num_turns - 2) / 2)   (Feng et al. 2025, as in verl's recipe); ``acc`` is 1 or 0."""
+    """Return +1, or min(-0.6, -1 + 0.1 (num_turns - 2) / 2)   (Feng et al. 2025, verl's recipe); ``acc`` is 1 or 0."""
     acc, pred = graded(solution_str, ground_truth)
-    # Two turns more for each call: the policy's, and the tool's.
+    # Each call adds two turns: the policy's and the tool's.
     called = (extra_info.get("num_turns", 2) - 2) / 2
     return {"score": 1.0 if acc else min(_LEAST_LOSS, -1.0 + _PER_TURN * called), "acc": acc, "pred": pred}
 
 
 def has_format(solution: str) -> bool:
-    """Whether a solution begins with its thinking and has a box after it; nothing may stand before ``<think>``."""
+    """Return True if a solution begins with ``<think>`` and has a box after its thinking."""
     if not solution.startswith("<think>"):
         return False
-    # `find` and no regular expression, which would backtrack over a long answer without its end.
+    # `find` instead of a regular expression, which would backtrack over a long response.
     thought = solution.find("</think>")
     box = solution.find("\\boxed{", thought) if thought >= 0 else -1
     return box >= 0 and solution.find("}", box) >= 0

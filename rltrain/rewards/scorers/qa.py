@@ -13,7 +13,7 @@ _ARTICLES = frozenset(("a", "an", "the"))
 
 
 def extract_answer(solution: str) -> str:
-    """The text between the last pair of answer tags, at most its last 4,096 characters; empty without such a pair."""
+    """Return the text in the last pair of answer tags, at most its last 4,096 characters; "" without such a pair."""
     end = solution.rfind("</answer>")
     # A closing tag that is written twice still closes one pair.
     inner = solution[:end].removesuffix("</answer>") if end >= 0 else ""
@@ -22,20 +22,20 @@ def extract_answer(solution: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles."""
+    """Return the lower-case words without punctuation and articles."""
     return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
 
 
 @scorer("searchR1_*", "qa_em/*")
 def exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
-    """1 if the answer is one of the targets, word by word, else 0; ``f1`` beside it."""
+    """Return 1 if the answer is one of the targets, word by word, else 0; with ``f1``."""
     em, f1 = _compare(solution_str, ground_truth)
     return {"score": em, "acc": em, "f1": f1}
 
 
 @scorer("qa_f1/*")
 def f1_score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
-    """The best F1 with any of the targets; ``acc`` is the exact match."""
+    """Return the best F1 over all targets; ``acc`` is the exact match."""
     em, f1 = _compare(solution_str, ground_truth)
     return {"score": f1, "acc": em}
 

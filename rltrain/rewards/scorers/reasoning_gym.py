@@ -1,7 +1,7 @@
-"""Tasks of the reasoning-gym package: its own score for the text between ``<answer>`` and ``</answer>``.
+"""Tasks of the reasoning-gym package: its score for the text between ``<answer>`` and ``</answer>``.
 
-Data source ``reasoning_gym/<task>``; ``extra_info.entry`` is the generated entry as JSON text (parquet cannot hold its
-metadata, whose shape changes from row to row).
+Data source ``reasoning_gym/<task>``. ``extra_info.entry`` is the generated entry as JSON text, because parquet cannot
+store its metadata, whose structure changes from row to row.
 """
 
 import json
@@ -15,7 +15,7 @@ from rltrain.rewards.scorers.registry import scorer
 PREFIX = "reasoning_gym/"
 _MAX_ANSWER_CHARS = 4096
 
-# Their graders call eval or sympy's parse_expr on the answer, and so run whatever code a model writes there.
+# Their graders call eval or sympy's parse_expr on the answer, and so run any code that a model writes there.
 TASKS_THAT_EXECUTE_ANSWERS = frozenset(
     {
         "binary_matrix",
@@ -32,7 +32,7 @@ TASKS_THAT_EXECUTE_ANSWERS = frozenset(
 
 
 def extract_answer(solution: str) -> str:
-    """The text between the last pair of answer tags, or all of it; at most its last 4,096 characters."""
+    """Return the text in the last pair of answer tags, or all of it; at most its last 4,096 characters."""
     end = solution.rfind("</answer>")
     start = solution.rfind("<answer>", 0, end) if end >= 0 else -1
     text = solution[start + len("<answer>") : end] if start >= 0 else solution
@@ -63,6 +63,6 @@ def _grader(task: str) -> Callable[..., float]:
 
 @scorer(PREFIX + "*", prepare=lambda source: check_task(source.removeprefix(PREFIX)))
 def reasoning_gym_score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """The task's own score, 0 to 1; some tasks give part of it for an answer of the right form."""
+    """Return the task's score, 0 to 1; some tasks give partial credit for an answer of the right form."""
     entry = json.loads(extra_info["entry"])
     return float(_grader(extra_info["task"])(extract_answer(solution_str), entry))

@@ -1,13 +1,13 @@
-"""Which scorer belongs to a data source.
+"""Registry of scorers by data source.
 
 A scorer is a function ``(solution_str, ground_truth, extra_info)`` that returns a number, or a dict with ``score`` and
-further columns. It must read the answer in linear time and never evaluate its text, although it runs in a process of
-its own with a deadline: a deadline that is spent costs seconds, and a process is no sandbox.
+other columns. It must read the answer in linear time and never evaluate its text, although it runs in a separate
+process with a deadline: a used-up deadline costs seconds, and a process is not a sandbox.
 
-Scorers are found by importing every module of ``scorers/``, so that a new one is one new file. That takes a few
-milliseconds, because a scorer's own imports are cheap: slow ones belong in ``prepare``, which runs only for the data
-sources of the run. A ``summary`` says what no single answer can: it sees all answers of a data source. There are no
-entry points for other packages: ``custom_reward_function`` is the way in for them.
+Scorers are found by importing every module of ``scorers/``, so that a new scorer is one new file. That takes a few
+milliseconds, because a scorer's imports are cheap: slow ones belong in ``prepare``, which runs only for the data
+sources of the run. A ``summary`` computes a metric over all responses of a data source. There are no entry points for
+other packages; they use ``custom_reward_function``.
 """
 
 import importlib
@@ -20,11 +20,10 @@ from rltrain.base.errors import RewardError
 from rltrain.rewards import scorers
 
 Scorer = Callable[[str, Any, dict[str, Any]], float | dict[str, Any]]
-# The extra_info and the accuracy of each row -> names and values; {} where the rows do not tell.
+# The extra_info and the accuracy of each row -> names and values; {} if the rows do not suffice.
 Summary = Callable[[Sequence[dict[str, Any]], Sequence[float]], dict[str, float]]
 
-# Ways to write a reference answer down, one of which every scorer reads.
-# How a run is given a scorer, in errors.
+# Command line to use a custom scorer, for error messages.
 OWN_SCORER = "custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score"
 FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "#### {}", "<answer>{}</answer>", "[{}]")
 
@@ -36,11 +35,11 @@ _summaries: dict[str, Summary] = {}
 def scorer(
     *data_sources: str, prepare: Callable[[str], None] | None = None, summary: Summary | None = None
 ) -> Callable[[Scorer], Scorer]:
-    """Register a scorer for data sources. A name that ends in ``*`` stands for all data sources that begin so.
+    """Register a scorer for data sources. A name that ends in ``*`` matches all data sources with that prefix.
 
-    ``prepare(data_source)`` runs once per process before the first answer, outside its deadline. It makes slow imports
-    and raises RewardError where a package is missing. ``summary`` is asked after a validation, for one answer to each
-    row at a time; it leaves out rows whose accuracy is no number.
+    ``prepare(data_source)`` runs once per process before the first response, outside its deadline. It does slow imports
+    and raises RewardError for a missing package. ``summary`` is called after a validation, for one response to each row
+    at a time; it skips rows whose accuracy is not a number.
     """
 
     def register(function: Scorer) -> Scorer:
@@ -57,16 +56,16 @@ def scorer(
 
 @cache
 def known_sources() -> list[str]:
-    """Every data source that has a scorer."""
+    """Return all data sources that have a scorer."""
     for module in pkgutil.iter_modules(scorers.__path__, f"{scorers.__name__}."):
-        # The import alone registers: each file decorates its scorer.
+        # The import registers the module's scorer.
         importlib.import_module(module.name)
     return sorted(_scorers)
 
 
 def find_scorer(data_source: str) -> Scorer:
-    """The scorer of a data source, prepared. Raises RewardError for an unknown data source or a missing package."""
-    # `prepare` gets the full data source, of which the name may be a beginning (reasoning_gym/*).
+    """Return the prepared scorer of a data source. Raises RewardError for an unknown one or a missing package."""
+    # `prepare` gets the full data source, because the registered name may be a prefix (reasoning_gym/*).
     name = _match(data_source)
     if name in _preparations:
         _preparations[name](data_source)
@@ -74,7 +73,7 @@ def find_scorer(data_source: str) -> Scorer:
 
 
 def summary_of(data_source: str) -> Summary | None:
-    """What is said of all answers of a data source together; None where nothing is."""
+    """Return the function that summarises all responses of a data source, or None."""
     name = _find(data_source)
     return _summaries.get(name) if name else None
 

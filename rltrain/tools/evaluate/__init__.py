@@ -1,6 +1,6 @@
-"""``rltrain evaluate``: what a model is worth on data, with intervals.
+"""``rltrain evaluate``: scores of a model on data, with confidence intervals.
 
-`statistics` are pure functions over answers; `request` reads the words, `models` what ``model=`` names; `evaluation`
-answers and scores by the trainer's own validation; `kept` holds what is finished on disk; `report` and `picture` show
-it. It imports `rltrain.run` and what stands below.
+`statistics` has pure functions over arrays; `request` parses the arguments; `models` finds the models of ``model=``;
+`evaluation` generates and scores by the trainer's validation; `kept` stores finished parts on disk; `report` and `page`
+show the results. It imports `rltrain.run` and the layers below.
 """

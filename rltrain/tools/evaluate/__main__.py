@@ -1,16 +1,16 @@
-"""``python -m rltrain.evaluate model=PATH data=FILES [key=value ...]``: what a model is worth, with intervals.
+"""``python -m rltrain.evaluate model=PATH data=FILES [key=value ...]``: scores of models, with confidence intervals.
 
-  model=PATH          a Hugging Face folder or hub name, a run folder (its newest checkpoint) or RUN/global_step_N;
-                      several as A,B or as a pattern. How a run validates (lengths, reward, sampling,
-                      template) is taken from its config.yaml unless it is set here
-  data=FILES          data files as for training; several as A,B
-  n=N                 answers per prompt (1)
-  temperature=T       0: greedy
-  out=FOLDER          where results go; without it evaluation/NAME beside the model
-  --config FILE       settings of a file, such as RUN/config.yaml
-  --dry-run           what would be done, and what would stop it
-  key=value           any key of training: actor_rollout_ref.rollout.name=vllm, data.max_response_length=4096 …
-Exit code 0: done; 2: something is wrong with what was given; 130 or 75: stopped, and the same command goes on.
+model=PATH          a Hugging Face folder or hub name, a run folder (its newest checkpoint) or RUN/global_step_N;
+                    several as A,B or as a pattern. Settings of a run's validation (lengths, reward, sampling,
+                    template) are read from its config.yaml unless they are given here
+data=FILES          data files as for training; several as A,B
+n=N                 responses per prompt (1)
+temperature=T       0: greedy
+out=FOLDER          folder of the results (default: evaluation/NAME next to the model)
+--config FILE       settings of a file, such as RUN/config.yaml
+--dry-run           show the settings and the problems of the evaluation
+key=value           any key of training: actor_rollout_ref.rollout.name=vllm, data.max_response_length=4096 …
+Exit code 0: done; 2: an argument is wrong; 130 or 75: stopped, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from rltrain.tools.evaluate.arguments import read_words
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     return guarded(argv, explained(str(__doc__), _evaluate))
 
 
 def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     read_words(arguments.overrides, arguments.problems)
-    # Imported here, so that neither --help nor a missing word waits for it.
+    # Imported here, so that --help and errors of the arguments do not wait for it.
     with logs.session(), logs.waiting(IMPORTING):
         from rltrain.api import look_over
         from rltrain.base.storage import write_json
@@ -54,7 +54,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     several = len(request.models) > 1
     results = list[dict[str, Any]]()
     settings = [request.settings(model) for model in request.models]
-    # Before the first begins: what is wrong with the last would be told after hours.
+    # Before the first evaluation: otherwise a problem of the last one would be reported after hours.
     notes = [look_over(loaded) for loaded in settings]
     for model, loaded in zip(request.models, settings, strict=True):
         folder_of(request, model, loaded)
@@ -67,7 +67,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
             with logs.session():
                 begin_ray(settings[0].config, stop, closing)
         for model in request.models:
-            with logs.session():  # which has a train.log of its own
+            with logs.session():  # each has a separate train.log
                 results.append(evaluate_model(request, model, stop))
     folder = request.root if several else request.folder(request.models[0])
     file = folder / (RESULTS if several else RESULT)

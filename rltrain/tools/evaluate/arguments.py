@@ -1,4 +1,4 @@
-"""The words of ``rltrain evaluate``. No import here takes seconds, so that a missing word is reported at once."""
+"""Arguments of ``rltrain evaluate``. No import here takes seconds, so that a missing argument is reported at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rltrain.config.schema.arguments import listed, read_arguments, required
 from rltrain.config.schema.fields import key
 
 _ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
-# Short names of keys below it.
+# Short names of keys below _ANSWERS.
 _SHORT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop")
 _OTHER_WORDS = {
     "trainer.val_only": "an evaluation never trains",
@@ -35,12 +35,12 @@ class Arguments:
     """Responses to each prompt; 0: as val_kwargs has it."""
 
 
-# All names without a dot that the command knows.
+# All names without a dot that the command accepts.
 NAMES = (*(each.name for each in fields(Arguments)), *_SHORT)
 
 
 def read_words(words: Sequence[str], problems: Sequence[str]) -> tuple[Arguments, list[str]]:
-    """Return the arguments, and the words that are keys of the trainer. Raises ConfigError with all that is wrong."""
+    """Return the arguments, and the words that are keys of the trainer. Raises ConfigError with all errors."""
     foreign = [word for word in words if word.partition("=")[0] in _OTHER_WORDS]
     wrong = [*problems, *(f"{word}: {_OTHER_WORDS[word.partition('=')[0]]}. Leave the key out." for word in foreign)]
     rest = list[str]()

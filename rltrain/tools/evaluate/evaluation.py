@@ -1,4 +1,4 @@
-"""One model on the data: answers and scores by the trainer's own validation, some prompts at a time, then numbers."""
+"""Evaluation of one model: responses and scores by the trainer's validation, in parts, then statistics."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _VOTES = "pred"
 
 
 def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]:
-    """What `Kept` keeps of a finished evaluation. Goes on with one that was begun, and returns one that was finished.
+    """Return the result of an evaluation as `Kept` stores it. Resume one that was interrupted; load a finished one.
 
-    Raises RltrainError, and Interrupted where a signal has ended it.
+    Raises RltrainError, and Interrupted after a signal.
     """
     loaded = request.settings(model)
     kept = folder_of(request, model, loaded)
@@ -63,14 +63,14 @@ def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]
 
 
 def folder_of(request: Request, model: Model, loaded: LoadedConfig) -> Kept:
-    """The folder of an evaluation with these settings. Raises ConfigError where it holds one of something else."""
+    """Return the folder of an evaluation with these settings. Raises ConfigError if it holds another evaluation."""
     kept = Kept(request.folder(model), identity(model, loaded))
     kept.check()
     return kept
 
 
 def _answer(trainer: Trainer, kept: Kept, model: Model, stop: Stop) -> None:
-    """Have all prompts answered and scored that are not yet."""
+    """Generate and score the missing responses."""
     total = trainer.validation.num_prompts
     parts = kept.missing(total, trainer.validation.prompts_at_once)
     left = sum(map(len, parts))
@@ -96,7 +96,7 @@ def _span(seconds: float) -> str:
 
 
 def summary(answers: pd.DataFrame) -> dict[str, Any]:
-    """Figures by data source and on average, and notes on what is lacking. answers: as a run keeps a validation."""
+    """Return statistics per data source and on average, and notes on missing ones. answers: table of a validation."""
     num_answers = int(answers["sample"].max()) + 1
     sources, drawn, notes = dict[str, Any](), [], list[str]()
     for source, rows in answers.groupby("data_source", sort=False):
@@ -116,7 +116,7 @@ def summary(answers: pd.DataFrame) -> dict[str, Any]:
 def _columns(
     source: str, rows: pd.DataFrame, num_answers: int, notes: list[str]
 ) -> tuple[dict[str, Floats], dict[str, Any]]:
-    """Every statistic as a number per prompt, and what is measured; notes gets what is left out, and why."""
+    """Return every statistic per prompt and its measure. notes: gets the reasons for missing statistics."""
     by_prompt = {name: rows[name].to_numpy().reshape(-1, num_answers) for name in rows}
     failed = _failed(by_prompt)
     values, measure = values_of(rows, num_answers)
@@ -128,7 +128,7 @@ def _columns(
             columns |= {f"pass@{k}": statistics.pass_of(values, k) for k in ks}
         else:
             notes.append(f"{source}: no pass@k, as {measure} is not only 0 or 1")
-        # All are empty where nothing was found, and of a source whose scorer returns none beside others that do.
+        # All votes are empty if no answer was found, or if only scorers of other sources return votes.
         votes = rows[_VOTES].fillna("").astype(str).to_numpy() if _VOTES in rows else np.array([""])
         if (votes != "").any():
             majority = statistics.majority_of(values, votes.reshape(-1, num_answers), ks[1:])
@@ -148,30 +148,30 @@ def _columns(
 
 
 def values_of(rows: pd.DataFrame, num_answers: int) -> tuple[Floats, str]:
-    """What every answer is worth [p, n], NaN where it could not be scored, and the column that says so.
+    """Return the value of every response [p, n], NaN if it could not be scored, and the name of its column.
 
-    rows: the answers of one source, by prompt.
+    rows: the responses of one source, sorted by prompt.
     """
     by_prompt = {name: rows[name].to_numpy().reshape(-1, num_answers) for name in rows}
-    # As a validation has it: what the scorer calls right, else the reward.
+    # As in a validation: the scorer's accuracy, else the reward.
     has_acc = "acc" in rows and pd.api.types.is_numeric_dtype(rows["acc"]) and rows["acc"].notna().any()
     measure = "acc" if has_acc else "reward"
     return np.where(_failed(by_prompt), np.nan, by_prompt[measure].astype(np.float64)), measure
 
 
 def accuracies(answers: pd.DataFrame) -> dict[str, np.ndarray]:
-    """``acc`` of all answers, where a scorer has told it; none of an answer that counts for nothing."""
+    """Return ``acc`` of all responses if a scorer returned it; NaN for responses that are excluded."""
     return {"acc": np.where(_failed(answers), np.nan, answers["acc"])} if "acc" in answers else {}
 
 
 def _failed(by_prompt: Mapping[str, Any]) -> np.ndarray:
-    """Answers [p, n] that the scorer failed on, and trajectories that could not go on."""
+    """Return a mask [p, n] of responses whose scorer or trajectory failed."""
     failed = by_prompt["reward_failed"].astype(np.float64) > 0
     return failed | (by_prompt["agent_failed"] != "") if "agent_failed" in by_prompt else failed
 
 
 def _plain(figures: Mapping[str, Figure]) -> dict[str, dict[str, float | None]]:
-    """Numbers that JSON has: none is null."""
+    """Convert statistics to JSON: NaN becomes null."""
     return {
         name: {part: None if np.isnan(value) else value for part, value in asdict(figure).items()}
         for name, figure in figures.items()

@@ -1,8 +1,8 @@
-"""The folder of an evaluation: what it was asked, the answers so far, and what was found.
+"""The folder of an evaluation: its settings, the responses so far, and the result.
 
-Problem: an evaluation may take hours, and be killed in the middle. Choice: the answers to some prompts at a time are
-one file in ``parts``, there whole or not at all, and all numbers are computed from these files: whoever goes on gets
-those of an evaluation that never stopped. At the end the parts become one file, as a run keeps a validation.
+An evaluation may take hours and may be killed. So the responses to a part of the prompts are one file in ``parts``,
+written atomically, and all statistics are computed from these files: a resumed evaluation has the same result as an
+uninterrupted one. At the end the parts are joined to one file, in the format of a run's validation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rltrain.base.errors import ConfigError, DataError
 from rltrain.base.storage import patiently, read_json, replacing, write_json
 
-# Of one model; of several, next to the folders of each; the page of either.
+# Result of one model; of several models, next to the folders of each; the page of either.
 RESULT, RESULTS, PAGE = "evaluation.json", "evaluations.json", "evaluation.html"
 _ASKED, _PARTS = "asked.json", "parts"
 _PART = re.compile(r"rows_(\d+)_(\d+)\.parquet")
@@ -30,13 +30,13 @@ _NUM_SHOWN = 4
 
 
 class Kept:
-    """The folder ``folder`` of an evaluation; ``asked``: of what, as `request.identity` says it."""
+    """The folder ``folder`` of an evaluation. ``asked``: its settings and digests, from `request.identity`."""
 
     def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
         self.folder, self.asked = folder, asked
 
     def check(self) -> None:
-        """Raise ConfigError where the folder has an evaluation that was asked for otherwise."""
+        """Raise ConfigError if the folder has an evaluation with other settings."""
         then = read_json(self.folder / _ASKED)
         if then is None:
             return
@@ -53,19 +53,20 @@ class Kept:
             )
 
     def result(self) -> dict[str, Any] | None:
-        """What was found, once all is finished."""
+        """Return the result, or None if the evaluation is unfinished."""
         return read_json(self.folder / RESULT)
 
     def begin(self) -> None:
-        """Write down what is asked for."""
+        """Write the settings."""
         write_json(self.folder / _ASKED, self.asked)
 
     def part(self, rows: NDArray[np.int32]) -> Path:
-        """The file of the answers to prompts that follow on one another."""
+        """Return the file of the responses to consecutive prompts."""
         return self.folder / _PARTS / f"rows_{rows[0]:06d}_{rows[-1]:06d}.parquet"
 
     def missing(self, num_prompts: int, at_once: int) -> list[NDArray[np.int32]]:
-        """The prompts without answers, at most ``at_once`` of them in a row, in equal parts (see `Validation`)."""
+        """Return the prompts without responses, in runs of at most ``at_once`` that are equally long (see
+        `Validation`)."""
         lacks = np.ones(num_prompts, dtype=bool)
         for first, last, _ in self._parts():
             lacks[first : last + 1] = False
@@ -74,16 +75,17 @@ class Kept:
         return [part for run in runs for part in np.array_split(run, -(-len(run) // at_once))]
 
     def join(self, step: int) -> Path:
-        """All answers in one file, in the order of the prompts: ``samples/val_STEP.parquet``, as `view` reads it."""
+        """Join all responses, in the order of the prompts: ``samples/val_STEP.parquet``, as `view` reads it."""
         file = self.folder / "samples" / f"val_{step:06d}.parquet"
         table = self.answers()
-        if table is not None:  # else an earlier start has come so far
+        if table is not None:  # otherwise an earlier start has already joined them
             with replacing(file) as temporary:
                 pq.write_table(table, temporary, compression="zstd")
         return file
 
     def answers(self) -> pa.Table | None:
-        """The answers so far, before `finish`; None without any. Raises DataError for a file that cannot be read."""
+        """Return the responses so far, before `finish`; None if there are none. Raises DataError for an unreadable
+        file."""
         try:
             parts = [patiently(part, lambda part=part: pq.read_table(part)) for _, _, part in self._parts()]  # type: ignore[misc]
         except pa.ArrowException as error:
@@ -94,12 +96,12 @@ class Kept:
         return _joined(parts) if parts else None
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Write down what was found; the parts are no longer needed."""
+        """Write the result and remove the parts."""
         write_json(self.folder / RESULT, result)
         shutil.rmtree(self.folder / _PARTS, ignore_errors=True)
 
     def _parts(self) -> Iterator[tuple[int, int, Path]]:
-        """First and last prompt of each part, and its file, ascending."""
+        """Yield the first and last prompt and the file of each part, ascending."""
         try:
             names = sorted(os.listdir(self.folder / _PARTS))
         except (FileNotFoundError, NotADirectoryError):
@@ -110,9 +112,7 @@ class Kept:
 
 
 def _joined(parts: Sequence[pa.Table]) -> pa.Table:
-    """The parts as one. What a scorer gave for some prompts alone is lacking in the parts of the others, and what is a
-    text in one part is a text in all.
-    """
+    """Concatenate parts. A column that a part lacks is filled with null; a column is text if it is text in any part."""
     texts = {field.name for part in parts for field in part.schema if pa.types.is_string(field.type)}
     cast = [
         part.cast(

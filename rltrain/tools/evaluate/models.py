@@ -26,7 +26,7 @@ from rltrain.run.checkpoints.manifest import MANIFEST, checkpoint_digest, find_d
 from rltrain.run.checkpoints.model_folder import newest_whole
 
 _MODEL = "actor_rollout_ref.model."
-# Keys that decide how a run validates, its engine and devices aside.
+# Keys that determine a run's validation, apart from its engine and devices.
 _OF_VALIDATION = (
     "data.", "reward.", "reward_model.", "custom_reward_function.", f"{_MODEL}custom_chat_template",
     f"{_MODEL}external_lib", "actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.multi_turn.",
@@ -45,29 +45,29 @@ class Model:
     """One model to evaluate."""
 
     name: str
-    """In tables, and of its folder; unlike that of any other."""
+    """Unique name for tables and folders."""
     named: str
-    """The word that the user has typed, or the path that it stands for."""
+    """The argument of the user, or the path that it expands to."""
     folder: Path | None
-    """On this disk; None of a name on the hub."""
+    """Local folder; None for a name on the hub."""
     step: int | None = None
-    """Of a checkpoint."""
+    """Step of a checkpoint."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The keys by which a run loads it."""
+    """The keys by which a run loads the model."""
     of_run: dict[str, Any] | None = None
-    """Settings of the run that trained it, of how it validates; None without one. What the command sets counts more."""
+    """Validation settings of the run that trained it; None without one. Settings of the command override them."""
 
     @property
     def beside(self) -> Path:
-        """The folder for evaluations next to it."""
+        """The folder for evaluations next to the model."""
         if not self.folder:
             return Path.cwd() / "evaluation"
-        # Inside of a checkpoint it would be no file of it, and go with it.
+        # Inside a checkpoint it would not be part of it, but would be deleted with it.
         is_export = self.folder.name == _EXPORT and (self.folder.parent / MANIFEST).is_file()
         return (self.folder.parent if is_export else self.folder).parent / "evaluation"
 
     def identity(self) -> str:
-        """A digest of its files but for those that describe it; of a name on the hub the name."""
+        """Return a digest of its files except those that describe it; for a name on the hub, the name."""
         if not self.folder:
             return self.named
         if self.step is not None:
@@ -76,12 +76,12 @@ class Model:
 
 
 def models_of(words: Sequence[str]) -> list[Model]:
-    """The models of paths, patterns and hub names. Raises ConfigError or CheckpointError for what is none."""
+    """Return the models of paths, patterns and hub names. Raises ConfigError or CheckpointError for other words."""
     found = [_model(name) for word in words for name in places(word)]
     names, typed = [model.name for model in found], [model.named for model in found]
     if again := next((name for name in typed if typed.count(name) > 1), None):
         raise ConfigError(f"model={','.join(words)} names {again} twice.")
-    # Checkpoints of equal steps of two runs: the shortest ends of their paths tell them apart.
+    # Checkpoints of equal steps of two runs: the shortest ends of their paths distinguish them.
     return [
         replace(model, name=_told_apart(model, found)) if model.folder and names.count(model.name) > 1 else model
         for model in found
@@ -100,7 +100,7 @@ def _told_apart(model: Model, found: Sequence[Model]) -> str:
 
 
 def places(word: str, key: str = "model") -> list[str]:
-    """The folders of a pattern, by the numbers in their names; any other word as it is."""
+    """Return the folders that match a pattern, in numerical order; any other word unchanged."""
     path = Path(word).expanduser()
     if path.exists() or not glob.has_magic(word):
         return [str(path) if path.exists() else word]
@@ -130,7 +130,7 @@ def _model(name: str) -> Model:
 
 
 def _checkpoint(folder: Path) -> Model:
-    """A checkpoint has weights in shards, or adapters; the model that it was trained from says how to read them."""
+    """Return a checkpoint, whose weights are shards or adapters; the original model is needed to load them."""
     if problem := find_damage(folder):
         raise CheckpointError(f"model={folder} cannot be evaluated: {problem}.")
     record = read_record(folder)
@@ -163,7 +163,7 @@ def _from_start(start: str, key: str, value: Any) -> Any:
 
 
 def _validation_of(run: Path, start: str) -> dict[str, Any] | None:
-    """Return the settings by which a run's validations get their responses and scores, where they are no defaults."""
+    """Return the settings of a run's validation that differ from the defaults."""
     try:
         text = (run / "config.yaml").read_text("utf-8")
         given, defaults = flat(safe_load(text)), flat(to_dict(Config()))
@@ -177,7 +177,7 @@ def _validation_of(run: Path, start: str) -> dict[str, Any] | None:
 
 
 def _refuse_other_tokens(folder: Path, base: str) -> None:
-    """The weights know the tokens of the export beside them."""
+    """Raise CheckpointError if the base model's tokenizer differs from the exported one, which the weights need."""
     files = [folder / _EXPORT / _TOKENIZER, Path(base) / _TOKENIZER]
     if not all(file.is_file() for file in files):
         return
@@ -200,7 +200,7 @@ def _tokens(file: Path) -> dict[int, str]:
 
 
 def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """Dotted names of the leaves of nested mappings, as JSON has their values."""
+    """Return the leaves of nested mappings by dotted name, with their values as in JSON."""
     if isinstance(tree, dict) and tree:
         return {key: value for part, below in tree.items() for key, value in flat(below, f"{name}.{part}").items()}
     return {name.lstrip("."): json.loads(json.dumps(tree, default=str))}

@@ -1,4 +1,4 @@
-"""The page of an evaluation: means by model or over steps, and pass@k where a prompt has several answers."""
+"""The page of an evaluation: means by model or over steps, and pass@k if a prompt has several responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_page(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _means(results: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """Return a chart over steps if all models are checkpoints of different steps, else one by model for each source."""
+    """Return a chart over steps if all models are checkpoints of different steps, else a chart by model per source."""
     steps = [result["model"]["step"] for result in results]
     sources = list(dict.fromkeys(source for result in results for source in result["sources"]))
     sources += ["average"] if len(sources) > 1 else []
@@ -32,7 +32,7 @@ def _means(results: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def _line(label: str, axis: str, results: Sequence[Mapping[str, Any]], source: str, name: str) -> Line:
-    """Return the figures of one source over step or name of the models that have them."""
+    """Return the statistic of one source over step or name of the models that have it."""
     points = []
     for result in results:
         figures = result["average"] if source == "average" else result["sources"].get(source, {}).get("figures", {})
@@ -42,7 +42,7 @@ def _line(label: str, axis: str, results: Sequence[Mapping[str, Any]], source: s
 
 
 def _passes(results: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the chart of pass@k of the average over sources, a line a model."""
+    """Return the chart of pass@k of the average over sources, one line per model."""
     lines = []
     for result in results:
         passes = {

@@ -1,4 +1,4 @@
-"""What an evaluation has found, as tables: for the eye on a terminal, wide elsewhere."""
+"""Tables of an evaluation: as wide as the terminal, or 200 columns elsewhere."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _AVERAGE = "Avg."
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print one table per model, and one over all of them where there are several, or where the data are benchmarks
-    whose numbers are published by model."""
+    """Print one table per model, and a table over all models if there are several.
+
+    Benchmarks with published numbers per model always get the second table.
+    """
     console = console_of()
     try:
         if len(results) == 1:
@@ -34,17 +36,17 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         for note in dict.fromkeys(note for result in results for note in result["notes"]):
             console.print(Text(plain(f"note: {note}")), soft_wrap=True)
         console.print(Text("[ ]: 95 % of bootstrap draws over prompts"))
-    except BrokenPipeError:  # a reader such as head has seen enough
+    except BrokenPipeError:  # a reader such as head has ended
         sys.stderr.close()
 
 
 def console_of() -> PlainConsole:
-    """A terminal as wide as it is; anything else is wide."""
+    """Return a console as wide as the terminal; elsewhere with a fixed width."""
     return PlainConsole(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
 
 
 def write_table(console: PlainConsole, rows: tuple[Sequence[str], Iterable[Sequence[str]]]) -> None:
-    """Print a head and rows."""
+    """Print a table."""
     head, body = rows
     table = Table()
     for cell in head:
@@ -55,7 +57,7 @@ def write_table(console: PlainConsole, rows: tuple[Sequence[str], Iterable[Seque
 
 
 def _of_model(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Statistics down, sources across."""
+    """Return the table of one model: a row per statistic, a column per source."""
     parts = _parts(result)
     names = dict.fromkeys(name for part in parts.values() for name in part["figures"])
     head = [result["model"]["name"], *parts]
@@ -65,9 +67,9 @@ def _of_model(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _of_all(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """A model a row, a source a column, and the average: the means over answers."""
+    """Return the means over responses: a row per model, a column per source, and the average."""
     sources = list(dict.fromkeys(source for result in results for source in _parts(result)))
-    # The average comes last, however few sources the first model has.
+    # The average comes last, even if the first model has few sources.
     columns = [*(name for name in sources if name != _AVERAGE), *(name for name in sources if name == _AVERAGE)]
     name = main_figure(results[0])
     rows = [
@@ -78,12 +80,12 @@ def _of_all(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 
 
 def main_figure(result: Mapping[str, Any]) -> str:
-    """The name of the mean over answers."""
+    """Return the name of the mean over responses."""
     return f"avg@{result['answers_per_prompt']}"
 
 
 def _parts(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Sources, and the average where there are several or a benchmark."""
+    """Return the sources, and the average if there are several sources or a benchmark."""
     sources = dict(result["sources"])
     if len(sources) > 1 or any(_BENCHMARKS.search(source) for source in sources):
         binary = all(source["binary"] for source in sources.values())
@@ -92,7 +94,7 @@ def _parts(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _cell(part: Mapping[str, Any] | None, name: str) -> str:
-    """``42.5 [38.0, 47.1]``: shares in percent, anything else as it is."""
+    """Format a cell as ``42.5 [38.0, 47.1]``: shares in percent, other numbers unchanged."""
     figure = part["figures"].get(name) if part else None
     if not part or not figure or figure["value"] is None:
         return ""

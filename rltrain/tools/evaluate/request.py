@@ -1,4 +1,4 @@
-"""The words of ``rltrain evaluate``: which models, which data, how many answers, where to."""
+"""Parsed arguments of ``rltrain evaluate``: models, data, number of responses, folder of the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rltrain.models.files.digest import digest_of_files, digests_of_values
 from rltrain.tools.evaluate.arguments import read_words
 from rltrain.tools.evaluate.models import Model, flat, models_of
 
-# What says which answers there are, and what they are worth. Anything else may change in the middle.
+# Settings that determine responses and scores. All others may change when an evaluation is resumed.
 _COMPARED = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.", "reward", "custom_reward_function.")
 _NOT_COMPARED = {
     "data.train_files", "data.train_max_samples", "data.train_batch_size", "data.gen_batch_size", "data.val_files",
@@ -29,7 +29,7 @@ _NOT_COMPARED = {
 
 @dataclass(frozen=True)
 class Request:
-    """A command line that has been read."""
+    """A parsed command line."""
 
     models: list[Model]
     data: list[str]
@@ -41,7 +41,7 @@ class Request:
 
     @property
     def of_run(self) -> dict[str, Any]:
-        """Settings of the run of the models, for all models. Raises ConfigError where two runs differ."""
+        """Settings of the models' run, for all models. Raises ConfigError if two runs differ."""
         own = {word.partition("=")[0] for word in self.words}
         runs = [model for model in self.models if model.of_run is not None]
         for model in runs[1:]:
@@ -65,11 +65,11 @@ class Request:
         return self.out or self.models[0].beside
 
     def folder(self, model: Model) -> Path:
-        """The folder of the results of one model."""
+        """Return the folder of the results of one model."""
         return self.out if self.out and len(self.models) == 1 else self.root / model.name
 
     def settings(self, model: Model) -> LoadedConfig:
-        """The settings of a run that only validates. Raises ConfigError."""
+        """Return the settings of a run that only validates. Raises ConfigError."""
         own = {
             **model.settings,
             "data.val_files": self.data,
@@ -95,14 +95,14 @@ def _said(settings: dict[str, Any], key: str) -> str:
 
 
 def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[str]) -> Request:
-    """Read the words of a command. Raises ConfigError with all that is wrong with them, and as `models_of` does."""
+    """Parse the words of a command. Raises ConfigError with all their errors, and as `models_of` does."""
     own, rest = read_words(words, problems)
     out = Path(own.out).expanduser().resolve() if own.out else None
     return Request(models_of(own.model), own.data, rest, list(files), out)
 
 
 def identity(model: Model, loaded: LoadedConfig) -> dict[str, Any]:
-    """Return what an evaluation that is resumed must agree on: settings, and digests of the files that they name."""
+    """Return the settings and file digests that a resumed evaluation must match."""
     cfg = loaded.config
     settings = {
         key: value

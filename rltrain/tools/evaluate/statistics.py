@@ -1,8 +1,8 @@
-"""Statistics of answers to prompts: arrays in, arrays out.
+"""Statistics of responses to prompts, as pure functions over arrays.
 
-The prompt is the unit: every statistic is first a number per prompt [p], its value is their mean, and its interval says
-how it would differ with other prompts of the same kind. Values are [p, n], NaN where an answer has no score; such an
-answer counts for nothing, and a prompt without any has no number.
+The prompt is the unit: every statistic is first a number per prompt [p], its value is their mean, and its interval is
+over other prompts of the same kind. Values are [p, n], NaN for a response without a score. Such responses are excluded,
+and a prompt without scored responses is NaN.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Floats = NDArray[np.float64]
 
 SEED, DRAWS = 42, 2000
 _LEVELS = (0.025, 0.975)
-# Of answers, where a majority of fewer than all is asked for.
+# Number of random subsets for the majority vote of fewer than all responses.
 _VOTES = 500
-# Rows of weights that are in memory at once.
+# Rows of weights in memory at once.
 _BLOCK = 250
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A statistic, and where 95 % of bootstrap draws lie."""
+    """A statistic and its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -37,26 +37,27 @@ class Figure:
 
 
 def sizes(n: int) -> list[int]:
-    """1, 2, 4, 8 … below n, and n: the k of pass@k and maj@k."""
+    """Return the k of pass@k and maj@k: 1, 2, 4, 8 … below n, and n."""
     return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
 
 
 def mean_of(values: Floats) -> Floats:
-    """Mean [p] over the answers that have a score."""
+    """Return the mean [p] over the scored responses."""
     counts = (~np.isnan(values)).sum(1)
     return np.where(counts > 0, np.nansum(values, 1) / np.maximum(counts, 1), np.nan)
 
 
 def pass_of(values: Floats, k: int) -> Floats:
-    """Chance [p] that one of k answers is right: `pass_at`. values: 0 or 1."""
+    """Return the probability [p] that one of k responses is right: `pass_at`. values: 0 or 1."""
     return np.where(np.isnan(values).all(1), np.nan, pass_at(values, k))
 
 
 def majority_of(values: Floats, votes: NDArray[Any], ks: Sequence[int], seed: int = SEED) -> dict[int, Floats]:
-    """Expected value [p] of the text that most of k answers give   (Wang et al. 2023, self-consistency), for every k.
+    """Return the expected value [p] of the majority text of k responses   (Wang et al. 2023, self-consistency), for
+    every k.
 
-    votes: texts [p, n]. Of texts that are equally frequent each is as likely. All answers are counted where k is all of
-    them; else the mean over 500 seeded subsets of k is taken.
+    votes: texts [p, n]. Ties are averaged. If k is n, all responses are counted; otherwise the mean over 500 seeded
+    subsets of k is taken.
     """
     random = np.random.default_rng(seed)
     shares = {k: np.full(len(values), np.nan) for k in ks}
@@ -75,9 +76,9 @@ def majority_of(values: Floats, votes: NDArray[Any], ks: Sequence[int], seed: in
 
 
 def _of_majority(subsets: NDArray[Any], of_text: Floats) -> float:
-    """Mean over subsets [d, k] of the codes of texts; of_text: the value of each text."""
+    """Return the mean over subsets [d, k] of text codes. of_text: the value of each text."""
     num_texts = len(of_text)
-    # Each subset has a range of codes of its own, so that a single bincount counts all votes.
+    # Each subset has a separate range of codes, so that a single bincount counts all votes.
     numbered = subsets + num_texts * np.arange(len(subsets))[:, None]
     counts = np.bincount(numbered.ravel(), minlength=num_texts * len(subsets)).reshape(-1, num_texts)
     winners = counts == counts.max(1, keepdims=True)
@@ -85,10 +86,10 @@ def _of_majority(subsets: NDArray[Any], of_text: Floats) -> float:
 
 
 def draws_of(columns: Floats, name: str, num_draws: int = DRAWS) -> Floats:
-    """Bootstrap means [draws, m] of columns [p, m]: prompts drawn with replacement   (Efron 1979).
+    """Return the bootstrap means [draws, m] of columns [p, m]: prompts drawn with replacement   (Efron 1979).
 
-    name: of the data source. Draws follow from it, so that no figure depends on which other sources there are, and two
-    sources are drawn independently.
+    name: of the data source. It seeds the draws, so that no statistic depends on the other sources, and two sources are
+    drawn independently.
     """
     random = np.random.default_rng([SEED, zlib.crc32(name.encode())])
     num_prompts = len(columns)
@@ -104,12 +105,12 @@ def draws_of(columns: Floats, name: str, num_draws: int = DRAWS) -> Floats:
 
 
 def figures(columns: Mapping[str, Floats], draws: Mapping[str, Floats]) -> dict[str, Figure]:
-    """Mean of each column [p], with the percentile interval of its draws   (Efron and Tibshirani 1993, chapter 13)."""
+    """Return the mean of each column [p], with the percentile interval   (Efron and Tibshirani 1993, chapter 13)."""
     return {name: Figure(_mean(values), *_interval(draws[name])) for name, values in columns.items()}
 
 
 def average(sources: Sequence[Mapping[str, Figure]], draws: Sequence[Mapping[str, Floats]]) -> dict[str, Figure]:
-    """Mean over sources, each with the same weight, of what all of them have. Every source is drawn by itself."""
+    """Return the mean over sources, equally weighted, of their common statistics. Their draws are independent."""
     shared = [name for name in sources[0] if all(name in figures_here for figures_here in sources)]
     return {
         name: Figure(

@@ -1,1 +1,1 @@
-"""``python -m rltrain.port``: a verl launch script or saved configuration becomes a short script of ours."""
+"""``python -m rltrain.port``: converts a verl launch script or saved configuration to a short rltrain script."""

@@ -1,7 +1,7 @@
-"""``python -m rltrain.port SCRIPT.sh|CONFIG.yaml [-o NEW.sh]``: a run of verl's as a short script of rltrain's.
+"""``python -m rltrain.port SCRIPT.sh|CONFIG.yaml [-o NEW.sh]``: convert a verl run to a short rltrain script.
 
-Nothing is trained, and of the script nothing is executed but the shell's own text tools, in a jail.
-Exit code 0: a run would accept the new script; 2: something is left to do, or was not carried over.
+Nothing is trained. The launch script is expanded by a shell with text tools only, in a jail. Exit code 0: a run would
+accept the new script; 2: something is left to do, or was not carried over.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rltrain.tools.port.write import flat, holds_secret, script
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    # What stands behind it is verl's, and may look like flags.
+    # The words after --overrides are verl's and may look like flags.
     own_words, overrides = (words, None) if "--overrides" not in words else _split(words)
     parser = argparse.ArgumentParser(prog="rltrain port", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", nargs="?", type=Path, help="a launch script, or a configuration (.yaml)")

@@ -1,9 +1,9 @@
-"""Runs one shell script and tells what it would have started: ``python -I -S jail.py DESCRIPTOR``.
+"""Runs one shell script and reports the commands that it would have started: ``python -I -S jail.py DESCRIPTOR``.
 
-Problem: only a shell knows what a launch script's variables come to, and a script from elsewhere may do anything.
-Choice: bash runs in namespaces of its own whose file system is a small tmpfs with copies of the text tools and nothing
-of the machine in it: no network, no other process, no file to read or to write. What is no text tool is a stub that
-writes its words down. Where the kernel grants no namespaces nothing is run. Imports nothing of rltrain.
+Only a shell can expand a launch script's variables, but a foreign script may do anything. So bash runs in separate
+namespaces whose file system is a small tmpfs with copies of the text tools: no network, no other process, and no files
+of the machine. Any other program is a stub that records its arguments. Without namespaces nothing is run. Imports
+nothing of rltrain.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _MEMORY_BYTES, _FILE_BYTES, _MOST_BYTES = 256 << 20, 8 << 20, 16 << 20
 
 
 def main() -> None:
-    """Read what to run from the descriptor; write the records as JSON to stdout."""
+    """Read the job from the descriptor; write the records as JSON to stdout."""
     with os.fdopen(int(sys.argv[1]), encoding="utf-8") as stream:
         job = json.load(stream)
     _enter(job["root"])
@@ -43,11 +43,11 @@ def main() -> None:
 
 
 def _enter(root: str) -> None:
-    """Go on as the first process of new namespaces, with an empty file system mounted at ``root``."""
+    """Continue as the first process of new namespaces, with an empty file system mounted at ``root``."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     apart, user, group = _MOUNTS | _PROCESSES | _NETWORK | _IPC, os.getuid(), os.getgid()
-    # A privileged user needs no user namespace, and where containers forbid those this way is still open.
+    # A privileged user needs no user namespace, and can do without in containers that forbid user namespaces.
     if user != 0 or libc.unshare(apart) != 0:
         if libc.unshare(apart | _USER) != 0:
             os._exit(NO_JAIL)
@@ -71,10 +71,10 @@ def _enter(root: str) -> None:
 
 
 def _lock_in(root: str) -> None:
-    """Make ``root`` all there is, and give up the rights that this took."""
+    """Make ``root`` the whole file system and drop the privileges."""
     libc = ctypes.CDLL(None, use_errno=True)
     os.chdir(root)
-    # The old root comes to lie under the new one, at the same place, and is taken off from there.
+    # The old root is mounted under the new one, at the same place, and is unmounted from there.
     if libc.pivot_root(b".", b".") or libc.umount2(b".", _DETACH):
         os._exit(NO_JAIL)
     os.chdir("/")
@@ -85,7 +85,8 @@ def _lock_in(root: str) -> None:
 
 
 def _under(root: str, inside: str) -> str:
-    """The path while the machine's files are still there: names come from the script, and none may lead to those."""
+    """Return the path in the jail; raise ValueError if it leaves it. The names come from the script, and the machine's
+    files are still mounted."""
     if not inside.startswith("/") or os.path.normpath(inside.lstrip("/")).split("/")[0] == "..":
         raise ValueError(f"{inside!r} is no place in the jail")
     return root + inside
@@ -100,7 +101,7 @@ def _write(root: str, inside: str, content: bytes) -> None:
 
 
 def _run(job: dict[str, Any]) -> bool:
-    """Whether the script ended by itself within its time."""
+    """Run the script. Return True if it ended within its time."""
 
     def limit() -> None:
         for kind, size in (
@@ -131,7 +132,7 @@ def _run(job: dict[str, Any]) -> bool:
 
 
 def _records(folder: str) -> list[tuple[list[str], list[str]]]:
-    """The words and the environment of each command that was not run, in order of time."""
+    """Return the words and the environment of each recorded command, in order of time."""
     records, room = [], _MOST_BYTES
     names = sorted(name for name in os.listdir(folder) if not name.endswith(".env"))
     for name in names:

@@ -1,4 +1,4 @@
-"""Which of a script's commands start a run of verl's, and with which settings."""
+"""Detection of the commands in a script that start a verl run, and of their settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rltrain.config.verl.table import rows
 from rltrain.tools.port.shell import Call, inside_out
 from rltrain.tools.port.translate import ASKED, typed
 
-# What else users start with Python, by the name of the module or file, and what does the same here.
+# Other Python programs, by the name of the module or file, and their counterparts in rltrain.
 _OTHERS = {
     r"sft": "supervised fine-tuning is not in rltrain",
     r"main_generation|main_eval": "to test a checkpoint: rltrain evaluate model=… data=…",
@@ -23,13 +23,13 @@ _OTHERS = {
     r"model_merger": "a checkpoint's hf_model folder needs no merging here",
     r"trainer[./]main(?=\.py$|$)": "this is EasyR1's trainer: docs/from-easyr1.md translates its keys",
 }
-# What the launches of other trainers start.
+# Programs of other trainers.
 _LAUNCHERS = {
     "OpenRLHF": r"openrlhf[./]cli", "TRL": r"^trl \w|\btrl[./]scripts",
     "ms-swift": r"^swift \w|\bswift[./]cli", "AReaL": r"\bareal[./]",
     "LLaMA-Factory": r"^llamafactory-cli|\bllamafactory[./]", "MindSpeed RL": r"\bcli/train_(grpo|ppo|dapo|dpo)\.py",
 }  # fmt: skip
-# The entry points whose trainer is the one here.
+# Entry points that use the trainer that rltrain replaces.
 _SAME = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main_ppo(_sync)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py")
 _PYTHON = re.compile(r"python|torchrun|accelerate|deepspeed|uv$")
 _KEY = re.compile(r"^\+{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
@@ -37,21 +37,23 @@ _KEY = re.compile(r"^\+{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a trainer, as a script makes it."""
+    """A launch of a trainer in a script."""
 
     entry: str
     """The module or file that was started."""
     settings: tuple[tuple[str, str], ...]
-    """Key and value as written, later ones count."""
+    """Keys and values as written; later ones count."""
     lost: tuple[str, ...] = ()
-    """What could not be read."""
+    """Arguments that could not be read."""
     exported: tuple[tuple[str, str], ...] = ()
-    """Variables that the script gave it."""
+    """Variables that the script exported to it."""
 
 
 def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launch], list[str]]:
-    """The runs that the calls start, and what is to be said of other calls of Python. folders: where relative paths of
-    configuration files may begin."""
+    """Return the runs that the calls start, and notes on other calls of Python.
+
+    folders: where relative paths of configuration files may begin.
+    """
     runs: dict[tuple, Launch] = {}
     notes: dict[str, None] = {}
     for call in calls:
@@ -66,7 +68,7 @@ def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launc
             notes[f"{entry}: {reason}"] = None
         elif any(_KEY.match(word) or word.startswith("--config") for word in rest):
             launch = _launch(entry, rest, call, folders)
-            # A wrapper such as srun is recorded, and so is what it starts.
+            # A wrapper such as srun is recorded, and so is the command that it starts.
             runs.setdefault((entry, launch.settings), launch)
         else:
             notes[f"{' '.join(call.words[:4])}: not run, and no run of verl's"] = None
@@ -74,7 +76,7 @@ def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launc
 
 
 def _of_another_trainer(words: Sequence[str], entry: str) -> str:
-    """Return the answer to a launch of another trainer, by its program or its flags; "" for any other call."""
+    """Return the message for a launch of another trainer, by its program or its flags; "" for any other call."""
     if _SAME.fullmatch(entry):
         return ""
     flags = [word[2:].partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
@@ -87,7 +89,7 @@ def _of_another_trainer(words: Sequence[str], entry: str) -> str:
 
 
 def _entry(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The module or file that a command starts, and the words after it."""
+    """Return the module or file that a command starts, and the words after it."""
     for at, word in enumerate(words[:-1]):
         if word in ("-m", "--module") and any(_PYTHON.match(Path(before).name) for before in words[:at]):
             return words[at + 1], words[at + 2 :]

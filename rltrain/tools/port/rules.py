@@ -1,4 +1,4 @@
-"""Keys of verl's other training backends -> ours, where the maths stays the same under FSDP2."""
+"""Conversion of keys of verl's other training backends, if the maths stays the same under FSDP2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rltrain.config.verl import hydra
 
 
 def parsed_or_text(text: str) -> Any:
-    """The value that a text on the command line stands for, or the text where it is none."""
+    """Return the value of a text on the command line, or the text if it cannot be parsed."""
     try:
         return hydra.parsed(text)
     except (YAMLError, OmegaConfBaseException):
@@ -23,14 +23,13 @@ def parsed_or_text(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key."""
+    """The conversion of a key."""
 
     target: str = ""
-    """Our key, with {role}, {fsdp} and {model} for the places of the model that the key is about; empty where nothing
-    need be set."""
+    """rltrain's key, with {role}, {fsdp} and {model} for the paths of the key's model; empty if nothing need be set."""
     why: str = ""
     turn: Callable[[str], str | None] = str
-    """From the value as typed to ours, or None where it cannot be carried over."""
+    """Converts the value as typed; returns None if it cannot be carried over."""
 
 
 def _only(*allowed: str) -> Callable[[str], str | None]:
@@ -46,7 +45,7 @@ def _offloaded(value: str) -> str:
 
 
 def _modules(value: str) -> str | None:
-    """Megatron's names of a layer's products -> those of Hugging Face models."""
+    """Convert Megatron's names of a layer's matrices to Hugging Face's."""
     names = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
     names["linear_fc2"] = "down_proj"
     modules = parsed_or_text(value)
@@ -61,7 +60,7 @@ SPREAD = (
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
 _SAME_MATHS = "it changes how the backend computes, not what"
-# The keys of verl's backends of which that is so; of the others it is not known.
+# Keys of verl's backends that only change how it computes; the effect of the others is unknown.
 _HARMLESS = """
     sequence_parallel use_distributed_optimizer use_mbridge vanilla_mbridge use_dist_checkpointing
     dist_checkpointing_prefix dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
@@ -77,7 +76,7 @@ _HARMLESS = """
     use_torch_optimizer_for_cpu_offload foreach fused capturable
 """
 _UNKNOWN = Rule(turn=_only())
-# Keys of verl's other backends -> ours. The first row that fits decides.
+# Keys of verl's other backends -> conversions. The first row that matches decides.
 RULES: dict[str, Rule] = {
     "model_engine": Rule(why="the training backend is FSDP2"),
     "*.strategy": Rule(why="the training backend is FSDP2"),
@@ -106,7 +105,7 @@ RULES: dict[str, Rule] = {
         why="weights are read from model.path, a Hugging Face folder; of a Megatron checkpoint make one: python -m "
         "verl.model_merger merge --backend megatron --local_dir …/global_step_N/actor --target_dir FOLDER"
     ),
-    # What Megatron adds to the loss or to the model is no matter of sharding.
+    # Terms that Megatron adds to the loss or to the model are unrelated to sharding.
     "*.override_transformer_config.moe_aux_loss_coeff": Rule(
         why="router_aux_loss_coef is such a loss, with another scale (docs/moe.md)", turn=_only("0", "0.0")
     ),
@@ -161,7 +160,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(key: str) -> Rule | None:
-    """What becomes of a key of verl's; None where no rule speaks of it."""
+    """Return the conversion of a verl key, or None without a rule."""
     rule = next((rule for pattern, rule in RULES.items() if fnmatchcase(key, pattern)), None)
     name = key.rpartition(".")[2]
     if rule is _UNKNOWN and any(fnmatchcase(name, pattern) for pattern in _HARMLESS.split()):

@@ -1,7 +1,7 @@
-"""What a launch script would start: its variables are expanded by bash itself, in a jail with stubs for all programs.
+"""Expansion of a launch script: bash itself expands its variables, in a jail with stubs for all programs.
 
-Only the shell's text tools are real there (`_TOOLS`). What a script expects from the environment and does not set gets
-a placeholder, which the written script turns into the variable again.
+Only the shell's text tools are real there (`_TOOLS`). A variable that a script expects from the environment gets a
+placeholder, which the written script turns into the variable again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rltrain.tools.port.jail import NO_JAIL
 
 JAIL = Path(__file__).with_name("jail.py")
 MOST_SECONDS = 10
-_NUM_TASKS = 64  # processes a script may have at once
+_NUM_TASKS = 64  # processes that a script may have at once
 _ROOT = 0
 _NOBODY = 65534
 _TOOLS = (
@@ -49,8 +49,8 @@ _TOOLS = (
     *("printenv", "nohup", "timeout", "nice", "test", "[", "true", "false", "mktemp", "mkdir", "rm", "cp", "mv", "ls"),
     *("touch", "ln", "find", "readlink", "realpath", "comm", "nl", "fold", "shuf", "numfmt", "od", "pwd", "chmod"),
 )
-# Programs that other programs start (env, nohup, exec), which bash would otherwise not find; whatever else is not
-# there is recorded by bash's own hook.
+# Programs that other programs start (env, nohup, exec), which bash would otherwise not find. Bash's hook records all
+# others.
 _STUBS = (
     *("python", "python2", "python3", "torchrun", "ray", "accelerate", "deepspeed", "uv", "pip", "pip3", "conda", "hf"),
     *("mamba", "huggingface-cli", "modelscope", "wget", "curl", "git", "docker", "podman", "apptainer", "singularity"),
@@ -58,11 +58,11 @@ _STUBS = (
     *("stdbuf", "nvidia-smi", "npu-smi", "rocm-smi", "kill", "pkill", "killall", "sleep", "hdfs"),
 )
 _HERE, _HOME, _RECORDS = "/__PWD__", "/__HOME__", "/records"
-# What the script may read of its own folder: others that it sources.
+# Files of the script's folder that it may read: scripts that it sources, and configurations.
 _BESIDE, _MOST_BYTES = (".sh", ".env", ".yaml", ".yml", ".json", ".txt"), 1 << 20
 
-# Words and environment of a call, each in a file of its own, because calls may run beside each other. A call such as
-# `srun bash -c "python …"` or `sbatch <<EOF` brings a further script, which is run here, too.
+# Words and environment of a call, each in a separate file, because calls may run concurrently. A call such as `srun
+# bash -c "python …"` or `sbatch <<EOF` contains another script, which is run here, too.
 _RECORD = """\
 #!/bin/bash
 unset BASH_ENV
@@ -82,7 +82,7 @@ for word in "${@:2}"; do
 done
 exit 0
 """
-# A script must come to its launch although files and folders that it expects are not here.
+# A script must reach its launch although files and folders that it expects are missing.
 _PRELUDE = """\
 command_not_found_handle() { /bin/record "$@"; }
 cd() { builtin cd "$@" 2>/dev/null || true; }
@@ -93,13 +93,13 @@ source() { if [ -f "$1" ]; then builtin source "$@"; else /bin/record source "$@
 .() { source "$@"; }
 """
 _SETTING = re.compile(r"\+*(actor_rollout_ref|data|trainer|algorithm)\.[\w.]+=")
-_ANOTHER = "3"  # a number that no variable is taken to be
+_ANOTHER = "3"  # a number that no variable is assumed to be
 _NO_EXIT = "exit() { true; }\n"
 
 
 @dataclass(frozen=True)
 class Call:
-    """A command that was not run: its words, and the variables that the script exported to it."""
+    """A recorded command: its words, and the variables that the script exported to it."""
 
     words: tuple[str, ...]
     exported: dict[str, str]
@@ -107,20 +107,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """The calls that a script has made."""
+    """The calls of a script."""
 
     calls: tuple[Call, ...]
     """In order."""
     placeholders: dict[str, str] = field(default_factory=dict)
-    """Variables that the script expects, and what stands for them in the words."""
+    """Variables that the script expects, and their placeholders."""
     assumed: dict[str, str] = field(default_factory=dict)
-    """Those that other things follow from, with the number they were taken to be."""
+    """Variables that sizes depend on, with the number that was assumed for them."""
     finished: bool = True
-    """Whether the script came to its end in time."""
+    """Whether the script ended in time."""
 
 
 def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MOST_SECONDS) -> Recording:
-    """Run ``script`` in the jail. Raises ConfigError where it cannot be read or the machine gives no jail."""
+    """Run ``script`` in the jail. Raises ConfigError if it cannot be read or the machine does not support the jail."""
     try:
         text = script.read_text("utf-8", "replace")
     except OSError as error:
@@ -132,7 +132,7 @@ def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MO
     def run(prelude: str, given: dict[str, str]) -> dict[str, Any]:
         return _jailed(script, text, arguments, given, {**neighbours, "/bin/prelude": prelude}, most_seconds)
 
-    # A script may give up before its launch because something it looks for is missing; then it is asked to go on.
+    # A script may exit before its launch because something is missing; then it is run again without exit.
     for prelude in (_PRELUDE, _PRELUDE + _NO_EXIT):
         answer = run(prelude, values)
         if _launches(answer):
@@ -140,7 +140,7 @@ def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MO
     launches, assumed = _launches(answer), dict[str, str]()
     before = [list(words) for words in launches]
     for name, value in values.items():
-        # What becomes of another number shows what follows from it.
+        # A run with another number shows the settings that depend on it.
         if value.isdigit() and answer["finished"]:
             moved = _launches(run(prelude, values | {name: _ANOTHER}))
             assumed |= {name: value} if _trace(name, value, before, moved, launches) else {}
@@ -150,13 +150,15 @@ def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MO
 
 
 def _launches(answer: dict[str, Any]) -> list[list[str]]:
-    """The words of the calls that have settings, to be changed in place."""
+    """Return the words of the calls that have settings, to be changed in place."""
     return [words for words, _ in answer["calls"] if any(map(_SETTING.match, words))]
 
 
 def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]], traced: list[list[str]]) -> bool:
-    """Put the variable in the place of its number where a setting is that number alone; returns whether anything else
-    has changed with it."""
+    """Insert the variable's placeholder where a setting is exactly its number.
+
+    Return True if anything else changed with the number.
+    """
     changed = [len(call) for call in words] != [len(call) for call in moved]
     for call, moved_call, target in zip(words, moved, traced, strict=False):
         for at, (word, after) in enumerate(zip(call, moved_call, strict=False)):
@@ -169,13 +171,13 @@ def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]]
 
 
 def expected_variables(text: str, others: str = "") -> list[str]:
-    """Variables that a script uses without a default, and that neither it nor one of the ``others`` sets."""
-    # A comment begins a word; what is in single quotes is still looked at, because such texts are often run later.
+    """Return the variables that a script uses without a default and that neither it nor one of the ``others`` sets."""
+    # A comment begins a word. Text in single quotes is searched too, because it is often run later.
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)
     used = re.findall(r"\$(?:\{#?)?([A-Za-z_]\w*)", text)
     text = f"{text}\n{others}"
     used += [name for sum_ in re.findall(r"\$?\(\((.*?)\)\)", text) for name in re.findall(r"[A-Za-z_]\w*", sum_)]
-    # With a default, or asked for before use: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
+    # With a default, or checked before use: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
     optional = set(re.findall(r"\$\{([A-Za-z_]\w*):?[-=+]", text))
     optional |= set(re.findall(r"-[nvz]\s+\"?\$?\{?([A-Za-z_]\w*)", text))
     assigned = set(re.findall(r"(?<![\w$.{-])([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=", text))
@@ -190,15 +192,15 @@ def expected_variables(text: str, others: str = "") -> list[str]:
 
 
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
-    """``text`` with the variables in place of what stood for them, for the inside of double quotes."""
+    """Return ``text`` with variables instead of their placeholders, for the inside of double quotes."""
     names = {stand_in: name for name, stand_in in {"PWD": _HERE, "HOME": _HOME, **placeholders}.items()}
-    # The longest first, and in one go: the name of one variable may hold what stands for another.
+    # Longest first and in one pass, because the name of one variable may contain the placeholder of another.
     pattern = "|".join(re.escape(stand_in) for stand_in in sorted(names, key=len, reverse=True))
     return re.sub(pattern, lambda match: f"${{{names[match[0]]}}}", text)
 
 
 def _stand_in(name: str) -> str:
-    """A number where the name counts something, because sizes are computed with; a text to be found again else."""
+    """Return a number if the name is a count, because sizes are computed with it; otherwise a searchable text."""
     if re.search(r"RANK|INDEX|PORT|_ID$|PROCID", name.upper()):
         return "0"
     if re.search(r"SIZE|NNODES|NODES|NUM|COUNT|GPUS|NPUS|NPROC|DEVICES_PER", name.upper()):
@@ -207,7 +209,7 @@ def _stand_in(name: str) -> str:
 
 
 def _exported(variables: list[str], placeholders: dict[str, str]) -> dict[str, str]:
-    """What the script itself has put into the environment."""
+    """Return the variables that the script itself exported."""
     of_shell = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "LC_ALL", "TMPDIR", "_", "_AST_FEATURES"}
     split = (variable.partition("=") for variable in variables)
     return {
@@ -226,7 +228,7 @@ def _jailed(
     most_seconds: float,
 ) -> dict[str, Any]:
     inside = f"{_HERE}/{script.name}"
-    # Absolute names of interpreters, which need not be where this machine has its own.
+    # Absolute paths of interpreters, which may not exist on this machine.
     named = re.findall(r"(?<![\w.$}])((?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|ray|uv|accelerate))\b", text)
     stubs = {
         *(f"/bin/{name}" for name in _STUBS),
@@ -259,7 +261,7 @@ def _jailed(
         json.dump(job, spec)
         spec.seek(0)
         command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
-        # The deadline here is for a jail that does not come to its own.
+        # The timeout here is for a jail that does not keep its own.
         try:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=3 * most_seconds, pass_fds=[spec.fileno()], cwd="/"
@@ -283,13 +285,14 @@ _BY_HAND = (
 
 
 def _going_on(text: str) -> str:
-    """The script without what ends it at the first error or unset variable."""
+    """Return the script without the options that end it at the first error or unset variable."""
     text = re.sub(r"(?m)^(\s*set\s+-)([a-zA-Z]+)", lambda match: match[1] + re.sub("[eu]", "", match[2]) + "B", text)
     return re.sub(r"(?m)(\bset\s.*)-o\s+(errexit|nounset)", r"\1", text)
 
 
 def _neighbours(script: Path) -> dict[str, str]:
-    """Small text files of the script's folder, by their place in the jail. No links: they may lead to any file."""
+    """Return small text files of the script's folder, by their path in the jail. Links are skipped: they may lead to
+    any file."""
     contents: dict[str, str] = {}
     room = _MOST_BYTES
     for path in sorted(script.absolute().parent.glob("*")):
@@ -302,7 +305,7 @@ def _neighbours(script: Path) -> dict[str, str]:
 
 
 def _copies() -> dict[str, str]:
-    """The text tools of this machine and the libraries they load: place in the jail -> file."""
+    """Return the text tools of this machine and their libraries: path in the jail -> file."""
     path = os.pathsep.join(("/usr/bin", "/bin", "/usr/local/bin"))
     tools = {f"/bin/{name}": os.path.realpath(place) for name in _TOOLS if (place := shutil.which(name, path=path))}
     if "/bin/bash" not in tools:
@@ -313,5 +316,5 @@ def _copies() -> dict[str, str]:
 
 
 def inside_out(path: str) -> str:
-    """A path in the jail, relative to where the script is run."""
+    """Return a path of the jail relative to the folder in which the script runs."""
     return path.replace(f"{_HERE}/", "").replace(_HERE, ".")

@@ -1,8 +1,8 @@
-"""verl's settings -> ours, one decision after the other; each leaves a comment or a line of what could not be kept.
+"""Translation of verl's settings. Each decision leaves a comment or a line about the part that was not carried over.
 
-Names and meanings that `load_config` knows are left to it: every setting is tried on its own, and what it says is what
-the comment says. Only what it refuses because another backend is meant stands in the table here, where the maths stays
-the same under FSDP2.
+`load_config` knows verl's names and meanings: every setting is tried alone, and its message becomes the comment. The
+table here covers only settings that it rejects because they belong to another backend, if the maths stays the same
+under FSDP2.
 """
 
 from __future__ import annotations
@@ -30,44 +30,45 @@ from rltrain.tools.port.rules import SPREAD, parsed_or_text, rule_of
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
-# What `_defaults_of_verl` and `_min_lr` look for: in a tree that names every key it is written, default or not.
+# Keys that `_defaults_of_verl` and `_min_lr` read: in a configuration that lists every key they are kept even if they
+# have the default value.
 ASKED = (
     *("trainer.n_gpus_per_node", "trainer.logger", _R + "name", _R + "tensor_model_parallel_size"),
     *(_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high", _A + "actor.optim.lr", "critic.optim.lr"),
 )
 
 
-# The folders of verl's run folder unless it is named.
+# The keys that name verl's default run folder.
 _NAMES = ("trainer.project_name", "trainer.experiment_name")
 
 
 @dataclass
 class Ported:
-    """A launch in our words."""
+    """A launch with rltrain's settings."""
 
     settings: dict[str, str] = field(default_factory=dict)
-    """Our key -> the value as it is typed."""
+    """rltrain's key -> the value as it is typed."""
     comments: dict[str, list[str]] = field(default_factory=dict)
-    """Our key -> why it stands there."""
+    """rltrain's key -> reasons."""
     decisions: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
-    """What was left out because nothing changes."""
+    """Settings that were left out because they change nothing."""
     lost: list[str] = field(default_factory=list)
-    """What could not be carried over, as key=value: why."""
+    """Settings that could not be carried over, as key=value: reason."""
     to_do: list[str] = field(default_factory=list)
-    """What the checks say of the result."""
+    """Problems of the result."""
 
     def put(self, key: str, text: str, why: str = "") -> None:
-        """Set a key of ours; ``why`` is told above it."""
+        """Set a key of rltrain; ``why`` becomes a comment above it."""
         self.settings[key] = text
         if why and why not in self.comments.setdefault(key, []):
             self.comments[key].append(why)
 
 
 def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported:
-    """verl's settings, in the order they were written, as ours.
+    """Translate verl's settings, in the order they were written.
 
-    unknown: what a value holds that stands for a variable; such a value may be no number yet.
+    unknown: marker of a variable's placeholder in a value; such a value need not be a number yet.
     """
     ported = Ported()
     last = {key.lstrip("+"): text for key, text in written}
@@ -87,7 +88,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
 
 
 def _own_classes(ported: Ported, last: dict[str, str]) -> None:
-    """Path and name of a class of the user's own are one setting, and keys of data that only it knows go with it."""
+    """Join path and name of a user's class to one setting, and keep the data keys that only the class reads."""
     chosen = False
     for pair, key in classes().items():
         path, name = (last.get(setting, "null") for setting in pair)
@@ -101,17 +102,17 @@ def _own_classes(ported: Ported, last: dict[str, str]) -> None:
 
 
 def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
-    """Keys of which several stand for one of ours: taken as one where an old spelling is among them; returns them."""
+    """Translate groups of keys that contain an old spelling of one setting; return them."""
     old = {key for key in written if is_old(key, written[key])}
     keys = old | {key for key in written if key.startswith("algorithm.rollout_correction.")}
     if not old:
         return set()
-    # Paths that every configuration needs, so that nothing else is missing.
+    # Required paths, so that nothing else is missing.
     required = [f"{_A}model.path=/model", "data.train_files=/data"]
     try:
         loaded = load_config([*required, *(f"{key}={written[key]}" for key in written if key in keys)])
     except ConfigError:
-        return set()  # told one by one
+        return set()  # reported one by one
     for key in loaded.explicit:
         if key.startswith("algorithm.rollout_correction."):
             ported.put(key, typed(get(loaded.config, key)), "was written in an older spelling")
@@ -120,7 +121,7 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
 
 def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:
     if _is_total(key) or key.endswith(".optim.min_lr"):
-        return  # later, when all is known
+        return  # later, when all settings are known
     rule = rule_of(key)
     if rule is None or is_known(rename(key)):
         _try(ported, key, text, {}, _compared_with(key, written))
@@ -136,7 +137,7 @@ def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, st
 
 
 def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:
-    """The settings that a key's rows compare it with."""
+    """Return the settings that a key's rows compare it with."""
     others = {value[2:-1] for row in rows_of(key) for value in row.condition.values}
     return {other: text for other, text in written.items() if rename(other) in others}
 
@@ -144,12 +145,12 @@ def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:
 def _try(
     ported: Ported, key: str, text: str, said: Mapping[str, str], beside: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """One setting alone, as `load_config` takes it. beside: others that it cannot be judged without."""
+    """Try one setting with `load_config`. beside: settings that are needed to judge it."""
     own_key, why = rename(key), said.get("why", "")
     try:
         loaded = load_config([f"{key}={text}", *(f"{other}={value}" for other, value in beside.items())])
     except ConfigError as error:
-        if "__" in text and is_known(own_key):  # a variable of the user's stands for a number
+        if "__" in text and is_known(own_key):  # a variable of the user stands for a number
             ported.put(own_key, text, why)
         else:
             ported.lost.append(f"{key}={text}: {_reason(key, text, error)}")
@@ -158,7 +159,7 @@ def _try(
         if own_key in loaded.explicit:
             ported.put(own_key, text, why or (f"was {key}" if own_key != key else ""))
         return
-    # A key that stands for others, or for none.
+    # A key that stands for other keys, or for none.
     set_keys = [set_key for set_key in loaded.explicit if set_key not in map(rename, beside)]
     for set_key in set_keys:
         ported.put(set_key, typed(get(loaded.config, set_key)), f"was {key}={text}")
@@ -167,7 +168,7 @@ def _try(
 
 
 def _reason(key: str, text: str, error: ConfigError) -> str:
-    """What is wrong with the setting itself: that everything else is missing in this trial goes without saying."""
+    """Return the problems of the setting itself, without the missing keys that every trial reports."""
     problem = " ".join(line for line in str(error).splitlines() if line not in _problems_of_any_trial())
     for head in (f"{key}={parsed_or_text(text)}: ", f"{key}={text}: ", f"{key}: "):
         problem = problem.removeprefix(head)
@@ -184,7 +185,7 @@ def _problems_of_any_trial() -> tuple[str, ...]:
 
 
 def typed(value: Any) -> str:
-    """A value as one types it."""
+    """Return a value as it is typed on a command line."""
     if isinstance(value, dict | list):
         return json.dumps(value)
     return "null" if value is None else str(value)
@@ -195,7 +196,7 @@ def _is_total(key: str) -> bool:
 
 
 def _totals(ported: Ported, written: Mapping[str, str]) -> None:
-    """Micro-batch sizes over all ranks, which verl divides by them."""
+    """Convert micro-batch sizes over all ranks, which verl divides by the number of ranks."""
     for key, text in written.items():
         size = parsed_or_text(text)
         if not _is_total(key) or size is None:
@@ -212,7 +213,7 @@ def _totals(ported: Ported, written: Mapping[str, str]) -> None:
 
 
 def _count(written: Mapping[str, str], key: str) -> Any:
-    """A number of devices as written, with verl's defaults; a text where variables decide it."""
+    """Return a number of devices as written, with verl's defaults; a text if variables decide it."""
     value = parsed_or_text(written.get(key, "null"))
     if value is not None:
         return value
@@ -226,7 +227,7 @@ def _number(written: Mapping[str, str], key: str, default: int) -> int:
 
 
 def _min_lr(ported: Ported, written: Mapping[str, str]) -> None:
-    """Megatron's lowest rate as a share of the rate."""
+    """Convert Megatron's lowest learning rate to a fraction of the rate."""
     for key, text in written.items():
         if key.endswith(".optim.min_lr"):
             low, lr = parsed_or_text(text), parsed_or_text(written.get(key.replace("min_lr", "lr"), "null"))
@@ -237,7 +238,7 @@ def _min_lr(ported: Ported, written: Mapping[str, str]) -> None:
 
 
 def _not_read(ported: Ported) -> None:
-    """What a policy loss of verl's does not read, and ours does."""
+    """Remove settings that a policy loss ignores in verl but not here."""
     settings, mode = ported.settings, _A + "actor.loss_agg_mode"
     loss = settings.get(LOSS_KEY, "vanilla")
     usual = POLICY_LOSSES.get(loss, LossTraits()).aggregation
@@ -249,7 +250,7 @@ def _not_read(ported: Ported) -> None:
 
 
 def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
-    """What a script relies on by not writing it, where our default is another one."""
+    """Add verl's defaults on which a script relies, if rltrain's default differs."""
     put = ported.put
     if "trainer.n_gpus_per_node" not in written:
         put("trainer.n_gpus_per_node", "8", "verl's default; ours is the devices that are here")
@@ -262,7 +263,7 @@ def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
         why = "verl's default; where the model fits one device, 1 (the default here) is quicker"
         put(_R + "tensor_model_parallel_size", "2", why)
     clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
-    # A loss that is not known here may read them.
+    # An unknown loss may read them.
     reads = POLICY_LOSSES.get(ported.settings.get(LOSS_KEY, "vanilla"), LossTraits()).reads
     bounded = reads is None or "clip_ratio_low" in reads
     if clip in ported.settings and parsed_or_text(ported.settings[clip]) != 0.2 and bounded:
@@ -291,7 +292,7 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
 
 
 def _drop_our_defaults(ported: Ported) -> None:
-    """What the defaults say anyway. A batch switch stays: whether it was written decides how sizes are read."""
+    """Remove settings that equal the default. A batch switch stays, because its presence decides how sizes are read."""
     defaults = Config()
     for key, text in list(ported.settings.items()):
         schema_key = all_keys().get(key)
@@ -304,7 +305,7 @@ def _drop_our_defaults(ported: Ported) -> None:
 
 
 def _check(ported: Ported, unknown: str) -> None:
-    """What a run would say of the whole, beside values that only the user's shell knows."""
+    """Check the whole, except values that only the user's shell knows."""
     sure = [f"{key}={text}" for key, text in ported.settings.items() if unknown not in text or _is_text(key)]
     try:
         loaded: LoadedConfig = load_config(sure)

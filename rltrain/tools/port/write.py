@@ -1,4 +1,4 @@
-"""The ported script as text: one array of settings for each launch, with a comment above each decision."""
+"""Output of the ported script: one array of settings for each launch, with a comment above each decision."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rltrain.tools.port.launches import Launch
 from rltrain.tools.port.shell import restored
 from rltrain.tools.port.translate import Ported
 
-# Variables of verl's scripts that rltrain sets where they are needed, or that nothing reads here.
+# Variables of verl's scripts that rltrain sets itself if needed, or that nothing reads here.
 _OURS = re.compile(r"VLLM_(USE_V1|ATTENTION_BACKEND|ALLREDUCE\w*)|HYDRA_\w+|RAY_\w+|VERL_\w+")
-# Variables that do something here, but not what the script wants of them.
+# Variables that have an effect here, but not the one that the script wants.
 _NOT_HERE = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "left out: Megatron wants it, and under FSDP2 it hinders the overlap of "
     "communication and computation"
@@ -28,14 +28,14 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.@/+-]+")
 def script(
     source: str, launches: Sequence[tuple[Launch, Ported]], placeholders: Mapping[str, str], said: Sequence[str]
 ) -> str:
-    """The text of a shell script that starts the launches one after the other."""
+    """Return the text of a shell script that starts the launches one after the other."""
     lines = ["#!/usr/bin/env bash", f"# {flat(source)}, for rltrain. What differs from rltrain's defaults, and why."]
     lines += [f"#   {flat(line)}" for line in said]
     lines += ["set -euo pipefail", ""]
     body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
     text = "\n".join(body)
     lines += [f': "${{{name}:?the script expects it}}"' for name in placeholders if f"${{{name}}}" in text]
-    # What is quoted has no sign that steers a terminal which shows the script; this is for all else.
+    # Quoted values have no terminal control characters; this removes them from the rest.
     return plain("\n".join(lines) + "\n" + text + "\n")
 
 
@@ -60,7 +60,7 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
     order = {key: number for number, key in enumerate(all_keys())}
     for key in sorted(ported.settings, key=lambda key: order.get(free_form_parent(key) or key, len(order))):
         lines += [f"    # {flat(why, placeholders)}" for why in ported.comments.get(key, [])]
-        # A key of a file's may hold anything, so what is no plain name is quoted with its value.
+        # A key from a file may contain anything, so unless it is a plain name it is quoted with its value.
         name = f"{key}=" if _PLAIN.fullmatch(key) else ""
         if name and holds_secret(key, ported.settings[key], placeholders):
             variable = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
@@ -71,7 +71,7 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
 
 
 def holds_secret(name: str, value: str, placeholders: Mapping[str, str]) -> bool:
-    """Return whether a value is a secret in plain text, and not a variable of the user's."""
+    """Return True if a value is a secret in plain text, and not a variable of the user."""
     plain = re.sub(r"\$\{\w+\}", "", restored(value, placeholders))
     return "${oc.env:" not in value and bool(plain) and masked(plain, name.lstrip("+")) != plain
 
@@ -83,7 +83,7 @@ def flat(note: str, placeholders: Mapping[str, str] = MappingProxyType({})) -> s
 
 
 def _quoted(value: str, placeholders: Mapping[str, str]) -> str:
-    """For the shell: in double quotes where a variable of the user's stands in it, else as it is."""
+    """Quote for the shell: in double quotes if the value contains a variable of the user, else literally."""
     text = re.sub(r'(["\\$`])', r"\\\1", value)
     with_variables = restored(text, placeholders)
     if plain(value) != value and with_variables == text:

@@ -1,4 +1,4 @@
-"""Arguments of ``rltrain resolution``: model, data and bounds of pixels."""
+"""Arguments of ``rltrain resolution``: model, data and pixel bounds."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Bound = int | None
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least and the most pixels of an image; None: no such bound."""
+    """The minimum and maximum pixels of an image; None: no bound."""
 
     least: Bound
     most: Bound
 
     @property
     def name(self) -> str:
-        """Return the name for folders and tables."""
+        """The name for folders and tables."""
         return f"min_{self.least or 'none'}_max_{self.most or 'none'}"
 
     @property
     def words(self) -> list[str]:
-        """Return the keys of the trainer."""
+        """The keys of the trainer."""
         return [f"data.min_pixels={self.least or 'null'}", f"data.max_pixels={self.most or 'null'}"]
 
 
@@ -50,7 +50,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A command line that was read. least, most: bounds to try; empty if the command names none."""
+    """A parsed command line. least, most: bounds to try; empty if the command names none."""
 
     base: Request
     """The evaluation of the development split with the default bounds."""
@@ -60,12 +60,12 @@ class SearchRequest:
 
     @property
     def model(self) -> Model:
-        """Return the one model."""
+        """The one model."""
         return self.base.models[0]
 
     @property
     def root(self) -> Path:
-        """Return the folder of all results."""
+        """The folder of all results."""
         return self.base.out or self.model.beside.with_name("resolution") / self.model.name
 
     def on(self, folder: str, bounds: Bounds | None = None, *words: str) -> Request:
@@ -78,7 +78,7 @@ class SearchRequest:
 
 
 def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[str]) -> SearchRequest:
-    """Read the arguments of a command. Raises ConfigError with all problems, and as `read_request` does."""
+    """Parse the arguments of a command. Raises ConfigError with all problems, and as `read_request` does."""
     rest, wrong = list[str](), list(problems)
     wrong += [f"{word}: {_SPLITS}. Leave data= out." for word in words if word.startswith("data=")]
     if not any(word.startswith("model=") for word in words):

@@ -31,7 +31,7 @@ _HEAD = ("dev", "accuracy", "image tokens", "prompts", "")
 
 
 def search(request: SearchRequest, settings: Settings, stop: Stop) -> dict[str, Any]:
-    """Search, and write the result to `RESULT` too. Raises RltrainError, and Interrupted after a signal."""
+    """Search, and also write the result to `RESULT`. Raises RltrainError, and Interrupted after a signal."""
     first = settings.num_prompts // 4 if settings.num_prompts >= 4 * MIN_PROMPTS else 0
     looks, values = dict[Setting, Floats](), dict[Setting, Floats]()
     best = default = settings.tried[0]
@@ -67,7 +67,7 @@ def _evaluate(request: SearchRequest, folder: str, setting: Setting, stop: Stop,
 
 
 def _values(request: SearchRequest, folder: str, setting: Setting, stop: Stop, *words: str) -> Floats:
-    """Return the mean over the responses to each prompt [p], NaN where none has a score."""
+    """Return the mean over the responses to each prompt [p], NaN if none has a score."""
     result = _evaluate(request, folder, setting, stop, *words)
     answers = pd.read_parquet(request.on(folder, setting.bounds).folder(request.model) / result["answers"])
     num_answers = int(answers["sample"].max()) + 1
@@ -76,7 +76,7 @@ def _values(request: SearchRequest, folder: str, setting: Setting, stop: Stop, *
 
 
 def _figure(values: Floats) -> dict[str, float | None]:
-    """Return mean and 95 % interval over prompts, as JSON has them."""
+    """Return mean and 95 % interval over prompts, as JSON values."""
     draws = statistics.draws_of(values[:, None], "resolution")
     figure = statistics.figures({"mean": values}, {"mean": draws[:, 0]})["mean"]
     parts = {"value": figure.value, "low": figure.low, "high": figure.high}
@@ -94,14 +94,14 @@ def _described(setting: Setting, values: Floats | None, look: Floats | None) -> 
 
 
 def show_settings(settings: Settings) -> None:
-    """Print the settings that would be tried."""
+    """Print the settings to try."""
     rows = [(setting.label, f"{setting.tokens:.1f}") for setting in settings.tried]
     write_table(console_of(), (("setting", "image tokens per prompt"), rows))
     sys.stdout.write("".join(f"note: {note}\n" for note in settings.notes))
 
 
 def show_search(result: Mapping[str, Any]) -> None:
-    """Print the development split, the test split and the words to type."""
+    """Print the results on the development and test split, and the words to type."""
     rows = []
     for part in result["settings"]:
         marks = {

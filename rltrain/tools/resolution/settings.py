@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Return the name for tables."""
+        """The name for tables."""
         return f"{self.bounds.name} (default)" if self.is_default else self.bounds.name
 
 
@@ -48,7 +48,7 @@ class Settings:
     tried: list[Setting]
     notes: list[str]
     num_prompts: int
-    """Of the development split."""
+    """Prompts of the development split."""
 
 
 def find_settings(request: SearchRequest) -> Settings:
@@ -107,7 +107,7 @@ def _refuse_few(split: str, data: list[str], store: PromptStore) -> None:
 
 
 def _named(request: SearchRequest, default: Bounds) -> Iterator[Bounds]:
-    """Every combination of the bounds that the command names."""
+    """Yield every combination of the bounds that the command names."""
     for least in request.least or [default.least]:
         for most in request.most or [default.most]:
             if least is None or most is None or least <= most:
@@ -115,7 +115,7 @@ def _named(request: SearchRequest, default: Bounds) -> Iterator[Bounds]:
 
 
 def _around(store: PromptStore) -> Iterator[Bounds]:
-    """Fewer and more pixels than the images have by default."""
+    """Yield bounds with fewer and more pixels than the images have by default."""
     assert store.encoder
     has = store.num_images > 0
     pixels = float(np.median(store.image_tokens[has] / store.num_images[has])) * store.encoder.pixels_per_token

@@ -122,7 +122,7 @@ _data_read: dict[tuple, Data] = {}
 
 
 def _data_of(cfg: Config) -> Data:
-    """Return `load_data`, cached by files, keys and model: nothing changes the result. Tools are part of the prompts."""
+    """Return `load_data`, cached by files, keys, model and tools, which are part of the prompts."""
     model, data, rollout = cfg.actor_rollout_ref.model, cfg.data, cfg.actor_rollout_ref.rollout
     if data.custom_cls:  # may return others each time
         return load_data(cfg)

@@ -321,9 +321,30 @@ HEADLESS = {
 }
 
 
+# The same for docstrings and comments of rltrain/.
+HEADLESS_IN_CODE = dict(zip(HEADLESS, (1, 0.5, 0.2, 0.2, 0.3, 0.3, 0.2, 0.2), strict=True))
+WH_WORDS = re.compile(r"(what|who|whether|how|where|which|those|that|of|in|when)\b", re.IGNORECASE)
+
+
+def above(limits: dict[str, float], text: str) -> dict[str, float]:
+    """Return the patterns whose matches per 10,000 words of the text are above their limit."""
+    words = len(text.split())
+    found = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) * 1e4 / words for pattern in limits}
+    return {pattern: rate for pattern, rate in found.items() if rate > limits[pattern]}
+
+
 def test_the_docs_are_in_plain_english():
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     text = "\n".join(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in pages)
-    words = len(text.split())
-    found = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) * 1e4 / words for pattern in HEADLESS}
-    assert {pattern: rate for pattern, rate in found.items() if rate > HEADLESS[pattern]} == {}
+    assert above(HEADLESS, text) == {}
+
+
+def test_docstrings_and_comments_are_in_plain_english():
+    sources = [file.read_text() for file in FILES]
+    nodes = [node for source in sources for node in ast.walk(parsed(source))]
+    documented = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    docstrings = [text for node in documented if (text := ast.get_docstring(node))]
+    tokens = [token for source in sources for token in tokenize.generate_tokens(io.StringIO(source).readline)]
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    assert above(HEADLESS_IN_CODE, "\n".join(docstrings + comments)) == {}
+    assert [text for text in docstrings if WH_WORDS.match(text)] == []

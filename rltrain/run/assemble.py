@@ -58,8 +58,8 @@ def make_evaluation(
 ) -> Validation:
     """Build a validation without the algorithm. ``group`` loads the policy for its engines only.
 
-    folder: the checkpoint to load weights from (None: use the model folder). The other arguments are those of
-    `make_trainer`.
+    folder: the checkpoint to load weights from (None: use the model folder). The other arguments
+    are passed to `make_trainer`.
     """
     models, rewards = _load(cfg, plan, data, group, pool)
     for note in models.policy.load(str(folder / "actor"), True) if folder else ():

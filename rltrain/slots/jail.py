@@ -228,7 +228,7 @@ def _bind(path: str, root: str, *, read_only: bool) -> None:
         os.close(os.open(place, os.O_CREAT | os.O_WRONLY))
     _mount(path, place, _BIND)
     if read_only and path not in _DEVICES:
-        # A user namespace must keep the flags of the mount; apart from relatime they equal those of statvfs.
+        # A user namespace must keep the flags of the mount; apart from relatime they equal the flags of statvfs.
         _mount(None, place, _REMOUNT | _BIND | _READ_ONLY | os.statvfs(place).f_flag & 0xC0F)
 
 

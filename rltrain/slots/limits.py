@@ -54,7 +54,7 @@ def impose(limits: Limits) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to a process, its group and, on Linux, all its descendants, also those that left the group.
+    """Send SIGKILL to a process, its group and, on Linux, all its descendants, also the ones that left the group.
 
     ``pid`` must be a process group leader that this process has started and has not waited for yet.
     """

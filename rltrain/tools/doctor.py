@@ -1,6 +1,6 @@
 """``python -m rltrain.doctor key=value ...``: test a cluster before training. Prints a table, and causes and fixes.
 
-The settings are those of the planned run. The checks are the functions that run at the start of a training
+Give the settings of the planned run. The checks are the functions that run at the start of a training
 (`run.preflight.health`), on the same devices and network. Then every device computes, all exchange data, and every pair
 of devices is timed. Not included: a load of hours, which would find devices that fail when they are hot.
 """

@@ -61,7 +61,7 @@ class Search:
             ``text``.
         topk: Passages that a search returns.
         tokenizer: What FTS5 divides texts by; ``trigram`` for texts without spaces between words.
-        folder: Where indexes are kept; unless given, ``.rltrain`` beside the corpus.
+        folder: Where indexes are kept; unless given, ``.rltrain`` next to the corpus.
 
     Raises DataError where the corpus cannot be read, and for a large one that has no index yet.
     """
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("corpus", help="jsonl (also .gz) or parquet, with contents, or title and text")
     parser.add_argument("--tokenizer", default="porter unicode61", help="FTS5's; as in the run")
-    parser.add_argument("--folder", help="where to keep it; default: .rltrain beside the corpus")
+    parser.add_argument("--folder", help="where to keep it; default: .rltrain next to the corpus")
     parser.add_argument("--query", help="search for this afterwards")
     given = parser.parse_args(argv)
     sys.stdout.write(f"{index_of(given.corpus, given.tokenizer, given.folder)}\n")

@@ -1,8 +1,7 @@
 """Checks of the models of a run before anything is loaded: files, structure, sizes, and whether they can be trained.
 
-Every role builds its model on the meta device with the worker's function (`empty_packed`), so an error that a worker
-would raise after minutes is found within a second, without memory or weights. A small copy of the model shows whether
-its numbers are right (`run.preflight.model_check`).
+Every role builds its model on the meta device as a worker does (`empty_packed`), so errors show within a second and
+without weights. A small copy of the model shows whether its numbers are right (`run.preflight.model_check`).
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ def look_at_images(cfg: Config, found: Findings) -> None:
 
 
 def _image_problems(cfg: Config, why: str) -> Iterator[str]:
-    """Yield problems of an engine or another model that does not accept the policy's images.
-
-    why: the reason why there are images.
-    """
+    """Yield problems of an engine or another model that does not accept the policy's images. why: their reason."""
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes text alone, and {why}. Use {engines_with('images')}."
@@ -361,9 +357,8 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
     exact = passes.exact_kl_in_loss or passes.exact_kl_in_reward
     if spec.role == ROLES["ref"].section and policy_size and (size < policy_size or (exact and size > policy_size)):
         yield f"{named} knows {size:,} tokens and the policy {policy_size:,}" + (
+            f". Use a reference of {'the same size' if exact else 'at least as many'}." if size < policy_size else
             ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."
-            if size > policy_size
-            else f". Use a reference of {'the same size' if exact else 'at least as many'}."
         )  # fmt: skip
 
 
@@ -378,10 +373,7 @@ def _sizes_of_policy(cfg: Config) -> dict[str, int]:
 
 
 def _positions(cfg: Config, config: Any, findings: Findings) -> Iterator[str]:
-    """Yield problems of sequences longer than the model's positions.
-
-    vLLM refuses them; with other engines it is only a note.
-    """
+    """Yield problems of sequences longer than the model's positions. With engines other than vLLM it is only a note."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.max_model_len or longest_text(cfg)

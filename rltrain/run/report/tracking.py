@@ -195,7 +195,7 @@ class Tracker(Watcher):
         self._always = JsonLines(run.folder / METRICS)
         # Ids under which a resumed run continues.
         self._ids_file = run.folder / IDS_FILE
-        # A run from step 0 is new: under the old ids its steps would mix with those of the previous run.
+        # A run from step 0 is new: under the old ids its steps would mix with steps of the previous run.
         self._ids = read_ids(self._ids_file) if run.first_step else {}
         self._ids |= {} if run.chosen else {_NAME: run.name}
         self._ids_lock = threading.Lock()

@@ -310,14 +310,14 @@ def test_contributing_names_what_is_there():
 
 # CONTRIBUTING.md: sentences have a subject and a verb. Matches per 10,000 words of the docs; the numbers only fall.
 HEADLESS = {
-    r"\bwhat (is|are|was|were|has|have|can|must|it|they|a|the|each|one|no|[a-z]+s)\b": 7.5,
-    r"\bthose (that|of|who|which)\b": 6,
-    r"\b(nobody|somebody|anybody|whoever|whom)\b": 0.5,
-    r"\b(told|tells? of|foretold|foretells?)\b": 0.5,
-    r"\bbeside\b": 2.5,
+    r"\bwhat (is|are|was|were|has|have|can|must|it|they|a|the|each|one|no|[a-z]+s)\b": 3,
+    r"\bthose (that|of|who|which)\b": 0.5,
+    r"\b(nobody|somebody|anybody|whoever|whom)\b": 0.2,
+    r"\b(told|tells? of|foretold|foretells?)\b": 0.2,
+    r"\bbeside\b": 0.3,
     r"\bbehind\b": 1,
-    r"\bof (its|their|one's) own\b": 3,
-    r"\bgo(es)? on\b": 1,
+    r"\bof (its|their|one's) own\b": 0.2,
+    r"\bgo(es)? on\b": 0.2,
 }
 
 

@@ -39,7 +39,7 @@ COMMANDS = {
     "`optim.lr_warmup_steps=0` with a `lr_warmup_steps_ratio`":
     "actor.optim.lr_warmup_steps=0 actor.optim.lr_warmup_steps_ratio=0.1",
     "`trainer.critic_warmup` without a critic": "trainer.critic_warmup=5",
-    "`rollout.val_kwargs.do_sample=False` beside a temperature":
+    "`rollout.val_kwargs.do_sample=False` with a temperature":
     "rollout.val_kwargs.do_sample=False rollout.val_kwargs.temperature=0.5 data.val_files=v",
     "`filter_groups.metric` unset": FILTERS,
     "`data.gen_batch_size` without `filter_groups.enable`": "data.gen_batch_size=256",
@@ -53,7 +53,7 @@ COMMANDS = {
     "actor.ppo_micro_batch_size_per_gpu=1 actor.ppo_max_token_len_per_gpu=9999",
     "`model.use_fused_kernels`": "model.use_fused_kernels=True",
     "`*.use_torch_compile`": "actor.use_torch_compile=True",
-    "arguments of vLLM that it has no more (`swap_space`, `disable_mm_preprocessor_cache`)":
+    "removed arguments of vLLM (`swap_space`, `disable_mm_preprocessor_cache`)":
     "rollout.name=vllm rollout.engine_kwargs.vllm.swap_space=4",
 }  # fmt: skip
 # Words in the column of keys that are not keys.

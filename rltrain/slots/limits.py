@@ -77,8 +77,12 @@ def kill_below(pid: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of programs, which may nest folders deeper than Python's recursion goes."""
-    subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
+    """Remove a folder of programs, which may nest folders deeper than Python's recursion goes, or make some that their
+    owner may not list (mode 0300)."""
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*command, folder], check=False, stderr=subprocess.DEVNULL)
+        if not os.path.exists(folder):
+            break
 
 
 def send(pids: Iterable[int], number: int) -> None:

@@ -1,6 +1,7 @@
 import contextlib
 import importlib
 import io
+import json
 import logging
 import os
 import re
@@ -167,6 +168,9 @@ def test_no_error_or_log_line_holds_a_password(tmp_path, capsys):
     texts += [
         "H: X-Api-Key: hunter2",
         "authorization: Token hunter2",
+        "Authorization: SSWS hunter2",
+        "Set-Cookie: a=b; session=hunter2",
+        json.dumps({"password": '1"hunter2'}),
         '{"password": "hunter2 hunter2"}',
         "key='hunter2'",
     ]

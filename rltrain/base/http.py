@@ -2,7 +2,8 @@
 
 Requests may come from any process of this machine. Therefore sizes and waits are bounded, and the body of a request
 that is rejected by its headers is not stored. Until a request with a valid key, a connection may be idle only for
-seconds, and the oldest of too many such connections is closed, so that they do not exhaust the file descriptors.
+seconds and ends with the first rejected request, and the oldest of too many such connections is closed, so that they
+do not exhaust the file descriptors.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ async def serve(
                 raise
             except Exception as error:  # noqa: BLE001 - the client gets the error instead of a closed connection
                 response = Response.refusing(Refused(500, "error", f"{type(error).__name__}: {error}"))
-            goes_on = goes_on and request.headers.get("connection", "").lower() != "close"
+            closes = request.headers.get("connection", "").lower() == "close" or writer in _unadmitted
+            goes_on = goes_on and not closes
             await _write(writer, response, goes_on)
     except Refused as refused:
         await _write(writer, Response.refusing(refused), goes_on=False)

@@ -35,7 +35,7 @@ _SCHEME = r"(?:(?:bearer|basic|token|digest|api-?key)[ \t]+)?"
 # A name and its value, as in URLs, headers, shells, YAML and JSON. A variable is not a value.
 _NAME = re.compile(r"(?<![\w.%-])([\w.%-]+)([\"']?[ \t]{0,2}[:=][ \t]{0,2})(?![\"']?[$…])")
 _VALUE = re.compile(
-    rf"\"{_SCHEME}[^\"\n]*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"']*", re.IGNORECASE
+    rf"\"{_SCHEME}(?:[^\"\\\n]|\\.)*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"']*", re.IGNORECASE
 )
 _FLAG = re.compile(r"--([\w-]+)[ \t]+(?=[^\s$-])(\"[^\"\n]*\"|'[^'\n]*'|\S+)")
 # Words of prose, before a colon.
@@ -44,6 +44,8 @@ _NUMBER = re.compile(r"[\d.,_eE+-]+")
 _BEARER = re.compile(r"\b(bearer|basic)[ \t]+[\w.~+/=-]{8,}", re.IGNORECASE)
 # Known prefixes of tokens.
 _TOKEN = re.compile(r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AIza|AKIA)[\w-]{16,}")
+# Header lines: any scheme and several cookies may come before the secret.
+_LINE = re.compile(r"\b((?:authorization|cookie):[ \t]*)(?![ \t\"'])(?![^\n\"'}]*\$)[^\n\"'}]+", re.IGNORECASE)
 _HEADER = re.compile(r"[\"']?([\w-]+)[\"']?[ \t]*:[ \t]*(?!\$\{oc\.env:)(\S.*)", re.DOTALL)
 _LONE = re.compile(r"(token|digest|api-?key) +\S{8,}", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{oc\.env:[^{}]*\}")
@@ -88,7 +90,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 def masked_text(text: str) -> str:
     """Return text without the secrets in its URLs, headers and ``name=value`` pairs."""
-    text = _CREDENTIALS.sub(f"{MASK}@", text)
+    text = _LINE.sub(rf"\1{MASK}", _CREDENTIALS.sub(f"{MASK}@", text))
     text = _FLAG.sub(lambda flag: f"--{flag[1]} {MASK}" if is_secret(*flag.groups()) else flag[0], text)
     parts, end = [], 0
     for pair in _NAME.finditer(text):

@@ -57,6 +57,7 @@ setdomainname 171 162 settimeofday 164 170 clock_settime 227 112 clock_adjtime 3
 ioperm 173 - syslog 103 116 vhangup 153 58 modify_ldt 154 - uselib 134 - lookup_dcookie 212 18
 msgsnd 69 189 msgrcv 70 188 msgctl 71 187 semop 65 193 semctl 66 191 semtimedop 220 192 getxattr 191 8 lgetxattr 192 9
 fgetxattr 193 10 listxattr 194 11 llistxattr 195 12 flistxattr 196 13 statmount 457 457 listmount 458 458 flock 73 32
+getxattrat 464 464 listxattrat 465 465 file_getattr 468 468
 """
 # The same for calls whose argument decides: the 32-bit word at ``word`` of the arguments, masked, must (not) be equal.
 _CONDITIONS = (

@@ -77,8 +77,11 @@ def kill_below(pid: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of programs, which may be nested deeper than Python's recursion limit."""
-    subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
+    """Remove a folder of programs. It may be nested deeper than Python's recursion limit, or unreadable (mode 0300)."""
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*command, folder], check=False, stderr=subprocess.DEVNULL)
+        if not os.path.exists(folder):
+            break
 
 
 def send(pids: Iterable[int], number: int) -> None:

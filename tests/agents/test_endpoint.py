@@ -277,6 +277,7 @@ def test_nobody_without_the_key_is_heard(room, address):
                 connection.request(method, path, b"x" * (1 << 20), {"Authorization": f"Bearer {given}".encode()})
                 response = connection.getresponse()
                 assert (response.status, json.loads(response.read())["error"]["code"]) == (401, "unknown_trajectory")
+                assert response.headers["Connection"] == "close"
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
         connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}", "Host": "evil.example"})
         assert connection.getresponse().status == 421

@@ -28,7 +28,7 @@ if layer == "namespaces":
 
 def works(attempt):
     try:
-        return attempt() not in (-1, False)
+        return (result := attempt()) is not False and result != -1  # 0 is the success of a system call
     except (OSError, subprocess.SubprocessError):
         return False
 
@@ -57,6 +57,7 @@ tries = {
     "truncate": lambda: os.close(os.open(outside + "/file", os.O_RDONLY | os.O_TRUNC)),
     "write library": lambda: os.open(os.path.dirname(os.__file__) + "/zz_jail.py", os.O_CREAT | os.O_WRONLY),
     "chmod": lambda: libc.chmod((outside + "/file").encode(), 0o777),
+    "attributes": lambda: libc.syscall(465, -100, (outside + "/file").encode(), 0, None, ctypes.c_size_t(0)),
     "shared memory": shared,
     "socket": socket,
     "signal": lambda: os.kill(parent, 0),
@@ -70,9 +71,31 @@ print(json.dumps({"granted": granted, **{name: works(attempt) for name, attempt 
 """
 ALWAYS = {"work", "thread", "null", "library"}
 REFUSED = {
-    "namespaces": {"read", "write", "truncate", "write library", "chmod", "shared memory", "socket", "signal", "mount"},
+    "namespaces": {
+        "read",
+        "write",
+        "truncate",
+        "write library",
+        "chmod",
+        "attributes",
+        "shared memory",
+        "socket",
+        "signal",
+        "mount",
+    },
     "landlock": {"read", "write", "truncate", "write library", "shared memory", "process", "mount", "trace"},
-    "seccomp": {"truncate", "chmod", "socket", "signal", "process", "fork", "trace", "new namespace", "mount"},
+    "seccomp": {
+        "truncate",
+        "chmod",
+        "attributes",
+        "socket",
+        "signal",
+        "process",
+        "fork",
+        "trace",
+        "new namespace",
+        "mount",
+    },
 }
 # A kernel with neither: a filter refuses what the jail asks for.
 NEITHER = """

@@ -4,6 +4,8 @@ end. Hangs, deaths and floods: tests/rewards/test_slot.py."""
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -207,6 +209,24 @@ def test_files_of_programs_are_removed_with_a_process_that_was_killed(slot, tool
         os.kill(slot.pid, number)
         assert outcome.result().value == "again"
     assert not folder.exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="capabilities of Linux")
+def test_folders_that_their_owner_may_not_list_are_removed(tmp_path):
+    """Also for root, without the capabilities that let it list them."""
+    code = """
+import os, sys
+from rltrain.slots.jail import drop_capabilities
+from rltrain.slots.limits import remove_folder
+drop_capabilities()
+os.makedirs(sys.argv[1] + "/work")
+for place in ("/work/a", "/work/a/b"):
+    os.mkdir(sys.argv[1] + place, 0o300)
+    open(sys.argv[1] + place + "/file", "w").close()
+remove_folder(sys.argv[1])
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "folder")], check=True)
+    assert not (tmp_path / "folder").exists()
 
 
 def test_a_process_that_outlives_its_slots_process_does_not_print_into_later_calls(slot, tools, tmp_path):

@@ -97,8 +97,12 @@ def masked_text(text: str) -> str:
         name, between = pair.groups()
         if pair.start() < end or not is_secret(name):
             continue
+        before, first = text[max(pair.start() - 1, 0) : pair.start()], text[pair.end() : pair.end() + 1]
+        # "KEY=VALUE" of a usage text is not a secret; "?key=" of a URL and key="…" are.
+        if name.lower() in ("key", "keys") and before not in ("?", "&") and first not in ("'", '"'):
+            continue
         # A metric's name has a slash; a key of the configuration has a dot, and a sentence after it.
-        if ":" in between and (_WORDS.fullmatch(name) or "." in name or text[pair.start() - 1 : pair.start()] == "/"):
+        if ":" in between and (_WORDS.fullmatch(name) or "." in name or before == "/"):
             continue
         if (found := _VALUE.match(text, pair.end())) and is_secret(name, value := found[0].strip("\"'")):
             parts += [text[end : found.start()], found[0].replace(value, MASK, 1) if value else found[0]]

@@ -15,6 +15,7 @@ from rltrain import __main__ as program_of_all
 from rltrain.base import logs
 from rltrain.base.commands import COMMANDS
 from rltrain.base.errors import DataError, command, lenient_output, plain
+from rltrain.base.secrets import masked_text
 
 log = logging.getLogger("rltrain.run.fit")
 
@@ -160,6 +161,19 @@ def test_a_progress_bar_of_a_library_begins_its_line_again():
         lenient_output()
         sys.stderr.write("\r 50%\r\x1b[A")
     assert inside.buffer.getvalue().decode() == "\r 50%\ufffd\ufffd[A"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--set x: not of the form KEY=VALUE.",
+        "actor_rollout_ref.rollout.max_num_batched_tokens=abc is not a number",
+        "data.own_keys: [a], data.image_key=pictures",
+        "    tokens = torch.cat([sample['prompt'], end])",
+    ],
+)
+def test_text_without_a_secret_stays_as_it_is(text):
+    assert masked_text(text) == text
 
 
 def test_no_error_or_log_line_holds_a_password(tmp_path, capsys):

@@ -18,10 +18,11 @@ _SECRET = re.compile(
     r"|BYTES|MODE|TYPE|TTL|RATE)$)[A-Z0-9_]+$)",
     re.IGNORECASE,
 )
-# Names of columns and of keys in data files, and of tokens of a tokenizer.
+# Names of columns and of keys in data files, of tokens of a tokenizer, and of numbers of tokens.
 _COLUMNS = re.compile(
     r"(prompt|image|images|video|videos|audio|reward_fn|reward|answer|response|label|input|output|messages|group|sort"
-    r"|own|gdpo_reward|chosen|rejected)_keys?|(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_tokens?",
+    r"|own|gdpo_reward|chosen|rejected)_keys?|(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_tokens?"
+    r"|(\w+_)?(max|min|num|draft|new)(_\w+)?_tokens",
     re.IGNORECASE,
 )
 # Variables whose names end like a password's.
@@ -101,8 +102,9 @@ def masked_text(text: str) -> str:
         # "KEY=VALUE" of a usage text is not a secret; "?key=" of a URL and key="…" are.
         if name.lower() in ("key", "keys") and before not in ("?", "&") and first not in ("'", '"'):
             continue
-        # A metric's name has a slash; a key of the configuration has a dot, and a sentence after it.
-        if ":" in between and (_WORDS.fullmatch(name) or "." in name or before == "/"):
+        # A statement in a traceback has spaces, a metric's name has a slash, and a key of the configuration has a dot.
+        is_prose = ":" in between and ("." in name or before == "/")
+        if is_prose or ((":" in between or between == " = ") and _WORDS.fullmatch(name)):
             continue
         if (found := _VALUE.match(text, pair.end())) and is_secret(name, value := found[0].strip("\"'")):
             parts += [text[end : found.start()], found[0].replace(value, MASK, 1) if value else found[0]]

@@ -22,10 +22,10 @@ class Done(NamedTuple):
 
 def run_module(name: str, *arguments: str, **variables: str) -> Done:
     """Run ``python -m name ARGUMENTS`` in a process that is forked after the imports of `tests.preloaded`."""
-    preload()
+    environment = preload()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
-        words = (name, arguments, dict(os.environ) | variables, os.getcwd(), files)
+        words = (name, arguments, environment | variables, os.getcwd(), files)
         process = multiprocessing.get_context("forkserver").Process(target=_run, args=words)
         process.start()
         process.join()

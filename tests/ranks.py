@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -17,14 +18,19 @@ import torch.multiprocessing as mp
 MARK, STAND_IN = "RLTRAIN_TEST", "RLTRAIN_STAND_IN"
 
 
-def preload() -> None:
-    """Start the process from which those of multiprocessing's forkserver are made, if there is none yet."""
+_PRELOADING = threading.Lock()  # the environment of the process changes meanwhile
+
+
+def preload() -> dict[str, str]:
+    """Start the fork server of multiprocessing unless it runs. Returns the environment, for threads that share it."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
     rooms = {MARK: "-" * 4096, STAND_IN: "-" * 16}  # for the folder of a test, and a pid
-    os.environ |= rooms
-    forkserver.ensure_running()
-    for name in rooms:
-        del os.environ[name]
+    with _PRELOADING:
+        os.environ |= rooms
+        forkserver.ensure_running()
+        for name in rooms:
+            del os.environ[name]
+        return dict(os.environ)
 
 
 def run_on_ranks(function: Callable[..., None], world: int, *args: Any) -> None:

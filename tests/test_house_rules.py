@@ -328,8 +328,7 @@ WH_WORDS = re.compile(r"(what|who|whether|how|where|which|those|that|of|in|when)
 
 def above(limits: dict[str, float], text: str) -> dict[str, float]:
     """Return the patterns whose matches per 10,000 words of the text are above their limit."""
-    words = len(text.split())
-    found = {pattern: len(re.findall(pattern, text, re.IGNORECASE)) * 1e4 / words for pattern in limits}
+    found = {rule: len(re.findall(rule, text, re.IGNORECASE)) * 1e4 / len(text.split()) for rule in limits}
     return {pattern: rate for pattern, rate in found.items() if rate > limits[pattern]}
 
 

@@ -123,7 +123,7 @@ class Terms:
     """Characters."""
     truncate_side: str
     images: bool = False
-    """Whether the policy may read images between its turns."""
+    """True if the policy may read images between its turns."""
 
     @classmethod
     def of(cls, turns: MultiTurnConfig, *, images: bool = False) -> Terms:
@@ -168,7 +168,7 @@ class Chat:
         """All messages so far: the prompt, the policy's turns, and added messages."""
         self.turns: list[Turn] = []
         self.rewards: list[float] = []
-        """Of all turns."""
+        """Total of all turns."""
         turns, self._said, self._paid = past
         self._coming, self._terms, self._tools, self._ask = list(turns), terms, tools, ask
         self._is_over = False

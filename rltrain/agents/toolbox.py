@@ -68,9 +68,9 @@ class Toolbox:
         self._class = class_of(places.environment) if places.environment else None
         self.methods = methods_of(places.environment or "", self._class) if self._class else {}
         self.has_step = hasattr(self._class, "step")
-        """Whether the class is an environment, which replies to whole turns."""
+        """True if the class is an environment, which replies to whole turns."""
         self.scores = self.has_step or hasattr(self._class, "score")
-        """Whether a trajectory scores itself."""
+        """True if a trajectory scores itself."""
         sources: list[tuple[str, dict[str, Any]]] = [
             (f"{FUNCTIONS}={places.functions}", self.functions),
             (f"{TOOL_CONFIG}={places.tool_config}", self.configured),
@@ -140,7 +140,7 @@ class Session:
         self.names = [name for name in toolbox.names if name in chosen]
         """The tools that the model may call."""
         self.stateless = environment is None and not toolbox.configured
-        """Whether calls have no lasting effect."""
+        """True if calls have no lasting effect."""
         self.environment = environment
         """The instance of the class; None without one."""
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -26,9 +26,9 @@ class Limits:
     memory_mb: int = 4096
     """MiB of address space of the process; 0: unlimited."""
     allow_code_execution: bool = False
-    """Whether a function may run programs that a model wrote; it checks by `current_limits`."""
+    """True if a function may run programs that a model wrote; it checks by `current_limits`."""
     allow_unsandboxed_code: bool = False
-    """Whether it may do so even if the kernel supports neither namespaces nor Landlock."""
+    """True if it may do so even if the kernel supports neither namespaces nor Landlock."""
 
 
 _current = Limits()

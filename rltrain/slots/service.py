@@ -33,7 +33,7 @@ class Service:
     error: type[RltrainError] = ConfigError
     """Error class for a name that cannot become a function."""
     may_repeat: bool = True
-    """Whether an interrupted call is repeated once; False if it may already have changed something."""
+    """True to repeat an interrupted call once; False if it may already have changed something."""
 
     def late(self, timeout_s: float) -> str:
         """Return the message for a call that timed out."""

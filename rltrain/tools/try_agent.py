@@ -55,7 +55,7 @@ class Said:
     text: str
     """Text with special tokens."""
     ended: bool = True
-    """Whether the turn ended by itself, not at the length limit."""
+    """True if the turn ended by itself, not at the length limit."""
     end_token: int | None = None
     """The token that ended it, if known."""
 

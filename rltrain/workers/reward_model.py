@@ -78,7 +78,14 @@ class RewardModelWorker(RewardModel):
             [*without_parts(self._rows[split][row].prompt), {"role": "assistant", "content": text}]
             for row, text in zip(places, texts, strict=True)
         ]
-        return self._encoder.encode_batch(conversations, answered=True)
+        encoded = self._encoder.encode_batch(conversations, answered=True)
+        # The model's forward would read its last token instead.
+        if (last := max(map(max, encoded))) >= (size := self._encoder.model_vocab_size or last + 1):
+            raise ConfigError(
+                f"reward_model.model.path={self._cfg.model.path}: its tokenizer writes token {last:,}, and the model "
+                f"has {size:,}. Use the tokenizer of the model."
+            )
+        return encoded
 
     def _cut(self, lengths: list[int]) -> list[list[int]]:
         """Return micro-batches within the budget, in order, padded with empty ones to the same number on every rank."""

@@ -210,7 +210,7 @@ def test_frequencies_of_the_longest_sequence_are_refused(longest, fits):
 
 def test_a_mask_of_the_models_own_is_refused():
     one = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(NotImplementedError, match="a mask of its own"):
+    with pytest.raises(NotImplementedError, match="a custom mask"):
         attention.packed_attention(
             nn.Module(), one, one, one, torch.zeros(1, 1, 3, 3), rltrain_plan=AttentionPlan.of_lengths([3])
         )

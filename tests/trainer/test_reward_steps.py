@@ -16,12 +16,7 @@ from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.trainer.rewards import overlong_penalty
 from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.validation import Validation
-from tests.trainer.steps import (
-    VARIANTS,
-    actor_weights,
-    numbers_of,
-    with_failures,
-)
+from tests.trainer.steps import VARIANTS, actor_weights, numbers_of, with_failures
 
 
 @pytest.mark.parametrize(
@@ -53,6 +48,14 @@ def test_only_a_classifier_with_one_label_is_a_reward_model(make, reward_model, 
     save_file(state | {"score.weight": state["score.weight"].repeat(2, 1)}, weights_file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="2 labels"):
         make(reward_model__enable=True, reward_model__model__path=reward_model)
+
+
+def test_a_token_that_the_reward_model_lacks_is_named(make, reward_model):
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    model.resize_token_embeddings(8)
+    model.save_pretrained(reward_model)
+    with pytest.raises(ConfigError, match="its tokenizer writes token"):
+        make(reward_model__enable=True, reward_model__model__path=reward_model).step(1)
 
 
 def test_long_answers_pay_the_overlong_penalty(make):

@@ -89,7 +89,7 @@ def packed_attention(
         )
     if dropout or attention_mask is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} asks for {'dropout' if dropout else 'a mask of its own'}, which packed "
+            f"{type(module).__name__} asks for {'dropout' if dropout else 'a custom mask'}, which packed "
             "sequences do not get"
         )
     kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)

@@ -30,7 +30,7 @@ class Reply:
     about: str = ""
     """Details for an error message if the text is empty."""
     is_cut: bool = False
-    """Whether the reply ended at a token limit, so that its last word need not be the verdict."""
+    """True if the reply ended at a token limit, so that its last word need not be the verdict."""
     unasked: str = ""
     """The reason why the judge could not be asked; "" if it was asked."""
 

@@ -38,7 +38,7 @@ class Unanswered(Exception):
     def __init__(self, sentence: str, is_refused: bool) -> None:
         super().__init__(sentence)
         self.is_refused = is_refused
-        """Whether the server rejects the request itself: a wrong key, model or field."""
+        """True if the server rejects the request itself: a wrong key, model or field."""
 
 
 def api_key(judge: JudgeConfig) -> str:

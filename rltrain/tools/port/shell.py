@@ -116,7 +116,7 @@ class Recording:
     assumed: dict[str, str] = field(default_factory=dict)
     """Variables that sizes depend on, with the number that was assumed for them."""
     finished: bool = True
-    """Whether the script ended in time."""
+    """True if the script ended in time."""
 
 
 def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MOST_SECONDS) -> Recording:

@@ -116,7 +116,7 @@ class _Turn:
         self._said: list[str] = []
         self._reasoning: list[str] = []
         self._before: tuple[int, ...] = ()
-        """In open reasoning: its start, and the numbers of calls, problems and texts before it."""
+        """State of open reasoning: its start, and the numbers of calls, problems and texts before it."""
         self._ends_with_call = False
 
     def parsed(self) -> Parsed:

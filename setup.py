@@ -77,6 +77,7 @@ setup(
         "jinja2>=3.1.6",  # earlier sandboxes have a way out (CVE-2025-27516)
         "xxhash>=3",
         "mpmath>=1.3",
+        "jaxtyping>=0.3",
     ],
     extras_require={
         "dev": [

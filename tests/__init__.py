@@ -1,0 +1,10 @@
+"""Tests; every call of `rltrain.algorithms` in them is checked for the shapes that its annotations state."""
+
+import sys
+
+from jaxtyping import install_import_hook
+
+from tests import shapes  # noqa: F401 - the hook looks it up by name
+
+if "pytest" in sys.modules:  # and not in benchmarks, which use tests.tiny
+    install_import_hook("rltrain.algorithms", "tests.shapes.check")

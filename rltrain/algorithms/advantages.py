@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rltrain.algorithms.groups import STD_EPSILON, Groups
 from rltrain.algorithms.normalisation import whiten
+from rltrain.algorithms.shapes import PerResponse, ResponseInts
 from rltrain.base.columns.ragged import Ragged
 from rltrain.base.plugin import is_plugin, load_plugin
 from rltrain.config.schema.algorithm import AlgorithmConfig
@@ -28,17 +29,17 @@ from rltrain.config.schema.declarations import ESTIMATOR_KEY, EstimatorTraits, d
 class OutcomeInputs:
     """Inputs of an outcome estimator: one number per response, all [n]."""
 
-    scores: Tensor
+    scores: PerResponse
     """Reward of the response."""
-    groups: Tensor
+    groups: ResponseInts
     """Group number: equal for all samples of a prompt."""
-    lengths: Tensor
+    lengths: ResponseInts
     """Tokens of the response."""
-    terms: dict[str, Tensor] = field(default_factory=dict)
+    terms: dict[str, PerResponse] = field(default_factory=dict)
     """Parts of the reward by name."""
-    baselines: Tensor | None = None
+    baselines: PerResponse | None = None
     """Reward of a greedy response to the same prompt, if declared."""
-    rounding: Tensor | None = None
+    rounding: PerResponse | None = None
     """Bound on the rounding error of a reward with parts computed in fp32; None for exact rewards."""
 
 
@@ -49,9 +50,9 @@ class TokenInputs:
     rewards: Ragged
     values: Ragged | None = None
     """rewards, values: one number per token."""
-    baselines: Tensor | None = None
+    baselines: PerResponse | None = None
     """[n]: reward of a greedy response to the same prompt."""
-    groups: Tensor | None = None
+    groups: ResponseInts | None = None
     """[n]: group number. This and the following fields are set if sum_pi_squared is declared."""
     log_probs: Ragged | None = None
     """log pi_old of every token."""
@@ -77,9 +78,9 @@ class TurnInputs:
     """One number per turn; they sum to the reward of the response."""
     states: Ragged
     """Hash of the context before each turn: equal numbers for equal tokens, 0 for the prompt."""
-    groups: Tensor
+    groups: ResponseInts
     """[n]: group number, equal for all samples of a prompt."""
-    rounding: Tensor | None = None
+    rounding: PerResponse | None = None
     """[n]: see `OutcomeInputs`."""
 
 
@@ -218,7 +219,7 @@ def suffix_sums(rewards: Ragged, decay: float) -> Ragged:
 
 
 @built_in
-def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = (r_i - mean of group) / (std of group + 1e-6)   (Shao et al. 2024, DeepSeekMath, section 4.1).
 
     The standard deviation is unbiased. With ``norm_adv_by_std_in_grpo=False`` A_i = r_i - mean of group (Liu et al.
@@ -229,7 +230,7 @@ def grpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 @built_in
-def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = r_i - mean of the other responses of the group   (Ahmadian et al. 2024, eq. 8)."""
     return Groups(inputs.groups, inputs.rounding).against_others(inputs.scores)
 
@@ -239,7 +240,7 @@ ESTIMATORS |= {"grpo_vectorized": grpo, "rloo_vectorized": rloo}
 
 
 @built_in
-def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = r_i - (sum_j length_j r_j) / (sum_j length_j) in the group   (Hao et al. 2025, OPO)."""
     groups = Groups(inputs.groups, inputs.rounding)
     lengths = inputs.lengths.to(inputs.scores.dtype)
@@ -252,7 +253,7 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 @built_in
-def maxrl(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def maxrl(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = (r_i - mean of group) / mean of group   (Tajwar et al. 2026, MaxRL, 2602.02710).
 
     For rewards of 0 and 1 the mean is the pass rate, so hard prompts count more. In a group with a mean of 0 or less no
@@ -265,7 +266,7 @@ def maxrl(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 @built_in
-def lite_ppo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def lite_ppo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = (r_i - mean of group) / (std of batch + 1e-6)   (Liu et al. 2025, Lite PPO, 2508.08221).
 
     The standard deviation is unbiased and over all rewards, so that groups with a small spread are not amplified.
@@ -275,7 +276,7 @@ def lite_ppo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 @built_in
-def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Assign r_best - r_second to the best response of a group, 0 to the others   (Chen et al. 2025, pass@k training).
 
     Divided by the group's std + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. With a tie for the best all get 0.
@@ -290,7 +291,7 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 @built_in
-def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = alpha (r_i - mean of group), alpha = responses / responses with nonzero reward   (GPG as in verl).
 
     The paper counts the responses of groups with a gradient instead, see `gpg_paper`.
@@ -301,7 +302,7 @@ def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 @built_in
-def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = alpha (r_i - mean of group)   (Chu et al. 2025, GPG).
 
     alpha = responses / responses in groups with a spread.
@@ -312,13 +313,13 @@ def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
 
 
 @built_in
-def reinforce_plus_plus_baseline(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def reinforce_plus_plus_baseline(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute r_i - mean of group, whitened over all tokens of the batch   (Hu 2025, REINFORCE++-baseline)."""
     return whiten(Groups(inputs.groups, inputs.rounding).centred(inputs.scores), inputs.lengths)
 
 
 @built_in
-def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> Tensor:
+def gdpo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute the weighted sum of GRPO's advantages per reward term, whitened over tokens   (Liu et al. 2026, GDPO).
 
     The terms are ``gdpo_reward_keys``, weighted by ``gdpo_reward_weights`` (default: 1 each).

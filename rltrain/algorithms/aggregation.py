@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from rltrain.algorithms.shapes import PerToken
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.base.columns.ragged import Ragged
@@ -29,7 +29,7 @@ class Denominators:
     groups: int = 1
 
 
-def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> Tensor:
+def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> PerToken:
     """Return token weights, so that the sum of ``weights * token_losses`` over all ranks is the aggregated loss.
 
     ``mask``: 1 for loss tokens, else 0 [tokens]. Returns [tokens].

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rltrain.algorithms.kl import binary_kl
 from rltrain.algorithms.moments import Moments
+from rltrain.algorithms.shapes import PerResponse, PerToken, ResponseInts, TokenMask
 from rltrain.base.columns import names as c
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import RejectionRule, RolloutCorrectionConfig
@@ -47,7 +48,7 @@ def accepted(train: Ragged, engine: Ragged, rules: list[RejectionRule]) -> Ragge
     return train.like(keep)
 
 
-def _measure(train: Tensor, engine: Tensor, name: str) -> Tensor:
+def _measure(train: PerToken, engine: PerToken, name: str) -> PerToken:
     """Return k1, k2 or k3 of KL(engine || trainer) per token (Schulman 2020).
 
     ``binary_kl``: maximum of KL(engine || trainer) and KL(trainer || engine) of the binary choice "this token or
@@ -62,7 +63,7 @@ def _measure(train: Tensor, engine: Tensor, name: str) -> Tensor:
     return log_ratio.square() / 2 if name == "k2" else log_ratio.exp() - 1 - log_ratio
 
 
-def keeps(mask: Ragged, log_probs: Tensor, engine: Tensor, advantages: Tensor, threshold: float) -> Tensor:
+def keeps(mask: Ragged, log_probs: PerToken, engine: PerToken, advantages: PerToken, threshold: float) -> TokenMask:
     """Return False for bad tokens of responses that the policy has moved away from   (DeepSeek-AI 2025, V3.2, eq. 9).
 
     These have A < 0 and mean_t(log pi_engine - log pi) > threshold, over the loss tokens of the response. All [tokens];
@@ -72,7 +73,7 @@ def keeps(mask: Ragged, log_probs: Tensor, engine: Tensor, advantages: Tensor, t
     return (mask.broadcast(gap).values <= threshold) | (advantages >= 0)
 
 
-def _reduce(values: Ragged, over: str) -> Tensor:
+def _reduce(values: Ragged, over: str) -> PerResponse:
     if over == "seq_max":
         start = torch.full((len(values),), -math.inf, dtype=values.values.dtype, device=values.values.device)
         return start.scatter_reduce(0, values.row_ids, values.values, "amax")
@@ -95,7 +96,7 @@ def compare(
     engine: Ragged,
     columns: dict[str, Ragged],
     cfg: RolloutCorrectionConfig,
-    carried: Tensor | None = None,
+    carried: ResponseInts | None = None,
 ) -> dict[str, Moments]:
     """Return moments of the mismatch, and of the correction in ``columns``. carried [n]: see `fresh_gap`."""
     log_ratio = train.like(train.values - engine.values)
@@ -137,7 +138,7 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
     return {name: Moments.of(values) for name, values in quantities.items()}
 
 
-def fresh_gap(train: Ragged, engine: Ragged, carried: Tensor) -> Moments:
+def fresh_gap(train: Ragged, engine: Ragged, carried: ResponseInts) -> Moments:
     """Return the gap of tokens from the current policy: after the first ``carried`` [n] of each row."""
     fresh = train.positions >= carried[train.row_ids]
     return Moments.of((train.values - engine.values)[fresh].abs())

@@ -12,34 +12,34 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
+from rltrain.algorithms.shapes import Distributions, PerToken
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import TEACHER_LOSS
 from rltrain.config.schema.distillation import DistillationLossConfig
 
 
 class Divergence(Protocol):
-    """Divergence D of p from q per token; log_p and log_q are [tokens, vocabulary]."""
+    """Divergence D of p from q per token; log_p and log_q are full distributions."""
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (D, data that `gradient` needs per token), both [tokens]."""
+    def value(self, log_p: Distributions, log_q: Distributions) -> tuple[PerToken, PerToken]:
+        """Return (D, data that `gradient` needs per token)."""
 
-    def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
-        """Return dD / dz [tokens, vocabulary], where p = softmax(z). May overwrite ``log_q``."""
+    def gradient(self, log_p: Distributions, log_q: Distributions, kept: PerToken) -> Distributions:
+        """Return dD / dz, where p = softmax(z). May overwrite ``log_q``."""
 
 
 class ReverseKL:
     """Reverse KL: KL(p || q) = sum_v p (log p - log q);  dD / dz = p (log p - log q - KL)."""
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    def value(self, log_p: Distributions, log_q: Distributions) -> tuple[PerToken, PerToken]:
         """See `Divergence`."""
         kl = torch.linalg.vecdot(log_p.exp(), log_p - log_q)
         return kl, kl
 
-    def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
+    def gradient(self, log_p: Distributions, log_q: Distributions, kept: PerToken) -> Distributions:
         """See `Divergence`."""
         return log_q.add_(kept[:, None]).sub_(log_p).mul_(log_p.exp()).neg_()
 
@@ -47,12 +47,12 @@ class ReverseKL:
 class ForwardKL:
     """Forward KL: KL(q || p) = sum_v q (log q - log p);  dD / dz = p - q."""
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    def value(self, log_p: Distributions, log_q: Distributions) -> tuple[PerToken, PerToken]:
         """See `Divergence`."""
         kl = torch.linalg.vecdot(log_q.exp(), log_q - log_p)
         return kl, kl
 
-    def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
+    def gradient(self, log_p: Distributions, log_q: Distributions, kept: PerToken) -> Distributions:
         """See `Divergence`."""
         return log_p.exp().sub_(log_q.exp_())
 
@@ -66,19 +66,19 @@ class JSD:
 
     beta: float
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    def value(self, log_p: Distributions, log_q: Distributions) -> tuple[PerToken, PerToken]:
         """See `Divergence`."""
         log_m = self._log_mean(log_p, log_q)
         of_p = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
         of_q = torch.linalg.vecdot(log_q.exp(), log_q - log_m)
         return self.beta * of_q + (1 - self.beta) * of_p, of_p
 
-    def gradient(self, log_p: Tensor, log_q: Tensor, kept: Tensor) -> Tensor:
+    def gradient(self, log_p: Distributions, log_q: Distributions, kept: PerToken) -> Distributions:
         """See `Divergence`."""
         log_m = self._log_mean(log_p, log_q)
         return log_m.add_(kept[:, None]).sub_(log_p).mul_(log_p.exp()).mul_(self.beta - 1)
 
-    def _log_mean(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+    def _log_mean(self, log_p: Distributions, log_q: Distributions) -> Distributions:
         return torch.logaddexp(log_q + math.log(self.beta), log_p + math.log1p(-self.beta))
 
 
@@ -94,14 +94,14 @@ class TeacherLoss:
     """Teacher signal for the tokens of a micro-batch."""
 
     cfg: DistillationLossConfig
-    log_probs: Tensor | None = None
+    log_probs: PerToken | None = None
     """log q(y) [tokens], for an estimated divergence; NaN for a token that the teacher's vocabulary lacks."""
-    divergence: Tensor | None = None
+    divergence: PerToken | None = None
     """D [tokens], differentiable in the policy, for an exact divergence."""
 
     def token_losses(
-        self, inputs: PolicyLossInputs, actor: ActorConfig, weights: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, inputs: PolicyLossInputs, actor: ActorConfig, weights: PerToken | None
+    ) -> tuple[PerToken, dict[str, PerToken]]:
         """Return losses [tokens], and per-token statistics [tokens].
 
         weights: importance weights, applied if the divergence is used as a cost in a policy loss.
@@ -116,7 +116,7 @@ class TeacherLoss:
         losses = find_policy_loss(TEACHER_LOSS).function(costs, actor).token_losses
         return losses if weights is None else losses * weights, statistics
 
-    def _distances(self, inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def _distances(self, inputs: PolicyLossInputs) -> tuple[PerToken, dict[str, PerToken]]:
         if self.divergence is not None:
             kl = {"distillation/kl": self.divergence.detach()} if self.cfg.loss_mode == "reverse_kl" else {}
             return self.divergence, kl

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from rltrain.algorithms.shapes import NumberOrMask, PerToken
 from rltrain.config.schema import AdaptiveEntropyConfig
 
 # Entropies closer than this are equal: the packing of a token changes its last bits.
 ENTROPY_ROUNDING = 1e-4
 
 
-def certainty(entropies: Tensor, mask: Tensor) -> Tensor:
+def certainty(entropies: PerToken, mask: NumberOrMask) -> PerToken:
     """Return -H of every token, infinite where ``mask`` is 0, [tokens]   (Wang et al. 2025, 2506.01939, eq. 5 and 6).
 
     The policy loss counts tokens with H >= tau, the threshold of the share ``top_entropy_quantile`` with the highest H

@@ -6,7 +6,8 @@ Scores that differ by at most their rounding error count as equal, so that no es
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+
+from rltrain.algorithms.shapes import PerResponse, ResponseInts, ResponseMask
 
 # verl's value, for equal results with the same command. A group of equal scores has a numerator of exactly 0
 # (`Groups.centred`), and so an advantage of 0.
@@ -22,7 +23,7 @@ class Groups:
     advantage.
     """
 
-    def __init__(self, groups: Tensor, rounding: Tensor | None = None) -> None:
+    def __init__(self, groups: ResponseInts, rounding: PerResponse | None = None) -> None:
         # Group numbers need not be consecutive, so they cannot be used as an index.
         self._index = groups.unique(return_inverse=True)[1]
         self._count = int(self._index.max()) + 1
@@ -36,36 +37,36 @@ class Groups:
             raise ValueError("a prompt has one answer, and this advantage estimator compares answers to one prompt")
         return self
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, values: PerResponse) -> PerResponse:
         return torch.zeros(self._count, dtype=values.dtype).index_add(0, self._index, values)[self._index]
 
-    def largest(self, values: Tensor) -> Tensor:
+    def largest(self, values: PerResponse) -> PerResponse:
         start = torch.full((self._count,), -torch.inf, dtype=values.dtype)
         return start.scatter_reduce(0, self._index, values, "amax")[self._index]
 
-    def rounding(self, values: Tensor) -> Tensor:
+    def rounding(self, values: PerResponse) -> PerResponse:
         """Return the difference up to which values count as equal."""
         return self._rounding + SCORE_ROUNDING * self.largest(values.abs())
 
-    def flat(self, values: Tensor) -> Tensor:
+    def flat(self, values: PerResponse) -> ResponseMask:
         """Return True where the values of a group are equal up to rounding: then there is no signal."""
         spread = torch.where(self.alone, values.abs(), self.largest(values) + self.largest(-values))
         return spread <= self.rounding(values)
 
-    def centred(self, values: Tensor) -> Tensor:
+    def centred(self, values: PerResponse) -> PerResponse:
         difference = values - self.sum(values) / self.size * ~self.alone
         # A division by std + 1e-6 would turn rounding errors into a gradient, which Adam's normalisation would scale to
         # a full step. Also, the update skips only samples with an advantage of exactly 0.
         return torch.where(self.flat(values), torch.zeros_like(difference), difference)
 
-    def against_others(self, values: Tensor) -> Tensor:
+    def against_others(self, values: PerResponse) -> PerResponse:
         """Return each value minus the mean of the others."""
         return self.centred(values) * self.size / (self.size - 1).clamp(min=1)
 
-    def over_std(self, values: Tensor) -> Tensor:
+    def over_std(self, values: PerResponse) -> PerResponse:
         """Return each value minus the mean, divided by the standard deviation + 1e-6."""
         return self.centred(values) / (self.std(values) + STD_EPSILON)
 
-    def std(self, values: Tensor) -> Tensor:
+    def std(self, values: PerResponse) -> PerResponse:
         deviations = self.sum(self.centred(values).square()) / (self.size - 1).clamp(min=1)
         return torch.where(self.alone, 1.0, deviations.sqrt())

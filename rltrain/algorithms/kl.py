@@ -12,28 +12,29 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rltrain.algorithms.shapes import PerToken
 from rltrain.config.schema.algorithm import KLControlConfig
 
 # Machine epsilon of float32.
 FP32_ROUNDING = 2.0**-23
 
 
-def k1(log_ratio: Tensor) -> Tensor:
+def k1(log_ratio: PerToken) -> PerToken:
     """Return log(pi / pi_ref): unbiased, high variance, may be negative."""
     return log_ratio
 
 
-def absolute(log_ratio: Tensor) -> Tensor:
+def absolute(log_ratio: PerToken) -> PerToken:
     """Return |log(pi / pi_ref)|."""
     return log_ratio.abs()
 
 
-def k2(log_ratio: Tensor) -> Tensor:
+def k2(log_ratio: PerToken) -> PerToken:
     """Return log(pi / pi_ref)^2 / 2: biased, low variance; its expected gradient is the gradient of the KL."""
     return log_ratio.square() / 2
 
 
-def k3(log_ratio: Tensor) -> Tensor:
+def k3(log_ratio: PerToken) -> PerToken:
     """Return r - 1 - log r, r = pi_ref / pi: unbiased, nonnegative. Clamped as in verl: |log r| <= 20, value <= 10."""
     log_r = (-log_ratio).clamp(-20, 20)
     return (log_r.exp() - 1 - log_r).clamp(-10, 10)
@@ -50,7 +51,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+def kl_per_token(log_probs: PerToken, ref_log_probs: PerToken, kind: str) -> PerToken:
     """Return the KL estimate per sampled token: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``.
 
     A name with ``+`` has the estimator's value and k2's gradient: only k2's gradient estimates the gradient of the KL.
@@ -63,7 +64,7 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     return carrier + (KL_ESTIMATORS[kind[:-1]](log_ratio) - carrier).detach()
 
 
-def binary_kl(probs: Tensor, others: Tensor) -> Tensor:
+def binary_kl(probs: PerToken, others: PerToken) -> PerToken:
     """Return the KL of the binary choice "this token or another" of ``probs`` from ``others``; all [tokens]."""
     # verl's value. A token of probability 1 leaves 0 for all others.
     tiny = 1e-8

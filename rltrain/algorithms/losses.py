@@ -15,6 +15,7 @@ from torch import Tensor
 from rltrain.algorithms.aggregation import Denominators, token_weights
 from rltrain.algorithms.distillation import TeacherLoss
 from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
+from rltrain.algorithms.shapes import PerToken, Scalar, TokenMask
 from rltrain.base.columns.batch import Batch
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
@@ -28,11 +29,11 @@ Measured: TypeAlias = tuple[Batch, Tensor, Tensor | None]
 class LossShare:
     """Share of a micro-batch in the loss of its mini-batch."""
 
-    loss: Tensor
+    loss: Scalar
     """Share of the mini-batch loss (scalar, differentiable)."""
-    shares: dict[str, Tensor] = field(default_factory=dict)
+    shares: dict[str, Scalar] = field(default_factory=dict)
     """Parts of the loss, to be summed over micro-batches and ranks."""
-    token_sums: dict[str, Tensor] = field(default_factory=dict)
+    token_sums: dict[str, Scalar] = field(default_factory=dict)
     """Sums over tokens, to be divided by the token count of the mini-batch."""
     measured: tuple[Measured, ...] = ()
     """Samples whose mismatch between engine and trainer was not measured by any pass. On the device, because reading
@@ -60,13 +61,13 @@ def actor_loss(
     policy_loss: PolicyLossFunction,
     aggregation: str,
     *,
-    weights: Tensor | None = None,
-    kept: Mapping[str, Tensor] | None = None,
-    entropy: Tensor | None = None,
+    weights: PerToken | None = None,
+    kept: Mapping[str, TokenMask] | None = None,
+    entropy: PerToken | None = None,
     entropy_coeff: float = 0.0,
-    kl: Tensor | None = None,
+    kl: PerToken | None = None,
     teacher: TeacherLoss | None = None,
-    expert_balance: Tensor | None = None,
+    expert_balance: Scalar | None = None,
 ) -> LossShare:
     """Return the micro-batch's share of the actor loss:
 
@@ -115,7 +116,9 @@ def actor_loss(
     return make_loss_share(loss, shares, statistics, inputs.mask)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(
+    values: PerToken, old_values: PerToken, returns: PerToken, clip: float
+) -> tuple[PerToken, dict[str, PerToken]]:
     """Compute max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2   (Schulman et al. 2017, clipped as in their code).
 
     All [tokens]; only ``values`` carries gradient. Returns token losses and per-token statistics.
@@ -128,12 +131,14 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     return torch.maximum(plain_loss, clipped_loss) / 2, statistics
 
 
-def aggregate(values: Tensor, weights: Tensor) -> Tensor:
+def aggregate(values: PerToken, weights: PerToken) -> Scalar:
     """Return the weighted sum over tokens. A token of weight 0 counts for nothing, even if its value is infinite."""
     return (weights * values.masked_fill(weights == 0, 0.0)).sum()
 
 
-def make_loss_share(loss: Tensor, shares: dict[str, Tensor], statistics: dict[str, Tensor], mask: Ragged) -> LossShare:
+def make_loss_share(
+    loss: Scalar, shares: dict[str, Scalar], statistics: dict[str, PerToken], mask: Ragged
+) -> LossShare:
     """Return the loss with its detached parts, and the sums of the statistics over loss tokens."""
     return LossShare(
         loss=loss,

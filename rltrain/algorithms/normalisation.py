@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rltrain.algorithms.groups import Groups
 from rltrain.algorithms.moments import Moments
+from rltrain.algorithms.shapes import PerResponse, ResponseInts
 from rltrain.config.schema.algorithm import AdvNormConfig, AlgorithmConfig
 
 Numbers = TypeVar("Numbers", Tensor, NDArray[np.float64])
@@ -27,7 +28,7 @@ def shaped_reward(scores: Numbers, cfg: AlgorithmConfig) -> Numbers:
     return (scores + cfg.reward_bias) * cfg.reward_scaling
 
 
-def normalise(advantages: Tensor, groups: Tensor, lengths: Tensor, cfg: AdvNormConfig) -> Tensor:
+def normalise(advantages: PerResponse, groups: ResponseInts, lengths: ResponseInts, cfg: AdvNormConfig) -> PerResponse:
     """Return (A - mean) / (std + 1e-5), each over the tokens of the batch or of a group, as AReaL's adv_norm.
 
     advantages, groups, lengths: [n]. ``mean_level`` and ``std_level``: batch or group; None skips the step. The
@@ -48,11 +49,11 @@ def normalise(advantages: Tensor, groups: Tensor, lengths: Tensor, cfg: AdvNormC
     return advantages
 
 
-def _members(groups: Tensor, level: str) -> Tensor:
+def _members(groups: ResponseInts, level: str) -> ResponseInts:
     return groups if level == "group" else torch.zeros_like(groups)
 
 
-def whiten(advantages: Tensor, lengths: Tensor) -> Tensor:
+def whiten(advantages: PerResponse, lengths: ResponseInts) -> PerResponse:
     """Whiten to mean 0 and unbiased variance 1 over tokens; every token of response i has ``advantages[i]``."""
     weights = lengths.to(advantages.dtype)
     total, squares = (weights * advantages).sum(), (weights * advantages.square()).sum()

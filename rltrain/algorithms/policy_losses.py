@@ -7,12 +7,12 @@ stop-gradient.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 # Imported to register its losses.
 import rltrain.algorithms.sequence_losses  # noqa: F401
 from rltrain.algorithms.advantages import suffix_sums
 from rltrain.algorithms.kl import binary_kl
+from rltrain.algorithms.shapes import PerToken
 from rltrain.algorithms.surrogate import (
     LOG_RATIO_BOUND,
     POLICY_LOSSES,
@@ -96,11 +96,11 @@ def sapo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return PolicyLoss(-inputs.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, statistics_of(inputs))
 
 
-def _covariance(inputs: PolicyLossInputs, means: BatchMeans) -> Tensor:
+def _covariance(inputs: PolicyLossInputs, means: BatchMeans) -> PerToken:
     return (inputs.advantages - means.advantage) * (inputs.log_probs.detach() - means.log_prob)
 
 
-def _clip_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: ActorConfig) -> Tensor:
+def _clip_cov_keys(inputs: PolicyLossInputs, noise: PerToken, means: BatchMeans, cfg: ActorConfig) -> PerToken:
     unclipped, clipped = ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
     covariance = _covariance(inputs, means)
     within = (covariance > cfg.policy_loss.clip_cov_lb) & (covariance < cfg.policy_loss.clip_cov_ub)
@@ -121,7 +121,7 @@ def clip_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return PolicyLoss(losses, statistics_of(inputs, pg_clipfrac=(clipped > unclipped) | inputs.selected))
 
 
-def _kl_cov_keys(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: ActorConfig) -> Tensor:
+def _kl_cov_keys(inputs: PolicyLossInputs, noise: PerToken, means: BatchMeans, cfg: ActorConfig) -> PerToken:
     return (-_covariance(inputs, means)).masked_fill(inputs.mask.values == 0, torch.inf)
 
 
@@ -135,7 +135,7 @@ def kl_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return PolicyLoss(losses, statistics_of(inputs, pg_clipfrac=inputs.selected))
 
 
-def _dppo(inputs: PolicyLossInputs, divergence: Tensor, cfg: ActorConfig) -> PolicyLoss:
+def _dppo(inputs: PolicyLossInputs, divergence: PerToken, cfg: ActorConfig) -> PolicyLoss:
     """Compute -sg[min(r, clip_ratio_c)] A log pi, masking tokens beyond the clip range in the direction of A."""
     low, high = clip_range(cfg)
     ratio = inputs.log_ratio.exp().detach()
@@ -159,7 +159,7 @@ def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return _dppo(inputs, binary_kl(inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()), cfg)
 
 
-def _moments(inputs: PolicyLossInputs, noise: Tensor, means: BatchMeans, cfg: ActorConfig) -> Tensor:
+def _moments(inputs: PolicyLossInputs, noise: PerToken, means: BatchMeans, cfg: ActorConfig) -> PerToken:
     return inputs.log_ratio.detach().square().masked_fill(inputs.mask.values == 0, torch.inf)
 
 

@@ -7,8 +7,8 @@ length-normalised form. Micro-batches hold complete responses, so the tokens of 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from rltrain.algorithms.shapes import PerResponse, ResponseInts
 from rltrain.algorithms.surrogate import (
     LOG_RATIO_BOUND,
     PolicyLoss,
@@ -96,7 +96,7 @@ def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, pg_clipfrac=outside))
 
 
-def misclassified(scores: Tensor, labels: Tensor, groups: Tensor, cfg: ActorConfig) -> Tensor:
+def misclassified(scores: PerResponse, labels: PerResponse, groups: ResponseInts, cfg: ActorConfig) -> PerResponse:
     """Return |dL / ds_i| of every response [n], with L the loss of its group in `real` (Zhai et al. 2026, 2602.05630).
 
     It is e^(-y_i s_i / tau) / (tau (1 + C)), with C the sum of e^(-y_j s_j / tau) over all responses j of the group

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.shapes import NumberOrMask, PerToken, TokenMask
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import LossTraits, declared
@@ -24,26 +25,26 @@ LOG_RATIO_BOUND = 20.0
 class PolicyLossInputs:
     """Micro-batch of complete responses, concatenated; all [tokens], only ``log_probs`` carries gradient."""
 
-    log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
+    log_probs: PerToken
+    old_log_probs: PerToken
+    advantages: PerToken
     mask: Ragged
     """1 for loss tokens, with the length of every response."""
-    selected: Tensor | None = None
+    selected: TokenMask | None = None
     """Tokens selected over the whole mini-batch, for losses with a selection."""
-    group_weights: Tensor | None = None
+    group_weights: PerToken | None = None
     """Weight of the token's response, from all responses to its prompt, for losses with group weights."""
 
     @property
-    def log_ratio(self) -> Tensor:
+    def log_ratio(self) -> PerToken:
         """log r, clamped to +-20."""
         return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
-    def sequence_sum(self, values: Tensor) -> Tensor:
+    def sequence_sum(self, values: PerToken) -> PerToken:
         """Return, for each token, the sum over the loss tokens of its response."""
         return self.mask.broadcast(self.mask.like(values * self.mask.values).sum()).values
 
-    def sequence_mean(self, values: Tensor) -> Tensor:
+    def sequence_mean(self, values: PerToken) -> PerToken:
         """Return, for each token, the mean over the loss tokens of its response."""
         return self.sequence_sum(values) / self.mask.broadcast(self.mask.sum().clamp(min=1)).values
 
@@ -52,8 +53,8 @@ class PolicyLossInputs:
 class PolicyLoss:
     """Token losses [tokens], and per-token statistics [tokens], to be averaged over all tokens of the mini-batch."""
 
-    token_losses: Tensor
-    statistics: dict[str, Tensor]
+    token_losses: PerToken
+    statistics: dict[str, PerToken]
     per_answer: bool = False
     """True if every token has the loss of its response, which then also gets a single importance weight."""
 
@@ -137,13 +138,13 @@ def clip_range(cfg: ActorConfig) -> tuple[float, float]:
     return low, high
 
 
-def ppo(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tensor, Tensor]:
+def ppo(ratio: PerToken, advantages: PerToken, cfg: ActorConfig) -> tuple[PerToken, PerToken]:
     """Return -A r and -A clip(r, 1 - low, 1 + high); the loss is their maximum (Schulman et al. 2017, eq. 7)."""
     low, high = clip_range(cfg)
     return -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
 
 
-def dual_clip(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def dual_clip(ratio: PerToken, advantages: PerToken, cfg: ActorConfig) -> tuple[PerToken, dict[str, TokenMask]]:
     """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), with A < 0 at most -A clip_ratio_c; and masks of both clips.
 
     Schulman et al. 2017, eq. 7; Ye et al. 2020, dual-clip PPO, eq. 5.
@@ -158,6 +159,6 @@ def dual_clip(ratio: Tensor, advantages: Tensor, cfg: ActorConfig) -> tuple[Tens
     return losses, {"pg_clipfrac": clipped > unclipped, "pg_clipfrac_lower": is_held}
 
 
-def statistics_of(inputs: PolicyLossInputs, **terms: Tensor) -> dict[str, Tensor]:
+def statistics_of(inputs: PolicyLossInputs, **terms: NumberOrMask) -> dict[str, PerToken]:
     """Return statistics per token [tokens]: ``ppo_kl`` = -log r, and ``terms``."""
     return {"ppo_kl": -inputs.log_ratio.detach(), **{name: value.detach().float() for name, value in terms.items()}}

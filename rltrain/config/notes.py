@@ -213,8 +213,10 @@ def _own_attention(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    if loaded.config.algorithm.rollout_correction.bypass_mode or needs_all_old_log_probs(loaded.config):
-        yield f"{_A}actor.recompute_old_log_prob", "this mode needs the whole pass, or none"
+    if loaded.config.algorithm.rollout_correction.bypass_mode:
+        yield f"{_A}actor.recompute_old_log_prob", "with bypass_mode there is no old_log_prob pass"
+    elif keys := needs_all_old_log_probs(loaded.config):
+        yield f"{_A}actor.recompute_old_log_prob", f"the old_log_prob pass covers all samples because of {keys[0]}"
 
 
 def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:

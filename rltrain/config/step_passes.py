@@ -28,6 +28,7 @@ from rltrain.config.schema.keys import get
 from rltrain.config.schema.model import RouterReplay
 
 OldLogProbs = Literal["all", "all but the first mini-batch", "none"]
+_A = "actor_rollout_ref.actor."
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,6 @@ class StepPasses:
     bypass: bool
     reference: bool
     """The reference's weights are loaded, for a separate pass (``ref``) or for the exact KL within the update."""
-    ref: bool
-    ref_log_probs: bool
-    """The ref pass computes log-probs; with ``kl_in_reward`` it also computes the KL per token."""
     kl_in_reward: bool
     exact_kl_in_reward: bool
     sampled_kl_in_loss: bool
@@ -93,8 +91,8 @@ class StepPasses:
     """
     balances_experts: bool = False
     """The actor's loss has a load-balancing term of experts."""
-    reference_moves: bool = False
-    """The reference is updated from the policy at intervals."""
+    reference_interval: int | None = None
+    """Steps between updates of the reference from the policy. None: never."""
     images: bool = False
     """Prompts or responses of the run may have images, so every forward of the policy calls the vision tower."""
     images_in_training: bool = False
@@ -109,6 +107,21 @@ class StepPasses:
     def trains(self) -> bool:
         """True if a model is trained."""
         return "actor" in self.roles
+
+    @property
+    def ref(self) -> bool:
+        """True if the reference has a separate pass. The exact KL of the loss needs none: the update runs it."""
+        return self.kl_in_reward or self.sampled_kl_in_loss
+
+    @property
+    def ref_log_probs(self) -> bool:
+        """True if the ref pass computes log-probs; with ``kl_in_reward`` it also computes the KL per token."""
+        return self.sampled_kl_in_loss or (self.kl_in_reward and not self.exact_kl_in_reward)
+
+    @property
+    def reference_moves(self) -> bool:
+        """True if the reference is updated from the policy at intervals."""
+        return "ref" in self.roles and bool(self.reference_interval)
 
     @property
     def values(self) -> bool:
@@ -206,70 +219,84 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
     images: whether prompts have images, which is known only from their files. images_in_training: whether training
     prompts have images (None: as ``images``).
     """
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    correction, distillation = algorithm.rollout_correction, config.distillation
-    rewarded = not distillation.is_alone
-    estimator = estimator_traits(algorithm.adv_estimator) if rewarded else EstimatorTraits(reads=())
-    reinforce = rewarded and correction.bypass_mode and correction.loss_type == "reinforce"
-    policy_loss = REINFORCE_LOSS if reinforce else actor.policy_loss.loss_mode if rewarded else TEACHER_LOSS
+    actor, algorithm, correction = config.actor_rollout_ref.actor, config.algorithm, config.algorithm.rollout_correction
+    distillation, rewarded = config.distillation, not config.distillation.is_alone
+    estimator, policy_loss = _estimator(config), _policy_loss(config)
     loss = loss_traits(policy_loss)
     if images_in_training is None or config.trainer.val_only:
         # A checkpoint may contain a trained tower.
         images_in_training = images
     shown = config.actor_rollout_ref.rollout.multi_turn.images
     between_turns = several_turns(config.actor_rollout_ref.rollout) and (images_in_training if shown is None else shown)
-    learns_entropy = actor.entropy_coeff != 0 or actor.adaptive_entropy.enabled
-    masks_certain = rewarded and actor.top_entropy_quantile < 1
-    exact_kl_in_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
-    exact_kl_in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
-    sampled_kl_in_loss = actor.use_kl_loss and not exact_kl_in_loss
-    old_log_probs: OldLogProbs = "all"
-    if correction.bypass_mode:
-        old_log_probs = "none"
-    # bypass_mode comes first: it needs no pass, even if a setting would need one early.
-    elif actor.recompute_old_log_prob == "auto" and not needs_all_old_log_probs(config):
-        old_log_probs = "all but the first mini-batch" if reads_old_log_probs(config) else "none"
     return StepPasses(
         roles=roles_of(config),
         estimator=estimator,
-        old_log_probs=old_log_probs,
+        old_log_probs=_old_log_probs(config),
         bypass=correction.bypass_mode,
         reference=has_reference(config),
-        # The exact KL of the loss needs no separate pass: the update runs the reference.
-        ref=algorithm.use_kl_in_reward or sampled_kl_in_loss,
-        ref_log_probs=sampled_kl_in_loss or (algorithm.use_kl_in_reward and not exact_kl_in_reward),
         kl_in_reward=algorithm.use_kl_in_reward,
-        exact_kl_in_reward=exact_kl_in_reward,
-        sampled_kl_in_loss=sampled_kl_in_loss,
-        exact_kl_in_loss=exact_kl_in_loss,
+        exact_kl_in_reward=algorithm.use_kl_in_reward and algorithm.kl_penalty == "full",
+        sampled_kl_in_loss=actor.use_kl_loss and actor.kl_loss_type != "full",
+        exact_kl_in_loss=actor.use_kl_loss and actor.kl_loss_type == "full",
         teacher=distillation.enabled and not distillation.compares_all,
         exact_teacher=distillation.compares_all,
         rewarded=rewarded,
         # With bypass_mode and ppo_clip, the ratio of the loss is taken against the engine; additional weights would
         # count the difference twice.
-        importance_weights=bool(correction.rollout_is) and (reinforce or not correction.bypass_mode),
+        importance_weights=bool(correction.rollout_is)
+        and (not correction.bypass_mode or (rewarded and correction.loss_type == "reinforce")),
         rejects=bool(correction.rollout_rs),
         policy_loss=policy_loss,
         aggregation=_aggregation(config, loss),
         selects=loss.selects,
         weighs_groups=loss.weighs_groups,
         reads_engine=actor.off_policy_mask_threshold is not None,
-        learns_entropy=learns_entropy,
-        masks_certain=masks_certain,
-        # KL, entropy bonus, teacher and load balancing have a gradient in every sample; whitening changes a 0; and the
-        # tokens with high entropy and the load of experts are determined over all samples.
-        skips_silent=loss.silent_at_zero
-        and not (actor.use_kl_loss or learns_entropy or estimator.whitens or distillation.enabled or masks_certain)
-        and not (actor.router_aux_loss_coef or actor.router_bias_update_rate),
+        learns_entropy=_learns_entropy(config),
+        masks_certain=rewarded and actor.top_entropy_quantile < 1,
+        skips_silent=_skips_silent(config),
         # Without a critic, the steps of a warm-up would train nothing.
         first_actor_step=math.ceil(config.trainer.critic_warmup) if estimator.values else 0,
         router_replay=actor.router_replay.mode,
         balances_experts=bool(actor.router_aux_loss_coef),
-        reference_moves="ref" in roles_of(config) and bool(config.actor_rollout_ref.ref.update_every_steps),
+        reference_interval=config.actor_rollout_ref.ref.update_every_steps,
         images=images or between_turns,
         images_in_training=images_in_training or between_turns,
         images_between_turns=between_turns,
     )
+
+
+def _policy_loss(config: Config) -> str:
+    correction = config.algorithm.rollout_correction
+    if config.distillation.is_alone:
+        return TEACHER_LOSS
+    reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
+    return REINFORCE_LOSS if reinforce else config.actor_rollout_ref.actor.policy_loss.loss_mode
+
+
+def _estimator(config: Config) -> EstimatorTraits:
+    alone = config.distillation.is_alone
+    return EstimatorTraits(reads=()) if alone else estimator_traits(config.algorithm.adv_estimator)
+
+
+def _learns_entropy(config: Config) -> bool:
+    return config.actor_rollout_ref.actor.entropy_coeff != 0 or config.actor_rollout_ref.actor.adaptive_entropy.enabled
+
+
+def _skips_silent(config: Config) -> bool:
+    """Return whether samples without advantage have no gradient, so that the update may skip them."""
+    actor = config.actor_rollout_ref.actor
+    # KL, entropy bonus, teacher and load balancing have a gradient in every sample; whitening changes a 0; and the
+    # tokens with high entropy and the load of experts are determined over all samples.
+    needs_all = (
+        actor.use_kl_loss,
+        _learns_entropy(config),
+        config.distillation.enabled,
+        actor.router_aux_loss_coef,
+        actor.router_bias_update_rate,
+        _estimator(config).whitens,
+        actor.top_entropy_quantile < 1,
+    )
+    return loss_traits(_policy_loss(config)).silent_at_zero and not any(needs_all)
 
 
 def roles_of(config: Config) -> frozenset[Role]:
@@ -299,30 +326,46 @@ def offloads(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"{ROLES['actor'].fsdp}.param_offload", passes.needs("actor")
 
 
-def needs_all_old_log_probs(config: Config) -> bool:
-    """Return whether the old log-probs of every sample are needed before the update.
-
-    They are needed by the KL in the reward, an estimator that reads the old policy, denominators under rejection, the
-    mean importance weight, a selection over the mini-batch, a bonus that follows the entropy, load balancing of
-    replayed experts, a second epoch over the batch (in which a sample may be on another rank), and an alarm that stops
-    the run before the update.
-    """
+def _old_log_probs(config: Config) -> OldLogProbs:
+    """Return the samples that the old_log_prob pass covers: the first row that holds."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    rewarded, loss = not config.distillation.is_alone, loss_traits(actor.policy_loss.loss_mode)
-    return (
-        config.algorithm.use_kl_in_reward
-        or (rewarded and estimator_traits(config.algorithm.adv_estimator).sum_pi_squared)
-        or bool(correction.rollout_rs)
-        or (bool(correction.rollout_is) and correction.rollout_is_batch_normalize)
-        or (rewarded and (loss.selects or loss.weighs_groups or actor.top_entropy_quantile < 1))
-        or actor.adaptive_entropy.enabled
-        or (bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2")
-        or actor.ppo_epochs > 1
-        or config.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
+    rows: tuple[tuple[bool, OldLogProbs], ...] = (
+        # The engine's log-probs are the old ones, even if a setting would need them early.
+        (correction.bypass_mode, "none"),
+        (actor.recompute_old_log_prob == "always" or bool(needs_all_old_log_probs(config)), "all"),
+        (_reads_old_log_probs(config), "all but the first mini-batch"),
+        (True, "none"),
     )
+    return next(covered for holds, covered in rows if holds)
 
 
-def reads_old_log_probs(config: Config) -> bool:
+def needs_all_old_log_probs(config: Config) -> list[str]:
+    """Return the keys that need the old log-probs of all samples before the update."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    loss = loss_traits(_policy_loss(config))
+    reasons = {
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+        "algorithm.adv_estimator": _estimator(config).sum_pi_squared,
+        # The denominators of the loss exclude rejected tokens.
+        "algorithm.rollout_correction.rollout_rs": bool(correction.rollout_rs),
+        # The mean weight of the batch scales every optimizer step.
+        "algorithm.rollout_correction.rollout_is_batch_normalize": bool(correction.rollout_is)
+        and correction.rollout_is_batch_normalize,
+        # A selection over the mini-batch.
+        f"{_A}policy_loss.loss_mode": loss.selects or loss.weighs_groups,
+        f"{_A}top_entropy_quantile": not config.distillation.is_alone and actor.top_entropy_quantile < 1,
+        f"{_A}adaptive_entropy.enabled": actor.adaptive_entropy.enabled,
+        # Load balancing of replayed experts.
+        f"{_A}router_aux_loss_coef": bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2",
+        # In the second epoch a sample may be on another rank.
+        f"{_A}ppo_epochs": actor.ppo_epochs > 1,
+        # The alarm stops the run before the update.
+        "actor_rollout_ref.rollout.on_log_prob_gap": config.actor_rollout_ref.rollout.on_log_prob_gap == "stop",
+    }
+    return [key for key, holds in reasons.items() if holds]
+
+
+def _reads_old_log_probs(config: Config) -> bool:
     """Return whether the update reads results of the old_log_prob pass.
 
     These are the log-probs, which a teacher alone does not need unless it is used as a cost, or the router indices.

@@ -25,6 +25,7 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.controller.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
+from rltrain.trainer.left_out import left_out
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import known_number
@@ -53,6 +54,12 @@ class Advantages:
         if progress.kl_coef is not None and self._cfg.algorithm.kl_ctrl.type == "adaptive":
             self.kl_coef = progress.kl_coef
 
+    def mask(self, samples: Samples) -> None:
+        """Add the masks `left_out` and `uncompared` to the samples."""
+        estimator, masks = self._passes.estimator, self._cfg.algorithm.mask_truncated
+        compares = self._passes.rewarded and (estimator.compares or not estimator.per_token)
+        samples.update(left_out(samples, compares=compares, mask_truncated=masks, by_token=estimator.per_token))
+
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
         """Compute A(x, y) of every sample, as ``advantage`` [n].
 
@@ -63,6 +70,7 @@ class Advantages:
         Token estimators also write the columns ``advantages`` and ``returns``, turn estimators ``advantages``.
         ``advantage`` is then the mean over the response, and the loss applies the returned whitening to the advantages.
         """
+        samples.update({c.LOSS_TOKENS: np.where(samples[c.LEFT_OUT], 0, samples[c.LOSS_TOKENS])})
         if not self._passes.rewarded:
             samples.update({c.ADVANTAGE: np.zeros(len(samples))})
             return Whitening(), {}

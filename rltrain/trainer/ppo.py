@@ -32,7 +32,7 @@ from rltrain.trainer.entropy_bonus import EntropyBonus
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.experts import ExpertLoad
 from rltrain.trainer.generation_metrics import join_rounds
-from rltrain.trainer.left_out import left_out, present
+from rltrain.trainer.left_out import present
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.plan import Plan
@@ -107,11 +107,9 @@ class PPOTrainer:
         with timer("step"):
             samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n responses each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
+            self.advantages.mask(samples)
             # Before any update, so that a run that stops here keeps the weights of the previous step.
             self._alarms.damaged(metrics)
-            compares = passes.rewarded and (passes.estimator.compares or not passes.estimator.per_token)
-            masks, by_token = self.cfg.algorithm.mask_truncated, passes.estimator.per_token
-            samples.update(left_out(samples, compares=compares, mask_truncated=masks, by_token=by_token))
             if passes.rewarded:
                 record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
             if passes.greedy_baseline:
@@ -121,25 +119,16 @@ class PPOTrainer:
                     self._old_log_probs(samples, record)
             if passes.ref:
                 with timer("ref"):  # log pi_ref(y | x)
-                    record.layouts["ref"] = layout = self._lay_out(samples, "ref")
-                    self.actor.ref_log_probs(samples, layout)
+                    self.actor.ref_log_probs(samples, self._lay_out(samples, "ref", record))
             if passes.teacher:
                 with timer("teacher"):  # log q(y | x)
-                    record.layouts["teacher"] = layout = self._lay_out(samples, "teacher")
+                    layout = self._lay_out(samples, "teacher", record)
                     self.frozen.log_probs("teacher", c.TEACHER_LOG_PROBS, samples, layout)
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
-                    record.layouts["values"] = layout = self._lay_out(samples, "values")
-                    self.critic.values(samples, layout)
+                    self.critic.values(samples, self._lay_out(samples, "values", record))
             with timer("adv"):  # A(x, y)
-                samples.update({c.LOSS_TOKENS: np.where(samples[c.LEFT_OUT], 0, samples[c.LOSS_TOKENS])})
-                # No micro-batches: this layout assigns each response to a rank, and the report measures its balance.
-                there = np.flatnonzero(~samples[c.LEFT_OUT])
-                record.layouts["adv"] = self._lay_out(samples, "old_log_prob", there)
-                if passes.estimator.sum_pi_squared:
-                    record.layouts["adv"] = whole_groups(record.layouts["adv"], samples[c.GROUP])
-                whitening, adv_metrics = self.advantages.estimate(samples, self.actor, record.layouts["adv"])
-                record.metrics |= adv_metrics
+                whitening = self._estimate_advantages(samples, record)
             if self.critic:
                 with timer("update_critic"):  # fit V to the returns
                     self._update_critic(self.critic, samples, record)
@@ -162,10 +151,20 @@ class PPOTrainer:
         samples.update({c.HAS_OLD_LOG_PROBS: covered})
         record.metrics["perf/old_log_prob_share"] = float(covered.mean())
         if covered.any():
-            record.layouts["old_log_prob"] = layout = self._lay_out(samples, "old_log_prob", np.flatnonzero(covered))
+            layout = self._lay_out(samples, "old_log_prob", record, np.flatnonzero(covered))
             record.measured = self.actor.log_probs(samples, layout)
             if self._alarms.stops_on_gap:  # then the pass covers all samples: the run stops before it learns
                 self._alarms.gap(m.policy_metrics(record.measured))
+
+    def _estimate_advantages(self, samples: Samples, record: StepRecord) -> Whitening:
+        # No micro-batches: this layout assigns each response to a rank, and the report measures its balance.
+        layout = self._cut(samples, "old_log_prob", [np.flatnonzero(~samples[c.LEFT_OUT])])
+        if self.plan.passes.estimator.sum_pi_squared:
+            layout = whole_groups(layout, samples[c.GROUP])
+        record.layouts["adv"] = layout
+        whitening, metrics = self.advantages.estimate(samples, self.actor, layout)
+        record.metrics |= metrics
+        return whitening
 
     def _update_actor(self, samples: Samples, whitening: Whitening, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.actor_rollout_ref.actor, record.step
@@ -290,9 +289,11 @@ class PPOTrainer:
 
     # -- layouts of a batch --------------------------------------------------------------------------------------------
 
-    def _lay_out(self, samples: Samples, name: str, ids: Ids | None = None) -> Layout:
+    def _lay_out(self, samples: Samples, name: str, record: StepRecord, ids: Ids | None = None) -> Layout:
         """Lay out every sample (or ``ids``) once, over the ranks and within the budget of the pass ``name``."""
-        return self._cut(samples, name, [np.arange(len(samples)) if ids is None else ids])
+        layout = self._cut(samples, name, [np.arange(len(samples)) if ids is None else ids])
+        record.layouts[name] = layout
+        return layout
 
     def _cut(self, samples: Samples, name: str, mini_batches: list[Ids]) -> Layout:
         ranks, work = self.plan.ranks[PASSES[name].role], self._workload(samples, updates=PASSES[name].updates)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from rltrain.workers.roles import Actor
 from rltrain.workers.saving import StateWriter, told_as_disk_error
 from rltrain.workers.selection import look_ahead
 from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask, Written
-from rltrain.workers.updater import Updater, idle
+from rltrain.workers.updater import Updater, cut, empty_loss
 
 # Prompts, responses and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,
@@ -199,7 +200,8 @@ class ActorRefWorker(Actor):
     def _compare(self, log_probs: Ragged, batch: Batch) -> tuple[dict[str, Ragged], dict[str, Moments]]:
         engine = batch.ragged(c.ROLLOUT_LOG_PROBS)
         columns = correct(log_probs, engine, self._correction, weighs=self._passes.importance_weights)
-        return columns, compare(log_probs, engine, columns, self._correction, _given(batch))
+        carried = batch.dense(c.CARRIED_LENGTH) if c.CARRIED_LENGTH in batch else None
+        return columns, compare(log_probs, engine, columns, self._correction, carried)
 
     def _old(self, batch: Batch) -> Ragged:
         """Return log pi_old: the trainer's, or with ``bypass`` the engine's."""
@@ -208,20 +210,24 @@ class ActorRefWorker(Actor):
     # -- update --------------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
-        """Run one optimizer step per mini-batch (see `Updater.run`)."""
+        """Run one optimizer step per mini-batch."""
         self.residency.enter("update_actor")
         if not self._actor_cfg.fsdp_config.use_torch_compile:
             self.policy.measure_load()
-        numbers = self.updater.run(
-            batch,
-            task.mini_batches,
-            task.learning_rate,
-            lambda micro, mini: self._loss(micro, mini, task),
-            lambda micros, mini: self._look_ahead(micros, mini, task),
-            self._measure,
-            self._balance.move_biases,
-            {name: getattr(task, name) for name in ("shift", "scale", "weight_scale", "noise_seed", "entropy_coeff")},
-        )
+        terms = {
+            name: getattr(task, name) for name in ("shift", "scale", "weight_scale", "noise_seed", "entropy_coeff")
+        }
+        steps = []
+        self.updater.begin(task.learning_rate)
+        for mini, micros in cut(batch, task.mini_batches):
+            self._look_ahead(micros, mini, task)
+            share = self.updater.forward_backward(micros, partial(self._loss, mini=mini, task=task))
+            steps.append(self.updater.optim_step(share, micros, mini, terms))
+            if steps[-1].made:
+                self._balance.move_biases()
+        numbers = self.updater.numbers(steps)
+        if steps:
+            numbers = replace(numbers, measured=self._measure(steps[0].share.measured))
         if self._beside:
             self._beside.free()
         if (load := self.policy.load()) is not None:
@@ -237,7 +243,7 @@ class ActorRefWorker(Actor):
         measures = not mini.has_old_log_probs or self._passes.bypass
         log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, beside)
         if not len(micro):
-            return idle(log_probs, outputs.balance_loss)
+            return empty_loss(log_probs, outputs.balance_loss)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
         micro = self._for_loss(micro)
         if not mini.has_old_log_probs and not self._passes.bypass:
@@ -384,11 +390,6 @@ class ActorRefWorker(Actor):
         scale = self.updater.loss_scale if optimizer else None
         texts_alone = not self._passes.trains and not self._passes.images
         return load_training_state(self.policy, optimizer, folder, scale, texts_alone=texts_alone)
-
-
-def _given(batch: Batch) -> Tensor | None:
-    """Return the number of tokens per response [n] from earlier policies; None if there are no such responses."""
-    return batch.dense(c.CARRIED_LENGTH) if c.CARRIED_LENGTH in batch else None
 
 
 def _advantages(micro: Batch, mask: Ragged, task: UpdateTask) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
@@ -21,7 +22,7 @@ from rltrain.workers.results import PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Critic
 from rltrain.workers.saving import SavesState, StateWriter
 from rltrain.workers.tasks import MiniBatch
-from rltrain.workers.updater import Updater, idle
+from rltrain.workers.updater import Updater, cut, empty_loss
 
 
 class CriticWorker(SavesState, Critic):
@@ -46,14 +47,18 @@ class CriticWorker(SavesState, Critic):
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """Run one optimizer step per mini-batch."""
         self.residency.enter("update_critic")
-        numbers = self.updater.run(batch, mini_batches, learning_rate, self._loss)
-        return replace(numbers, memory_gb=self.residency.memory_gb())
+        steps = []
+        self.updater.begin(learning_rate)
+        for mini, micros in cut(batch, mini_batches):
+            share = self.updater.forward_backward(micros, partial(self._loss, mini=mini))
+            steps.append(self.updater.optim_step(share, micros, mini))
+        return replace(self.updater.numbers(steps), memory_gb=self.residency.memory_gb())
 
     def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
         device = self._device.torch_device
         values = self.model(pack(micro, device))
         if not len(micro):
-            return idle(values)
+            return empty_loss(values)
         columns = {name: micro[name] for name in (c.VALUES, c.RETURNS, c.LOSS_MASK) if name in micro}
         micro = Batch(columns).to(device)
         # Values of the values pass, not of the current weights: the clip keeps the critic close to them.

@@ -1,4 +1,4 @@
-"""Optimizer steps of one model: accumulate gradients over micro-batches, clip, check for finite values, step.
+"""Optimizer steps of one model: `forward_backward` over micro-batches, then `optim_step`.
 
 A step with a NaN destroys all weights, and a rank that alone skips a step diverges from the others. So loss and
 gradient norm are checked before each step, and either all ranks take it or none does. In float16 the loss is scaled
@@ -9,8 +9,10 @@ as it can be lowered.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from rltrain.algorithms.losses import LossShare, Measured
-from rltrain.algorithms.moments import Moments
+from rltrain.algorithms.losses import LossShare
 from rltrain.base.columns.batch import Batch
 from rltrain.base.device import Device, resolve_dtype
 from rltrain.base.errors import NonFiniteError
@@ -33,17 +34,20 @@ from rltrain.workers.incidents import write_incident
 from rltrain.workers.results import Array, UpdateNumbers
 from rltrain.workers.tasks import MiniBatch
 
-LossFunction = Callable[[Batch, MiniBatch], LossShare]
-Preparation = Callable[[Sequence[Batch], MiniBatch], None]
-Measurement = Callable[[Sequence[Measured]], dict[str, Moments]]
-FollowUp = Callable[[], None]
 
+class OptimStep(NamedTuple):
+    """Result of one optimizer step."""
 
-class _Step(NamedTuple):
     share: LossShare
+    """This rank's part of the loss, detached."""
     grad_norm: float
+    """Norm of the gradient over all ranks, before clipping."""
+    made: bool
+    """False if the weights did not change: no loss token, or one of the two below."""
     skipped: bool
+    """Loss or gradient was not finite."""
     overflowed: bool
+    """The gradient overflowed float16, and the loss scale was lowered."""
 
 
 class Updater:
@@ -71,91 +75,73 @@ class Updater:
         self._trainer = trainer
         self._device = device
 
-    def run(
-        self,
-        batch: Batch,
-        mini_batches: Sequence[MiniBatch],
-        learning_rate: float,
-        loss: LossFunction,
-        prepare: Preparation | None = None,
-        measure: Measurement | None = None,
-        follow_up: FollowUp | None = None,
-        terms: Mapping[str, float] | None = None,
-    ) -> UpdateNumbers:
-        """Run one optimizer step per mini-batch. ``batch`` holds their samples in order of the micro-batches.
-
-        ``prepare`` gets all micro-batches of a mini-batch before its first backward pass. ``measure`` gets the data
-        that the losses of the first mini-batch collected. ``follow_up`` runs after each optimizer step. ``terms``:
-        further inputs of the loss, for an incident.
-        """
+    def begin(self, learning_rate: float) -> None:
+        """Prepare model and optimizer for the optimizer steps of one update."""
         self._model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        micros = iter(batch.split([size for mini in mini_batches for size in mini.micro_sizes]))
-        steps = []
-        for mini in mini_batches:
-            own_micros = [next(micros) for _ in mini.micro_sizes]
-            if prepare:
-                prepare(own_micros, mini)
-            steps.append(self._step(own_micros, mini, loss, follow_up, terms or {}))
-        self._device.synchronize()
-        shares = [step.share for step in steps]
-        return UpdateNumbers(
-            grad_norm=np.array([step.grad_norm for step in steps]),
-            skipped=np.array([float(step.skipped) for step in steps]),
-            overflowed=np.array([float(step.overflowed) for step in steps]),
-            loss_scale=self.loss_scale.value if self.loss_scale else None,
-            shares=_stacked([_parts(share) for share in shares]),
-            token_sums=_stacked([share.token_sums for share in shares]),
-            measured=measure(shares[0].measured) if measure and shares else {},
-        )
 
-    def _step(
-        self,
-        micros: Sequence[Batch],
-        mini: MiniBatch,
-        loss: LossFunction,
-        follow_up: FollowUp | None,
-        terms: Mapping[str, float],
-    ) -> _Step:
-        total: LossShare | None = None
+    def forward_backward(self, micros: Sequence[Batch], loss: Callable[[Batch], LossShare]) -> LossShare:
+        """Add the gradients of a mini-batch, one micro-batch after another. Returns the sum of their losses, detached.
+
+        Every rank has a micro-batch, possibly without samples (`empty_loss`).
+        """
+        shares = []
         scale = self.loss_scale.value if self.loss_scale else 1.0
         for number, micro in enumerate(micros, start=1):
             if self._reduces_once:
                 assert isinstance(self._model, FSDPModule)
                 self._model.set_requires_gradient_sync(number == len(micros))
-            share = loss(micro, mini)
+            share = loss(micro)
             # FSDP averages gradients over the ranks, but the denominators are global already: undo the average. Ranks
             # that share sequences have the same loss, and each holds a part of its gradient.
             (share.loss * (dist.get_world_size() * scale)).backward()
-            share = replace(share, loss=share.loss.detach())
-            total = share if total is None else total + share
-        assert total is not None  # every rank has a micro-batch, possibly without samples
+            shares.append(replace(share, loss=share.loss.detach()))
+        return reduce(add, shares)
+
+    def optim_step(
+        self, share: LossShare, micros: Sequence[Batch], mini: MiniBatch, terms: Mapping[str, float] | None = None
+    ) -> OptimStep:
+        """Clip the gradients and update the weights, on all ranks or on none.
+
+        share: result of `forward_backward` for ``micros``, the micro-batches of ``mini``. terms: further inputs of the
+        loss, written to disk if the loss is not finite. Raises NonFiniteError.
+        """
         if self.loss_scale:
             self.loss_scale.unscale(self._model.parameters())
         norm = clip_gradients(self._model.parameters(), self._clip_grad)
-        health = torch.stack([total.loss, norm.to(total.loss.device)])
+        health = torch.stack([share.loss, norm.to(share.loss.device)])
         own_norm = health[1].clone()
         # One non-finite number makes the sum non-finite on every rank, so all ranks take the same branch below.
         dist.all_reduce(health)
         # The only place where the host waits for the device: once per optimizer step.
         *sums, grad_norm = torch.cat([health, own_norm[None]]).tolist()
-        finite, overflowed = all(map(math.isfinite, sums)), False
-        if finite:
-            # Without a loss token there is no gradient, but momentum and weight decay would still change the weights.
-            if mini.denominators.tokens:
-                self.optimizer.step()
-                self.num_steps += 1
-                if self.loss_scale:
-                    self.loss_scale.made()
-                if follow_up:
-                    follow_up()
-        elif self.loss_scale and math.isfinite(sums[0]) and self.loss_scale.lower():
+        finite = all(map(math.isfinite, sums))
+        # Without a loss token there is no gradient, but momentum and weight decay would still change the weights.
+        made, overflowed = finite and bool(mini.denominators.tokens), False
+        if made:
+            self.optimizer.step()
+            self.num_steps += 1
+            if self.loss_scale:
+                self.loss_scale.made()
+        elif not finite and self.loss_scale and math.isfinite(sums[0]) and self.loss_scale.lower():
             overflowed = True
-        elif self._trainer.on_nonfinite == "stop":
-            self._report_nonfinite(micros, mini, terms, total)
+        elif not finite and self._trainer.on_nonfinite == "stop":
+            self._report_nonfinite(micros, mini, terms or {}, share)
         self.optimizer.zero_grad(set_to_none=True)
-        return _Step(total, grad_norm, not finite and not overflowed, overflowed)
+        return OptimStep(share, grad_norm, made, not finite and not overflowed, overflowed)
+
+    def numbers(self, steps: Sequence[OptimStep]) -> UpdateNumbers:
+        """Return the results of the optimizer steps of an update."""
+        self._device.synchronize()
+        return UpdateNumbers(
+            grad_norm=np.array([step.grad_norm for step in steps]),
+            skipped=np.array([float(step.skipped) for step in steps]),
+            overflowed=np.array([float(step.overflowed) for step in steps]),
+            loss_scale=self.loss_scale.value if self.loss_scale else None,
+            shares=_stacked([_parts(step.share) for step in steps]),
+            token_sums=_stacked([step.share.token_sums for step in steps]),
+        )
 
     def _report_nonfinite(
         self, micros: Sequence[Batch], mini: MiniBatch, terms: Mapping[str, float], share: LossShare
@@ -179,7 +165,14 @@ class Updater:
         return "In float16 a number beyond 65,504 may be the cause, which bfloat16 and float32 hold. "
 
 
-def idle(*outputs: Tensor | None) -> LossShare:
+def cut(batch: Batch, mini_batches: Sequence[MiniBatch]) -> Iterator[tuple[MiniBatch, list[Batch]]]:
+    """Yield each mini-batch with its micro-batches. ``batch`` holds their samples in order of the micro-batches."""
+    micros = iter(batch.split([size for mini in mini_batches for size in mini.micro_sizes]))
+    for mini in mini_batches:
+        yield mini, [next(micros) for _ in mini.micro_sizes]
+
+
+def empty_loss(*outputs: Tensor | None) -> LossShare:
     """Return the loss of a micro-batch without samples: 0, with a gradient of 0 for every parameter.
 
     outputs: every output that enters the loss of a micro-batch with samples. The order of collectives in a backward

@@ -43,8 +43,8 @@ def answers(draw):
     return draw(column), groups, lengths, (draw(column), draw(column))
 
 
-def inputs_of(scores, groups, lengths, terms=((), ())):
-    columns = {name: torch.tensor(term, dtype=torch.float64) for name, term in zip("ab", terms, strict=True)}
+def inputs_of(scores, groups, lengths, terms=()):
+    columns = {name: torch.tensor(term, dtype=torch.float64) for name, term in zip("ab", terms, strict=False)}
     return OutcomeInputs(
         torch.tensor(scores, dtype=torch.float64), torch.tensor(groups), torch.tensor(lengths), columns
     )

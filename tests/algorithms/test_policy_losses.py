@@ -165,7 +165,7 @@ def test_real_has_the_gradient_of_the_papers_loss(case):
     tensor = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
     slow.real(list(tensor), labels, groups, 0.5).backward()
     weights = POLICY_LOSSES["real"].group_weights(
-        tensor.detach(), *(torch.tensor(column, dtype=torch.float64) for column in (labels, groups)), CFG
+        tensor.detach(), torch.tensor(labels, dtype=torch.float64), torch.tensor(groups), CFG
     )
     # Of answers of three and of one token: by the function over tokens, with the mean over answers that it has.
     lengths, own = torch.tensor([3, *[1] * (len(scores) - 1)]), tensor.detach().clone().requires_grad_()

@@ -138,7 +138,7 @@ class Trap:
         "sync": ("workers/weight_sync.py", "run"),
         "generate": ("embedded/engine.py", "generate"),
         "log_probs": ("workers/actor_ref.py", "log_probs"),
-        "update": ("workers/updater.py", "run"),
+        "update": ("workers/updater.py", "forward_backward"),
         "stage": ("workers/actor_ref.py", "stage"),
         "save": ("workers/actor_ref.py", "write"),
     }

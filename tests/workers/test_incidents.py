@@ -20,10 +20,10 @@ def stop(trainer, match, spoiled_weight=None):
     role = trainer.worker.critic if trainer.critic else trainer.worker.actor
     loss, column = role._loss, "returns" if trainer.critic else "advantage"
 
-    def spoiled(micro, *rest):
+    def spoiled(micro, **rest):
         values = micro[column] if column == "advantage" else micro.ragged(column).values
         values[0] = torch.nan
-        share = loss(micro, *rest)
+        share = loss(micro, **rest)
         if spoiled_weight is not None:
             spoiled_weight.data.fill_(torch.inf)
         return share

@@ -70,8 +70,8 @@ def gradient(folder, dtype, role, factor=1.0, scale=LossScale.FIRST):
 def scale_loss(role, factor: float) -> None:
     loss = role._loss
 
-    def scaled(*arguments):
-        share = loss(*arguments)
+    def scaled(*arguments, **named):
+        share = loss(*arguments, **named)
         return dataclasses.replace(share, loss=share.loss * factor)
 
     role._loss = scaled

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers
-from rltrain.workers.roles import Actor, Rollout
-from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.workers.interface.results import GenerationNumbers, PassNumbers, UpdateNumbers
+from rltrain.workers.interface.roles import Actor, Rollout
+from rltrain.workers.interface.tasks import Finished, GenerateTask, UpdateTask
 
 
 class IdleWorker(Actor, Rollout):

@@ -27,16 +27,16 @@ import torch.distributed as dist
 import rltrain.workers.rollout_worker as home
 from bench.table import parse, table, write
 from bench.workload import make
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.interface.tasks import GenerateTask
 from rltrain.workers.rollout.contract import Job, Sampling
 from rltrain.workers.rollout.conversations import Conversations
-from rltrain.workers.tasks import GenerateTask
 
 PROMPTS, SAMPLES, TURNS = 16, 4, 4
 TITLES = ("engine", "mean sleep s", "turns", "work", "chain", "rollout", "/ bound", "barrier", "barrier / rollout")

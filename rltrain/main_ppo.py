@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from rltrain.base.attempt import tell_supervisor
-from rltrain.base.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
-from rltrain.base.program import ESTIMATE_FLAGS
-from rltrain.base.secrets import masked_text
-from rltrain.base.stop import Stop, listen
+from rltrain.common.attempt import tell_supervisor
+from rltrain.common.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
+from rltrain.common.secrets import masked_text
+from rltrain.common.stop import Stop, listen
 from rltrain.config.help import help_text
+from rltrain.run.program import ESTIMATE_FLAGS
 
 # Seconds that Python and packages may take to exit after the run.
 _LEAVE_S = 60
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     code = _main(argv, program or _run)
     tell_supervisor(ended=code)
     # Looked up instead of imported: if it is not imported there is no tracker, and --help need not load it.
-    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "controller.lifeline"))
+    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "runtime.lifeline"))
     # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a Ray that is gone or does
     # not respond, and report that as a failure.
     _flush()

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.errors import WorkerError, WorkerLost
+from rltrain.common.errors import WorkerError, WorkerLost
 from rltrain.tools import doctor
-from rltrain.workers.links import LinksWorker
+from rltrain.workers.diagnostics.links import LinksWorker
 from tests.ranks import run_on_ranks
 
 NAMES = [f"rank {rank} on node-{'abc'[rank // 2]}" for rank in range(6)]

@@ -41,7 +41,7 @@ LAYERS = [
     {"config"},
     {"agents/ready", "algorithms", "config/verl", "controller"},
     {"agents"},
-    {"base/columns", "controller/launch", "rewards/judge", "rewards/scorers"},
+    {"common/columns", "runtime/launch", "rewards/judge", "rewards/scorers"},
     {"rewards"},
     {"config/schema", "slots"},
     {"base"},
@@ -66,7 +66,7 @@ HOMES = {
         "workers/rollout/embedded/",
         "run/preflight/small.py",
     ),
-    "torch_npu": ("base/device.py",),
+    "torch_npu": ("common/device.py",),
     "peft": ("models/weights/lora.py",),
 }
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.stop import Stop
+from rltrain.common.errors import ConfigError
+from rltrain.common.stop import Stop
 from rltrain.config.check import missing_files
 from rltrain.run.preflight.settings import check_plugins
 from rltrain.run.watchers.callbacks import Callbacks
 from rltrain.run.watchers.watcher import Watchers
-from rltrain.trainer.metrics import Answered
+from rltrain.trainer.metrics.step import Answered
 from tests.config.commands import load, problems
 from tests.local import local_trainer
 from tests.tiny import small_run

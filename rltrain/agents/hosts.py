@@ -12,8 +12,8 @@ from weakref import finalize
 from rltrain.agents.chat import Start, Terms, Turn
 from rltrain.agents.host import Held, Host, News
 from rltrain.agents.toolbox import Places
-from rltrain.base.errors import ConfigError
-from rltrain.slots.limits import Limits
+from rltrain.common.errors import ConfigError
+from rltrain.runtime.slots.limits import Limits
 
 
 class Hosts:

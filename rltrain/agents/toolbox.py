@@ -20,10 +20,10 @@ from rltrain.agents.calling import called, fitting, result
 from rltrain.agents.configured import TOOL_CONFIG, Opened, configured_tools
 from rltrain.agents.environments import ENVIRONMENT, class_of, methods_of
 from rltrain.agents.functions import FUNCTIONS, tools_of
-from rltrain.base.env import shipped
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import user_traceback
-from rltrain.slots.program import asks_for_programs, check_isolation
+from rltrain.common.env import shipped
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import user_traceback
+from rltrain.runtime.slots.program import asks_for_programs, check_isolation
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config
@@ -94,7 +94,7 @@ class Toolbox:
         return [tool.schema for tools in (self.functions, self.configured, self.methods) for tool in tools.values()]
 
     def check_programs(self, allowed: bool, unsandboxed: bool) -> None:
-        """Raise ConfigError for a tool that runs programs of the model (`slots.program.needs_programs`), unless they
+        """Raise ConfigError for a tool that runs programs of the model (`runtime.slots.program.needs_programs`), unless they
         are allowed and the kernel isolates them."""
         for tools in (self.functions, self.methods):
             for name, tool in tools.items():

@@ -16,8 +16,8 @@ from rltrain.algorithms.aggregation import Denominators, token_weights
 from rltrain.algorithms.distillation import TeacherLoss
 from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
 from rltrain.algorithms.shapes import PerToken, Scalar, TokenMask
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import TOKEN_MEAN
 

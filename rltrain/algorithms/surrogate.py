@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.shapes import NumberOrMask, PerToken, TokenMask
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import LossTraits, declared
 

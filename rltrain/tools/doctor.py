@@ -16,21 +16,21 @@ from pathlib import Path
 
 import numpy as np
 
-from rltrain.base import logs
-from rltrain.base.device import get_device, threads_per_worker
-from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
-from rltrain.base.program import explained
-from rltrain.base.stop import Stop
+from rltrain.common import logs
+from rltrain.common.device import get_device, threads_per_worker
+from rltrain.common.errors import ConfigError, WorkerError, WorkerLost
+from rltrain.common.stop import Stop
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
-from rltrain.controller.calls import bind
-from rltrain.controller.cluster import cluster_address, free, num_nodes, reserve, start_ray
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import stop_ray
 from rltrain.main_ppo import main as guarded
 from rltrain.run.preflight.health import Check, look_at_nodes, try_collectives
-from rltrain.workers.roles import Links
+from rltrain.run.program import explained
+from rltrain.runtime.calls import bind
+from rltrain.runtime.cluster import cluster_address, free, num_nodes, reserve, start_ray
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.hang import Deadlines
+from rltrain.runtime.lifeline import stop_ray
+from rltrain.workers.interface.roles import Links
 
 _USAGE = """usage: python -m rltrain.doctor [--config FILE] key=value ...
 
@@ -44,7 +44,7 @@ The keys are those of training (python -m rltrain.main_ppo --help); these matter
   actor_rollout_ref.model.path=…     the model, which every node reads
 Exit code 0: nothing failed; 2: something did.
 """
-_WORKER = "rltrain.workers.links:LinksWorker"
+_WORKER = "rltrain.workers.diagnostics.links:LinksWorker"
 _ALL_BYTES, _PAIR_BYTES = 2**26, 2**24
 _PRODUCT = {True: 512, False: 8192}  # on a CPU, elsewhere
 _PAIR_S = 120.0

@@ -18,19 +18,19 @@ from rltrain.algorithms.advantages import OutcomeInputs, TurnInputs, find_estima
 from rltrain.algorithms.groups import SCORE_ROUNDING
 from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
 from rltrain.algorithms.normalisation import normalise, shaped_reward
-from rltrain.base.columns import names as c
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
-from rltrain.controller.samples import Samples
-from rltrain.trainer import metrics as m
-from rltrain.trainer.balance import Ids, Layout
+from rltrain.runtime.samples import Samples
+from rltrain.trainer.batching.balance import Ids, Layout
 from rltrain.trainer.left_out import left_out
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics import step as m
+from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import known_number
 from rltrain.trainer.roles import Policy
-from rltrain.workers.tasks import TurnAdvantages
+from rltrain.workers.interface.tasks import TurnAdvantages
 
 
 @dataclass(frozen=True)

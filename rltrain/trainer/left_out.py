@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import AgentBug, AgentError
-from rltrain.controller.samples import Samples
+from rltrain.common.columns import names as c
+from rltrain.common.errors import AgentBug, AgentError
+from rltrain.runtime.samples import Samples
 
 log = logging.getLogger(__name__)
 # Above this share something is broken, and the remaining responses are a biased sample.

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.schema import Config
-from rltrain.controller.samples import Request, Samples
-from rltrain.trainer.balance import Ids
-from rltrain.trainer.metrics import Metrics
+from rltrain.runtime.samples import Request, Samples
+from rltrain.trainer.batching.balance import Ids
+from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.waiting import KEPT
 

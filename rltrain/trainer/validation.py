@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.stop import Stop
+from rltrain.common.columns import names as c
+from rltrain.common.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
-from rltrain.controller.samples import Samples
 from rltrain.rewards.scorers.registry import summary_of
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.left_out import failed_of, refuse_failures
-from rltrain.trainer.metrics import Answered, turn_metrics
+from rltrain.trainer.metrics.step import Answered, turn_metrics
+from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Policy
-from rltrain.trainer.timing import StepTimer
+from rltrain.workers.interface.tasks import GenerateTask
 from rltrain.workers.rollout.contract import Sampling
-from rltrain.workers.tasks import GenerateTask
 
 Floats = NDArray[np.float64]
 Column = NDArray[Any]

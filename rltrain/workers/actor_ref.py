@@ -22,10 +22,10 @@ from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, Measured, actor_loss
 from rltrain.algorithms.moments import Moments, join
 from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import resolve_dtype
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import resolve_dtype
 from rltrain.config.passes import updates_of
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
@@ -38,15 +38,15 @@ from rltrain.models.weights.lora import adapter_weights, adapters_off, write_ada
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import actor_spec
 from rltrain.models.weights.state import load_training_state
-from rltrain.workers.expert_balance import ExpertBalance
 from rltrain.workers.frozen import Beside, FrozenWorker, load_role, measure
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import PassNumbers, UpdateNumbers
-from rltrain.workers.roles import Actor
-from rltrain.workers.saving import StateWriter, told_as_disk_error
-from rltrain.workers.selection import look_ahead
-from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask, Written
-from rltrain.workers.updater import Updater, cut, empty_loss
+from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
+from rltrain.workers.interface.roles import Actor
+from rltrain.workers.interface.tasks import MiniBatch, SaveTask, UpdateTask, Written
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.saving import StateWriter, told_as_disk_error
+from rltrain.workers.updates.expert_balance import ExpertBalance
+from rltrain.workers.updates.selection import look_ahead
+from rltrain.workers.updates.updater import Updater, cut, empty_loss
 
 # Prompts, responses and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,

@@ -8,8 +8,8 @@ from functools import partial
 
 from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
 from rltrain.config.passes import updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import TOKEN_MEAN
@@ -17,12 +17,12 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.models.attention.packing import pack, per_policy_token
 from rltrain.models.weights.state import load_training_state
 from rltrain.workers.frozen import load_role, measure
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import PassNumbers, UpdateNumbers
-from rltrain.workers.roles import Critic
-from rltrain.workers.saving import SavesState, StateWriter
-from rltrain.workers.tasks import MiniBatch
-from rltrain.workers.updater import Updater, cut, empty_loss
+from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
+from rltrain.workers.interface.roles import Critic
+from rltrain.workers.interface.tasks import MiniBatch
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.saving import SavesState, StateWriter
+from rltrain.workers.updates.updater import Updater, cut, empty_loss
 
 
 class CriticWorker(SavesState, Critic):

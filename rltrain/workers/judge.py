@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.errors import ConfigError, DataError, storable
-from rltrain.base.seeds import name_seed
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.errors import ConfigError, DataError, storable
+from rltrain.common.seeds import name_seed
 from rltrain.config.budgets import judge_lengths
 from rltrain.config.passes import JUDGE_PHASE
 from rltrain.config.schema import Config
@@ -32,14 +32,14 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.models.weights.spec import judge_spec
 from rltrain.rewards.judge.reply import Reply
 from rltrain.workers.frozen import load_role, measure
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import JudgeNumbers
-from rltrain.workers.roles import Judge
+from rltrain.workers.interface.results import JudgeNumbers
+from rltrain.workers.interface.roles import Judge
 from rltrain.workers.rollout.contract import Job, RolloutEngine, Sampling
 from rltrain.workers.rollout.conversations import Conversations
 from rltrain.workers.rollout.queue import JobQueue, Replica
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
-from rltrain.workers.weight_sync import EngineNames, WeightSync
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.weight_sync import EngineNames, WeightSync
 
 # Every rank is a separate engine with separate messages.
 _ALONE = Replica(number=0, count=1, member=0, size=1)

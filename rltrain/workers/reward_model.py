@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.errors import ConfigError, DataError, NonFiniteError
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.errors import ConfigError, DataError, NonFiniteError
 from rltrain.config.budgets import budgets
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
@@ -23,9 +23,9 @@ from rltrain.models.load import read_score_head
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import ModelSpec, reward_model_spec
 from rltrain.workers.frozen import load_role
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import Array
-from rltrain.workers.roles import RewardModel
+from rltrain.workers.interface.results import Array
+from rltrain.workers.interface.roles import RewardModel
+from rltrain.workers.state.residency import Residency
 
 
 def check_reward_model(spec: ModelSpec) -> ChatEncoder:

@@ -20,11 +20,11 @@ from torch import Tensor
 from rltrain.agents.chat import Terms
 from rltrain.agents.hosts import Hosts
 from rltrain.agents.toolbox import Places
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.device import Device, resolve_dtype
-from rltrain.base.errors import ConfigError, NonFiniteError
-from rltrain.base.seeds import sample_seeds
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.device import Device, resolve_dtype
+from rltrain.common.errors import ConfigError, NonFiniteError
+from rltrain.common.seeds import sample_seeds
 from rltrain.config.agents import several_turns
 from rltrain.config.budgets import longest_text
 from rltrain.config.schema import Config
@@ -39,10 +39,10 @@ from rltrain.models.forward import PackedModel
 from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.spec import actor_spec
 from rltrain.rewards.processes.log import PrintLog
-from rltrain.slots.limits import Limits
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import WAIT, Array, GenerationNumbers, SyncReport
-from rltrain.workers.roles import Rollout
+from rltrain.runtime.slots.limits import Limits
+from rltrain.workers.interface.results import WAIT, Array, GenerationNumbers, SyncReport
+from rltrain.workers.interface.roles import Rollout
+from rltrain.workers.interface.tasks import Finished, GenerateTask
 from rltrain.workers.rollout.answering import Answering
 from rltrain.workers.rollout.contract import Job, RolloutEngine
 from rltrain.workers.rollout.conversations import (
@@ -59,8 +59,8 @@ from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, sampl
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.rollout.told import per_turn, told_texts
 from rltrain.workers.rollout.waiting import read_answers, write_answers
-from rltrain.workers.tasks import Finished, GenerateTask
-from rltrain.workers.weight_sync import WeightSync
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.weight_sync import WeightSync
 
 # After every sync, engine and trainer are compared on this many tokens of a prompt, after its images.
 _CANARY_TOKENS = 64

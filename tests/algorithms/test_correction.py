@@ -10,11 +10,11 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.correction import accepted, correction, importance_weights, keeps, mismatch
 from rltrain.algorithms.losses import actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.algorithm import RolloutCorrectionConfig
 from rltrain.config.schema.model import OverlongBufferConfig
-from rltrain.trainer.metrics import mismatch_metrics
+from rltrain.trainer.metrics.step import mismatch_metrics
 from rltrain.trainer.rewards import overlong_penalty
 from tests.algorithms import references as slow
 

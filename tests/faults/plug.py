@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rltrain.base.clock import Clock
+from rltrain.common.clock import Clock
 from rltrain.run.report.table import read_metrics
 from tests.clock import PATIENCE_S
 from tests.faults.nursery import begin
@@ -135,10 +135,10 @@ class Trap:
     # Phase -> (file, function).
     PHASES = {  # noqa: RUF012 - read only
         "load": ("workers/actor_ref.py", "_load_models"),
-        "sync": ("workers/weight_sync.py", "run"),
+        "sync": ("workers/state/weight_sync.py", "run"),
         "generate": ("embedded/engine.py", "generate"),
         "log_probs": ("workers/actor_ref.py", "log_probs"),
-        "update": ("workers/updater.py", "forward_backward"),
+        "update": ("workers/updates/updater.py", "forward_backward"),
         "stage": ("workers/actor_ref.py", "stage"),
         "save": ("workers/actor_ref.py", "write"),
     }

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from rltrain.base.clock import SYSTEM
-from rltrain.base.stop import ONE_REQUEST_S
+from rltrain.common.clock import SYSTEM
+from rltrain.common.stop import ONE_REQUEST_S
 from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
 from tests.clock import PATIENCE_S, eventually
@@ -26,7 +26,7 @@ from tests.faults.plug import (
 from tests.tiny import small_run
 
 
-# What is said of a killed worker, without a run: tests/controller/test_group.py.
+# What is said of a killed worker, without a run: tests/runtime/test_group.py.
 @pytest.mark.long
 @pytest.mark.fault("A killed worker is named within seconds, exit 75; the same command goes on")
 @pytest.mark.usefixtures("own_ray")

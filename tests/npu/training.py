@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import device_memory as bench
-from rltrain.base.columns.batch import Batch
-from rltrain.base.errors import WorkerLost
+from rltrain.common.columns.batch import Batch
+from rltrain.common.errors import WorkerLost
 from rltrain.config.load import load_config
 from rltrain.config.passes import device_phases
 from rltrain.data.chat import chat_encoder
@@ -28,9 +28,9 @@ from rltrain.data.rows import read_rows
 from rltrain.models.files.safe import read_metadata
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.residency import Residency, local
+from rltrain.workers.interface.tasks import MiniBatch, SaveTask, UpdateTask
 from rltrain.workers.rollout.embedded.kv import KeyValues
-from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask
+from rltrain.workers.state.residency import Residency, local
 from tests.distance import distance
 from tests.tiny import save_tiny_model, write_arithmetic
 from tests.workers.test_actor import TASK, denominators_of, make_worker, scored

@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rltrain.base.chips import find_chip
-from rltrain.base.device import Device
-from rltrain.base.errors import ConfigError
+from rltrain.common.chips import find_chip
+from rltrain.common.device import Device
+from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.run.estimate import about_seconds
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
 from rltrain.run.seconds.step import foretell, sizes_of
-from rltrain.trainer.balance import Workload
+from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import make_plan
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."

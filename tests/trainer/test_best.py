@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
@@ -15,7 +15,7 @@ from rltrain.run.earlier import owes_validation
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.trackers import RunInfo
 from rltrain.run.report.tracking import Tracker
-from rltrain.trainer.metrics import Answered
+from rltrain.trainer.metrics.step import Answered
 from rltrain.trainer.plan import make_plan
 from tests.trainer.saves import fit, saver_of
 

@@ -5,9 +5,9 @@ import re
 import pytest
 from rich.console import Console as Screen
 
-from rltrain.base import logs
+from rltrain.common import logs
 from rltrain.run.report.console import Console
-from rltrain.trainer.timing import StepTimer
+from rltrain.trainer.metrics.timing import StepTimer
 
 STEP = {
     "critic/score/mean": 0.5547,

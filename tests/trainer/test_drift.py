@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from rltrain.controller.processes import own_memory_gb
 from rltrain.run.watchers.drift import Drift
-from rltrain.trainer.metrics import Answered
+from rltrain.runtime.processes import own_memory_gb
+from rltrain.trainer.metrics.step import Answered
 
 LEAKS = """
 import sys

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
-from rltrain.controller.samples import Samples
-from rltrain.trainer import generation_metrics as g
-from rltrain.trainer import metrics as m
+from rltrain.common.columns import names as c
+from rltrain.runtime.samples import Samples
+from rltrain.trainer.metrics import generation as g
+from rltrain.trainer.metrics import step as m
 from rltrain.trainer.rewards import accuracy
-from rltrain.workers.results import WAIT, GenerationNumbers, UpdateNumbers
+from rltrain.workers.interface.results import WAIT, GenerationNumbers, UpdateNumbers
 
 NAN = np.nan
 

@@ -11,13 +11,13 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from rltrain.base.errors import AgentError, DiskError, JudgeError, NonFiniteError, RewardError, WorkerLost
+from rltrain.common.errors import AgentError, DiskError, JudgeError, NonFiniteError, RewardError, WorkerLost
 from rltrain.models.files.hashed import hashed, write_weights
 from rltrain.run.checkpoints import manifest
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.workers import saving
+from rltrain.workers.state import saving
 from tests.clock import PATIENCE_S, eventually
 from tests.local import LocalGroup, LocalHandle
 from tests.trainer.saves import fit

@@ -8,14 +8,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from rltrain.base.attempt import ATTEMPT, told_supervisor
-from rltrain.base.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
+from rltrain.common.attempt import ATTEMPT, told_supervisor
+from rltrain.common.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.main_ppo import main
 from rltrain.models.files.hashed import hashed
 from rltrain.run.earlier import set_aside
 from rltrain.trainer.progress import Progress
-from rltrain.workers.saving import told_as_disk_error
+from rltrain.workers.state.saving import told_as_disk_error
 from tests.trainer.saves import saver_of
 
 AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, DeepseekV3Config
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError, SyncError
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
@@ -22,7 +22,7 @@ from rltrain.models.weights.shard import empty_packed, sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.vllm.adapters import refuse_adapters, slot_rank
-from rltrain.workers.weight_sync import WeightSync
+from rltrain.workers.state.weight_sync import WeightSync
 from tests.workers.engines import generate, rollout_of, running_engine, settings_of
 
 LORA = Lora("actor_rollout_ref.model", 4, 12.0, "all-linear", None, None, torch.float32, 1)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.watchers.profile import Profile
-from rltrain.trainer.metrics import Answered
-from rltrain.workers.profiling import Kernel, Profiler, busy, table
+from rltrain.trainer.metrics.step import Answered
+from rltrain.workers.diagnostics.profiling import Kernel, Profiler, busy, table
 
 
 def kernel(name, begin, end):

@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import POLICY_LOSSES
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
-from rltrain.trainer import metrics as m
-from rltrain.trainer.balance import Workload, lay_out
+from rltrain.trainer.batching.balance import Workload, lay_out
+from rltrain.trainer.metrics import step as m
 from rltrain.trainer.plan import PassBudget
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.tasks import MiniBatch, UpdateTask
+from rltrain.workers.interface.tasks import MiniBatch, UpdateTask
 from tests.batches import batch_of_rows
 from tests.distance import distance
 from tests.ranks import run_on_ranks

@@ -4,9 +4,9 @@ Disabled unless ``rollout.multi_turn.allow_code_execution=True``. Nothing is kep
 conversation gets the same results, and a program cannot affect the next one.
 """
 
-from rltrain.base.errors import ConfigError
-from rltrain.slots.limits import current_limits
-from rltrain.slots.program import Ending, end_of_program, needs_programs
+from rltrain.common.errors import ConfigError
+from rltrain.runtime.slots.limits import current_limits
+from rltrain.runtime.slots.program import Ending, end_of_program, needs_programs
 
 _MAX_CODE_CHARS = 65_536
 # Characters of the output; the limit of a turn (multi_turn.max_tool_response_length) is usually lower.

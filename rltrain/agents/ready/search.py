@@ -22,9 +22,9 @@ from typing import Any
 
 import xxhash
 
-from rltrain.base.errors import DataError, command
-from rltrain.base.storage import bounded_lines
-from rltrain.slots.limits import current_limits
+from rltrain.common.errors import DataError, command
+from rltrain.common.storage import bounded_lines
+from rltrain.runtime.slots.limits import current_limits
 
 _LAYOUT = "2"  # of an index; another version is rebuilt
 _READ_BYTES = 1 << 22

@@ -10,11 +10,11 @@ import math
 import time
 from typing import Any
 
-from rltrain.base.env import shipped
-from rltrain.base.errors import RewardError
+from rltrain.common.env import shipped
+from rltrain.common.errors import RewardError
 from rltrain.rewards.scorers.registry import scorer
-from rltrain.slots.limits import current_limits
-from rltrain.slots.program import check_isolation, run_program
+from rltrain.runtime.slots.limits import current_limits
+from rltrain.runtime.slots.program import check_isolation, run_program
 
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64

@@ -20,18 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain import __version__
-from rltrain.base.errors import CheckpointError
-from rltrain.base.logs import count, waiting
-from rltrain.base.storage import patiently
+from rltrain.common.errors import CheckpointError
+from rltrain.common.logs import count, waiting
+from rltrain.common.storage import patiently
 from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
-from rltrain.controller.group import WorkerGroup
 from rltrain.run.checkpoints.base_weights import RECORD, base_weights, other_weights
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import THINNED, has_digests, large_files, read_record, size_of
+from rltrain.runtime.group import WorkerGroup
 from rltrain.trainer.progress import Progress
-from rltrain.workers.node import altered
+from rltrain.workers.diagnostics.node import altered
 
 log = logging.getLogger(__name__)
 

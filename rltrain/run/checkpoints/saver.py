@@ -4,9 +4,9 @@ A run without ``save_freq`` would lose everything at a kill, so it also saves by
 bounded (`room`). If there is room for only one checkpoint, the regular one gets it.
 
 Writing takes minutes in which the devices could train. So the workers copy their state to host memory and write it
-during the next steps (`workers.saving`). The driver polls their progress and completes the checkpoint. A save ends
+during the next steps (`workers.state.saving`). The driver polls their progress and completes the checkpoint. A save ends
 before the next one begins and before the run ends. The driver accesses the disk in the background too
-(`base.background`), because storage may take minutes to respond.
+(`common.background`), because storage may take minutes to respond.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.background import BackgroundJob, heartbeat
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import CheckpointError, DiskError, StorageError, unwritten
+from rltrain.common.background import BackgroundJob, heartbeat
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.config.schema import Config
-from rltrain.controller.lifeline import raise_if_lost
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card
 from rltrain.run.checkpoints.folder import RunFolder
@@ -34,11 +33,12 @@ from rltrain.run.checkpoints.manifest import read_record, size_of
 from rltrain.run.checkpoints.resume import Start, files_of
 from rltrain.run.checkpoints.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
 from rltrain.run.watchers.watcher import Watcher, Watchers
+from rltrain.runtime.lifeline import raise_if_lost
+from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy, Reference
-from rltrain.trainer.timing import StepTimer
-from rltrain.workers.tasks import SaveTask, Written
+from rltrain.workers.interface.tasks import SaveTask, Written
 
 log = logging.getLogger(__name__)
 # The driver waits in turns of this length and checks the cluster after each.

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from rltrain.base.errors import CheckpointError
+from rltrain.common.errors import CheckpointError
 from rltrain.models.files.hashed import Digests, hashed
 from rltrain.models.files.safe import METADATA, read_metadata
 from rltrain.run.checkpoints.folder import RunFolder
@@ -31,7 +31,7 @@ from rltrain.run.checkpoints.manifest import (
     size_of,
     write_manifest,
 )
-from rltrain.workers.node import altered
+from rltrain.workers.diagnostics.node import altered
 
 _OPTIMIZER = "optimizer."
 _BUFFER = 16 << 20

@@ -1,6 +1,6 @@
 """Checks on the nodes of a run before a model is loaded. Results are compared and reported by node name.
 
-`preflight` checks settings and the local machine. Here every node checks itself (`workers.node`) in a few seconds. The
+`preflight` checks settings and the local machine. Here every node checks itself (`workers.diagnostics.node`) in a few seconds. The
 start of every run calls `look_at_nodes` and refuses a run that cannot work; `python -m rltrain.doctor` shows all
 results as a table. Nothing is repaired, and changes during a run are not noticed.
 """
@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
-from rltrain.base.logs import count
-from rltrain.base.versions import differences, fingerprint
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError, WorkerError, WorkerLost
+from rltrain.common.logs import count
+from rltrain.common.versions import differences, fingerprint
 from rltrain.config.schema import Config
-from rltrain.controller.calls import bind
-from rltrain.controller.cluster import ray_logs
-from rltrain.controller.group import WorkerGroup
 from rltrain.models.weights.spec import specs_of
-from rltrain.workers.node import Facts, Question, leave, look, part, reach, unseen
-from rltrain.workers.roles import Links
+from rltrain.runtime.calls import bind
+from rltrain.runtime.cluster import ray_logs
+from rltrain.runtime.group import WorkerGroup
+from rltrain.workers.diagnostics.node import Facts, Question, leave, look, part, reach, unseen
+from rltrain.workers.interface.roles import Links
 
 log = logging.getLogger(__name__)
 # Timeouts in seconds. Hanging storage never responds, and models of hundreds of files on slow storage take a while.

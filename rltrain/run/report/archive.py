@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import DiskError
+from rltrain.common.columns import names as c
+from rltrain.common.errors import DiskError
 from rltrain.config.schema import Config
-from rltrain.controller.lifeline import raise_if_lost
-from rltrain.controller.samples import Samples, driver_bytes
 from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.watchers.watcher import Watcher
-from rltrain.trainer.balance import Ids
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.runtime.lifeline import raise_if_lost
+from rltrain.runtime.samples import Samples, driver_bytes
+from rltrain.trainer.batching.balance import Ids
+from rltrain.trainer.metrics.step import Answered, Metrics
 
 log = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.storage import json_lines
-from rltrain.controller.samples import Samples
+from rltrain.common.columns import names as c
+from rltrain.common.storage import json_lines
 from rltrain.run.report.tracking import JsonLines
 from rltrain.run.watchers.watcher import Watcher
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.runtime.samples import Samples
+from rltrain.trainer.metrics.step import Answered, Metrics
+from rltrain.trainer.metrics.timing import Span
 from rltrain.trainer.plan import Plan
-from rltrain.trainer.timing import Span
 
 DETAILS = "details.jsonl"
 # Lengths in the same quarter of an octave are counted together.

@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.background import Appender
-from rltrain.base.errors import first_line
-from rltrain.base.storage import disk_errors, json_lines
+from rltrain.common.background import Appender
+from rltrain.common.errors import first_line
+from rltrain.common.storage import disk_errors, json_lines
 from rltrain.config.load import to_dict
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
@@ -28,7 +28,7 @@ from rltrain.run.report.console import Console
 from rltrain.run.report.table import METRICS
 from rltrain.run.report.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
 from rltrain.run.watchers.watcher import Watcher
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.base.chips import Chip
-from rltrain.base.device import get_device, resolve_dtype
-from rltrain.base.errors import ConfigError
+from rltrain.common.chips import Chip
+from rltrain.common.device import get_device, resolve_dtype
+from rltrain.common.errors import ConfigError
 from rltrain.config.agents import several_turns
 from rltrain.config.passes import PASSES, ROLES, Role, step_phases, updates_of
 from rltrain.config.schema import Config
@@ -22,7 +22,7 @@ from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.engine import EngineSpeed, Generation, generate
 from rltrain.run.seconds.lengths import Ints, Lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
-from rltrain.trainer.balance import Workload
+from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import Plan, devices_per_copy
 
 Sizes = Mapping[str, float]

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 
 from rltrain.config.schema.trainer import TrainerConfig
-from rltrain.controller.calls import bind
-from rltrain.controller.group import WorkerGroup
 from rltrain.run.watchers.watcher import Watcher
-from rltrain.trainer.metrics import Answered, Metrics
-from rltrain.workers.roles import Profiled
+from rltrain.runtime.calls import bind
+from rltrain.runtime.group import WorkerGroup
+from rltrain.trainer.metrics.step import Answered, Metrics
+from rltrain.workers.interface.roles import Profiled
 
 log = logging.getLogger(__name__)
 FOLDER = "profile"

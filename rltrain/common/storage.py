@@ -1,0 +1,149 @@
+"""Access to storage that may be full or temporarily unavailable, such as network storage during a server restart."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from rltrain.common.clock import SYSTEM
+from rltrain.common.errors import DataError, StorageError, unwritten
+
+T = TypeVar("T")
+_PATTERN = re.compile(r"[*?[]")
+TRIED_S, PAUSE_S = 5.0, 0.5
+clock = SYSTEM
+
+
+def patiently(path: Path, read: Callable[[], T]) -> T:
+    """Call ``read``, which accesses ``path``, and retry for seconds if storage fails.
+
+    Raises StorageError if it does not recover. A missing file or a folder is a result instead of a failure: these
+    OSErrors are raised unchanged, and so are errors without errno.
+    """
+    deadline = 0.0
+    while True:
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise
+        except OSError as error:
+            if error.errno is None:  # not from the system: a library has read unusable data
+                raise
+            # From the first failure, because reading itself may take long.
+            deadline = deadline or clock.monotonic() + TRIED_S
+            if clock.monotonic() > deadline:
+                raise StorageError(
+                    f"{path} cannot be read: {error.strerror or error}. That is no damage to pass over: see to the "
+                    "storage (or its permissions) and run the same command again. If a file of a checkpoint is lost "
+                    "for good, move the checkpoint's folder away."
+                ) from error
+        clock.sleep(PAUSE_S)
+
+
+def bounded_lines(stream: BinaryIO, most: int) -> Iterator[bytes]:
+    """Return the lines of a file, of at most ``most`` bytes each: a compressed one may hold any. Raises DataError."""
+    number = 0
+    while line := stream.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            raise DataError(f"line {number} has more than {most:,} bytes.")
+        yield line
+
+
+def matching(name: str) -> list[Path]:
+    """Return the file or folder at this path, or the files that match it as a pattern (``*``, ``?``, ``[…]``, ``**``),
+    sorted by name. Empty without a match.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return [path]
+    if not _PATTERN.search(name):
+        return []
+    paths = (Path(entry) for entry in glob.glob(str(path), recursive=True))
+    return sorted(file for file in paths if file.is_file())
+
+
+def run_folder(run: Path) -> Path:
+    """Return ``run``, a user-given path. Raises DataError if it is not a folder."""
+    if not run.is_dir():
+        raise DataError(f"{run} is no folder. Give the run folder (trainer.default_local_dir).")
+    return run
+
+
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON-lines file, [] if it is missing. Skips truncated lines. Raises StorageError."""
+    values = []
+    for line in lines_of(file):
+        with suppress(ValueError):
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]
+
+
+def lines_of(file: Path, keepends: bool = False) -> list[str]:
+    """Return the lines of a file, [] if it is missing. Raises StorageError, and OSError if it is not a file."""
+    try:
+        return patiently(file, partial(file.read_text, encoding="utf-8", errors="replace")).splitlines(keepends)
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError inside the context to a DiskError or StorageError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        way_out = "Make room or allow writing there, and run the same command again."
+        raise unwritten(f"{path} cannot be written: {error}", error, lambda: way_out) from error
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces ``file`` at the end, so that ``file`` is either complete or unchanged.
+
+    Creates its folder. Raises DiskError or StorageError.
+    """
+    temporary = file.with_name(f".{file.name}.tmp")
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            os.replace(temporary, file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a file atomically. Raises DiskError or StorageError."""
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """Return the content of a `write_json` file, or None if it is missing. Raises DataError and StorageError."""
+    try:
+        value = json.loads(patiently(file, file.read_bytes))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise DataError(f"{file} cannot be read ({error}). Move it away, and run the same command again.") from error
+    return value
+
+
+def converter_hint(name: str) -> str:
+    """Return how to create files of a data set with a hub name, such as openai/gsm8k; else ""."""
+    owner, _, leaf = name.partition("/")
+    module = leaf.lower().replace("-", "_")
+    if not owner.strip("./~") or not module.isidentifier():
+        return ""
+    known = (Path(__file__).parents[1] / "data_preprocess" / f"{module}.py").exists()
+    makes = f"rltrain data {module}" if known else f"rltrain data jsonl --input FILES (of hf download {name})"
+    return f" Data is read from files: `{makes} --output data/{module}` makes them."

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from bench.table import finished_row, parse, table, write
 from rltrain.base.columns import names as c
 from rltrain.models.weights.names import Weight
-from rltrain.slots.limits import descendants
+from rltrain.runtime.slots.limits import descendants
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.workers.rollout.contract import Job, Key, Sampling
 from rltrain.workers.rollout.conversations import Conversation, Conversations

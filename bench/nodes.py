@@ -27,9 +27,9 @@ from bench.scale import PROMPT_TOKENS, make_trainer, numbers
 from bench.table import finished_row, parse, table, write
 from rltrain.base.device import get_device
 from rltrain.config.load import load_config
-from rltrain.controller.cluster import reserve, start_ray
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.lifeline import stop_ray
+from rltrain.runtime.cluster import reserve, start_ray
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.lifeline import stop_ray
 
 _CLONE_NEWNET = 0x40000000
 _ADDRESS = "198.51.100.1"

@@ -22,10 +22,10 @@ import numpy as np
 from bench.table import finished_row, parse, table, write
 from rltrain.base.device import get_device
 from rltrain.config.load import load_config
-from rltrain.controller.cluster import reserve, start_ray
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.lifeline import stop_ray
 from rltrain.data.order import BatchOrder
+from rltrain.runtime.cluster import reserve, start_ray
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.lifeline import stop_ray
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer

@@ -25,9 +25,9 @@ from bench.scale import numbers
 from bench.table import finished_row, parse, table, write
 from rltrain.base.device import get_device
 from rltrain.config.load import load_config
-from rltrain.controller.cluster import reserve, start_ray
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.lifeline import stop_ray
+from rltrain.runtime.cluster import reserve, start_ray
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.lifeline import stop_ray
 
 # Devices of the largest extrapolated run.
 LARGEST = 384

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     code = _main(argv, program or _run)
     tell_supervisor(ended=code)
     # Looked up instead of imported: if it is not imported there is no tracker, and --help need not load it.
-    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "controller.lifeline"))
+    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "runtime.lifeline"))
     # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a Ray that is gone or does
     # not respond, and report that as a failure.
     _flush()

@@ -32,8 +32,8 @@ for python in python python3 "$root/.venv/bin/python"; do
     if "$python" -c 'import importlib.util as each; each.find_spec("ray") or exit(1)' 2>/dev/null; then
         # A checkout that is not installed; what is installed, or lies here, comes first.
         [ ! -d "$root/rltrain" ] || export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$root"
-        [ -z "${RESTARTS:-}" ] || exec "$python" -m rltrain.supervise --max-restarts "$RESTARTS" -- "$python" -m rltrain.controller.launch "$@"
-        exec "$python" -m rltrain.controller.launch "$@"
+        [ -z "${RESTARTS:-}" ] || exec "$python" -m rltrain.supervise --max-restarts "$RESTARTS" -- "$python" -m rltrain.runtime.launch "$@"
+        exec "$python" -m rltrain.runtime.launch "$@"
     fi
 done
 echo "error: no python here has Ray. Activate the environment that rltrain is installed in." >&2

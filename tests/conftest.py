@@ -187,7 +187,7 @@ def local_ray():
     """
     import ray
 
-    from rltrain.controller.cluster import start_ray
+    from rltrain.runtime.cluster import start_ray
     from tests.faults import nursery
 
     before = dict(os.environ)

@@ -10,12 +10,12 @@ import numpy as np
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
-from rltrain.controller.calls import Call
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.samples import Request, assemble
 from rltrain.rewards.scorers.registry import find_scorer
 from rltrain.run.assemble import make_trainer
 from rltrain.run.splits import Data, load_data, splits_of
+from rltrain.runtime.calls import Call
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.samples import Request, assemble
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.validation import sampling_of

@@ -7,7 +7,7 @@ import torch
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
-from rltrain.controller.samples import Samples
+from rltrain.runtime.samples import Samples
 from tests.local import LocalGroup, local_trainer
 from tests.tiny import small_run
 from tests.tiny_tools import save_calling_model, tool_run

@@ -17,7 +17,7 @@ LIGHT = [name for name in commands.COMMANDS if name not in ("doctor", "watch", "
 MODULES = [f"rltrain.{name.replace(' ', '.')}" for name in commands.COMMANDS]
 
 
-@pytest.mark.parametrize("name", [*MODULES, "rltrain.env_report", "rltrain.controller.launch", "rltrain.main_ppo"])
+@pytest.mark.parametrize("name", [*MODULES, "rltrain.env_report", "rltrain.runtime.launch", "rltrain.main_ppo"])
 def test_every_command_is_a_module(name):
     done = run_module(name, "--help")
     assert done.returncode in (0, 2), done.stderr

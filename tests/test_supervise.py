@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from rltrain.base.attempt import ATTEMPT
-from rltrain.controller.launch.supervise import Attempt, crash_loop, stalled
+from rltrain.runtime.launch.supervise import Attempt, crash_loop, stalled
 from tests.clock import PATIENCE_S, eventually
 
 # A run as the supervisor sees it: it tells where it is, has metrics, and ends as `ends` says for each of its starts.
@@ -235,7 +235,7 @@ def test_what_cannot_be_killed_does_not_hold_it_up(tmp_path):
     os.mkfifo(go)
     command = f"[ -e {left} ] && exit; sleep 1000 & echo $! >{left}_; mv {left}_ {left}; read <{go}; exit 75"
     limits = "each._LEAVE_S, each._LEFT_S = 0.2, 1"
-    code = f"import sys, rltrain.controller.launch.supervise as each; {limits}; sys.exit(each.main())"
+    code = f"import sys, rltrain.runtime.launch.supervise as each; {limits}; sys.exit(each.main())"
     words = [sys.executable, "-c", code, "--wait-s", "0", "--", "bash", "-c", command]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     eventually(left.exists, str(left))

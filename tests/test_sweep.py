@@ -7,7 +7,7 @@ import pytest
 
 from rltrain.api import RunResult
 from rltrain.base.errors import DataError
-from rltrain.controller import cluster
+from rltrain.runtime import cluster
 from rltrain.tools import compare as compare_tool
 from rltrain.tools import sweep
 from rltrain.tools.sweep import combinations, main, values_of

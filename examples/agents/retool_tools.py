@@ -1,7 +1,7 @@
 """The interpreter under the name and argument that models trained on ReTool-SFT call."""
 
 from rltrain.agents.ready import python
-from rltrain.slots.program import needs_programs
+from rltrain.runtime.slots.program import needs_programs
 
 
 @needs_programs

@@ -25,8 +25,8 @@ from rltrain.agents.threads import abandoned_s
 from rltrain.agents.toolbox import Session, Toolbox
 from rltrain.base.errors import RltrainError
 from rltrain.base.plugin import user_traceback
-from rltrain.slots.child import MAX_ERROR_CHARS, opened
-from rltrain.slots.service import MAX_RESULT_BYTES
+from rltrain.runtime.slots.child import MAX_ERROR_CHARS, opened
+from rltrain.runtime.slots.service import MAX_RESULT_BYTES
 
 _TICK_S = 0.25
 

@@ -23,10 +23,10 @@ from typing import Any
 from rltrain.agents.chat import Message, Start, Terms, Turn
 from rltrain.agents.content import MOST_IMAGE_BYTES
 from rltrain.agents.toolbox import Places
-from rltrain.slots.limits import Limits
-from rltrain.slots.output import Printed
-from rltrain.slots.process import START_TIMEOUT_S, ChildProcess
-from rltrain.slots.service import MAX_RESULT_BYTES
+from rltrain.runtime.slots.limits import Limits
+from rltrain.runtime.slots.output import Printed
+from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess
+from rltrain.runtime.slots.service import MAX_RESULT_BYTES
 
 _PING_S = 1.0
 # Seconds beyond the limit of a call, for the process itself.

@@ -13,7 +13,7 @@ from rltrain.agents.chat import Start, Terms, Turn
 from rltrain.agents.host import Held, Host, News
 from rltrain.agents.toolbox import Places
 from rltrain.base.errors import ConfigError
-from rltrain.slots.limits import Limits
+from rltrain.runtime.slots.limits import Limits
 
 
 class Hosts:

@@ -13,7 +13,7 @@ from types import CodeType, ModuleType
 COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
     "supervise": (
-        "rltrain.controller.launch.supervise",
+        "rltrain.runtime.launch.supervise",
         "restart a command that was killed or may be retried: -- COMMAND ...",
     ),
     "doctor": ("rltrain.tools.doctor", "check the nodes of a cluster and their links (the keys of training)"),

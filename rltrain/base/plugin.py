@@ -40,7 +40,7 @@ _MACHINERY = (
     "rltrain.data.turns.formats",
     "rltrain.rewards",
     "rltrain.rewards.processes",
-    "rltrain.slots",
+    "rltrain.runtime.slots",
     "rltrain.tools",
 )
 _FILE, _PACKAGE = "file://", "pkg://"

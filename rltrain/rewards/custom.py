@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import load_plugin
-from rltrain.slots.child import finished
+from rltrain.runtime.slots.child import finished
 
 if TYPE_CHECKING:
     from rltrain.config.schema import Config

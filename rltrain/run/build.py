@@ -18,9 +18,6 @@ from rltrain.base.errors import ConfigError
 from rltrain.base.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
-from rltrain.controller.cluster import cluster_address, ray_logs, start_ray
-from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
 from rltrain.run.assemble import sampler_of
 from rltrain.run.changes import tell_changes, tell_finished
 from rltrain.run.checkpoints.folder import RunFolder
@@ -35,6 +32,9 @@ from rltrain.run.report.table import METRICS
 from rltrain.run.splits import load_data
 from rltrain.run.start import Ready, start_run
 from rltrain.run.watchers.callbacks import Callbacks
+from rltrain.runtime.cluster import cluster_address, ray_logs, start_ray
+from rltrain.runtime.hang import Deadlines
+from rltrain.runtime.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
 from rltrain.trainer.plan import make_plan
 
 log = logging.getLogger(__name__)

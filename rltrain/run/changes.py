@@ -24,10 +24,10 @@ from rltrain.config.load import to_dict, to_yaml
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
 from rltrain.config.schema.keys import all_keys
-from rltrain.controller.cluster import ray_logs
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start
 from rltrain.run.report.env_report import device_facts, facts
+from rltrain.runtime.cluster import ray_logs
 from rltrain.trainer.plan import Plan
 
 log = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from typing import Any
 from rltrain.base.errors import AgentError, ConfigError, DiskError, JudgeError, RewardError, StorageError, WorkerLost
 from rltrain.base.stop import StepLeft, Stop, listen
 from rltrain.config.schema import Config
-from rltrain.controller.lifeline import working
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.report.archive import Archive
 from rltrain.run.watchers.watcher import Watcher, Watchers
+from rltrain.runtime.lifeline import working
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer

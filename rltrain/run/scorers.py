@@ -9,15 +9,15 @@ from typing import Any
 from rltrain.base.errors import ConfigError
 from rltrain.config.schema import Config
 from rltrain.config.schema.algorithm import FILTER_METRICS
-from rltrain.controller.failures import death_watch
-from rltrain.controller.group import PlacementGroupSchedulingStrategy
-from rltrain.controller.hang import Deadlines
 from rltrain.data.row_tools import RowTools
 from rltrain.data.rows import Rows
 from rltrain.rewards.processes.grader import check_judge
 from rltrain.rewards.processes.pool import PoolWatch, RewardPool
 from rltrain.rewards.processes.score import Score
 from rltrain.run.splits import Data
+from rltrain.runtime.failures import death_watch
+from rltrain.runtime.group import PlacementGroupSchedulingStrategy
+from rltrain.runtime.hang import Deadlines
 
 
 def start_pool(

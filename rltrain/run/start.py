@@ -20,11 +20,6 @@ from rltrain.config.agents import needs_rows
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
-from rltrain.controller.cluster import free, reserve, share
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import raise_if_lost, unless_lost
-from rltrain.controller.processes import ask_nodes
 from rltrain.data.rows import Rows
 from rltrain.run.assemble import make_evaluation, make_trainer
 from rltrain.run.changes import write_run_files
@@ -45,6 +40,11 @@ from rltrain.run.watchers.drift import Drift
 from rltrain.run.watchers.notice import Notice
 from rltrain.run.watchers.profile import Profile
 from rltrain.run.watchers.watcher import Watchers
+from rltrain.runtime.cluster import free, reserve, share
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.hang import Deadlines
+from rltrain.runtime.lifeline import raise_if_lost, unless_lost
+from rltrain.runtime.processes import ask_nodes
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 

@@ -23,13 +23,13 @@ from rltrain.base.program import explained
 from rltrain.base.stop import Stop
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
-from rltrain.controller.calls import bind
-from rltrain.controller.cluster import cluster_address, free, num_nodes, reserve, start_ray
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.hang import Deadlines
-from rltrain.controller.lifeline import stop_ray
 from rltrain.main_ppo import main as guarded
 from rltrain.run.preflight.health import Check, look_at_nodes, try_collectives
+from rltrain.runtime.calls import bind
+from rltrain.runtime.cluster import cluster_address, free, num_nodes, reserve, start_ray
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.hang import Deadlines
+from rltrain.runtime.lifeline import stop_ray
 from rltrain.workers.roles import Links
 
 _USAGE = """usage: python -m rltrain.doctor [--config FILE] key=value ...

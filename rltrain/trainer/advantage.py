@@ -22,7 +22,7 @@ from rltrain.base.columns import names as c
 from rltrain.base.columns.ragged import Ragged
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
-from rltrain.controller.samples import Samples
+from rltrain.runtime.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.metrics import Metrics

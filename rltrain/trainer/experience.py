@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from rltrain.algorithms.groups import SCORE_ROUNDING
 from rltrain.base.columns import names as c
 from rltrain.config.schema import Config
-from rltrain.controller.samples import Samples
 from rltrain.data.sampler import Sampler
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.generation_metrics import join_rounds, rollout_metrics
 from rltrain.trainer.left_out import failed_of, refuse_failures

@@ -6,9 +6,9 @@ import time
 from collections import Counter
 
 from rltrain.base.columns import names as c
-from rltrain.controller.calls import bind
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.samples import Samples, whole
+from rltrain.runtime.calls import bind
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.samples import Samples, whole
 from rltrain.trainer.roles import deal_by_length
 from rltrain.workers import roles
 

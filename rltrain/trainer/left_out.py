@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rltrain.base.columns import names as c
 from rltrain.base.errors import AgentBug, AgentError
-from rltrain.controller.samples import Samples
+from rltrain.runtime.samples import Samples
 
 log = logging.getLogger(__name__)
 # Above this share something is broken, and the remaining responses are a biased sample.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rltrain.algorithms.moments import Moments
 from rltrain.base.columns import names as c
 from rltrain.config.passes import UPDATES, step_phases
-from rltrain.controller.samples import Samples
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.timing import Span
 from rltrain.workers.results import UpdateNumbers, largest
 

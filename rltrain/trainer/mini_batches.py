@@ -14,7 +14,7 @@ import numpy as np
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.base.columns import names as c
 from rltrain.base.seeds import stream
-from rltrain.controller.samples import Samples
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.plan import Plan
 from rltrain.workers.tasks import MiniBatch

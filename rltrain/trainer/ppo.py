@@ -21,9 +21,9 @@ from rltrain.base.seeds import stream
 from rltrain.config.agents import several_turns
 from rltrain.config.passes import PASSES, UPDATES
 from rltrain.config.schema import Config
-from rltrain.controller.samples import Samples
 from rltrain.data.prompts import PromptStore
 from rltrain.models.optim import learning_rate
+from rltrain.runtime.samples import Samples
 from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening, whole_groups
 from rltrain.trainer.alarms import Alarms

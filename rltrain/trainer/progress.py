@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.controller.samples import Samples
+from rltrain.runtime.samples import Samples
 
 # File name of `Progress.answers`.
 ANSWERS = "answers.safetensors"

@@ -19,11 +19,11 @@ from rltrain.base.columns import names as c
 from rltrain.base.errors import RewardError
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import OverlongBufferConfig
-from rltrain.controller.samples import Samples
 from rltrain.data.rows import Rows
 from rltrain.rewards.judge.server import JUDGE_COUNTS
 from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.scoring import Scoring
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.judge import Judge
 from rltrain.trainer.left_out import failed_of

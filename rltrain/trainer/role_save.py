@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltrain.controller.calls import bind
-from rltrain.controller.group import Handle, WorkerGroup
 from rltrain.models.files.hashed import Digests
+from rltrain.runtime.calls import bind
+from rltrain.runtime.group import Handle, WorkerGroup
 from rltrain.workers import roles
 from rltrain.workers.tasks import SaveTask, Written
 

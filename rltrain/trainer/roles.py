@@ -17,9 +17,9 @@ from rltrain.algorithms.moments import Moments, join
 from rltrain.base.columns import names as c
 from rltrain.base.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
-from rltrain.controller.calls import Call, Stream, bind
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.samples import Request, Samples, StoredRows, whole
+from rltrain.runtime.calls import Call, Stream, bind
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.samples import Request, Samples, StoredRows, whole
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.generation_metrics import OF_SYNC, generation_metrics
 from rltrain.trainer.metrics import Metrics

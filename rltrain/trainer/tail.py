@@ -16,7 +16,7 @@ import numpy as np
 
 from rltrain.base.columns import names as c
 from rltrain.config.schema import Config
-from rltrain.controller.samples import Request, Samples
+from rltrain.runtime.samples import Request, Samples
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.plan import Plan

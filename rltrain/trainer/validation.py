@@ -19,8 +19,8 @@ from rltrain.base.columns import names as c
 from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
-from rltrain.controller.samples import Samples
 from rltrain.rewards.scorers.registry import summary_of
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.left_out import failed_of, refuse_failures
 from rltrain.trainer.metrics import Answered, turn_metrics
 from rltrain.trainer.plan import Plan

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from rltrain.base.columns.batch import Batch, DictionaryColumn
 from rltrain.base.columns.ragged import Ragged
-from rltrain.base.exchange import gather_json
 from rltrain.data.images import PromptImages
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import save_training_state
+from rltrain.runtime.exchange import gather_json
 from rltrain.workers.tasks import MiniBatch
 
 log = logging.getLogger(__name__)

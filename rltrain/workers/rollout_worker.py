@@ -39,7 +39,7 @@ from rltrain.models.forward import PackedModel
 from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.spec import actor_spec
 from rltrain.rewards.processes.log import PrintLog
-from rltrain.slots.limits import Limits
+from rltrain.runtime.slots.limits import Limits
 from rltrain.workers.residency import Residency
 from rltrain.workers.results import WAIT, Array, GenerationNumbers, SyncReport
 from rltrain.workers.roles import Rollout

@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from rltrain.base.device import DEVICES, Device, host_memory
 from rltrain.base.env import memory_left
 from rltrain.base.errors import unwritten
-from rltrain.base.exchange import gather_json
 from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import saved_weights, training_state
+from rltrain.runtime.exchange import gather_json
 from rltrain.workers.residency import like, local
 from rltrain.workers.tasks import SaveTask, Written
 

@@ -11,7 +11,7 @@ import pytest
 from rltrain.agents.chat import Start, Terms
 from rltrain.agents.hosts import Hosts
 from rltrain.agents.toolbox import Places
-from rltrain.slots.limits import Limits
+from rltrain.runtime.slots.limits import Limits
 from tests.agents.test_hosts import NAMES, TOOLS, killed, replies, reply, texts, turn
 from tests.clock import PATIENCE_S, eventually
 

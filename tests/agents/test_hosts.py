@@ -10,7 +10,7 @@ import pytest
 from rltrain.agents.chat import Start, Terms, ToolCall, Turn
 from rltrain.agents.hosts import Hosts
 from rltrain.agents.toolbox import Places
-from rltrain.slots.limits import Limits, descendants
+from rltrain.runtime.slots.limits import Limits, descendants
 from tests.clock import PATIENCE_S, eventually
 from tests.faults.plug import ended, pids
 

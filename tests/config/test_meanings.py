@@ -7,12 +7,12 @@ from rltrain.base.errors import ConfigError, RewardError
 from rltrain.config.load import load_config
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import make_step_passes
-from rltrain.controller.samples import Samples
 from rltrain.models.optim import learning_rate
 from rltrain.rewards.processes.score import Score
 from rltrain.run.checkpoints.resume import frozen_values
 from rltrain.run.report.plan import describe
 from rltrain.run.scorers import check_columns
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.rewards import known_number
 from tests.config.commands import A, load, meanings, notes, problems

@@ -54,7 +54,7 @@ def test_a_stopped_worker_ends_the_run_and_stacks_are_kept(start, command, tmp_p
     (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
     assert str(file) in message
     stacks = file.read_text()
-    assert "slots/child.py" in stacks  # of a process that a reward worker has started
+    assert "runtime/slots/child.py" in stacks  # of a process that a reward worker has started
     assert re.search(r"hybrid worker, rank \d of 2", stacks)
 
 
@@ -88,7 +88,7 @@ def test_a_worker_that_stops_in_a_phase_is_told(start, command, trap, tmp_path, 
     assert re.search(rf"rank \d of {world} \(pid {trap.caught} on .*\), in {call}: not done after", message), message
     assert "and not answering" in message
     (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
-    assert "slots/child.py" in file.read_text()
+    assert "runtime/slots/child.py" in file.read_text()
     assert seen in file.read_text()
 
 

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
 
 PROGRAM = """
 import os, signal, sys, ray
-from rltrain.controller import lifeline
-from rltrain.controller.hang import Deadlines
+from rltrain.runtime import lifeline
+from rltrain.runtime.hang import Deadlines
 from rltrain.base.errors import WorkerLost
 lifeline._GOODBYE_S = 2
 ray.init(num_cpus=1, include_dashboard=False, address="local", log_to_driver=False)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from rltrain.base.device import get_device, threads_per_worker
 from rltrain.base.errors import RltrainError
 from rltrain.config.load import load_config
-from rltrain.controller.cluster import ray_logs, reserve, start_ray
-from rltrain.controller.group import WorkerGroup
-from rltrain.controller.lifeline import stop_ray
+from rltrain.runtime.cluster import ray_logs, reserve, start_ray
+from rltrain.runtime.group import WorkerGroup
+from rltrain.runtime.lifeline import stop_ray
 
 PREFIXES = ("GLOO_", "HCCL_", "HF_", "NCCL_", "OMP_NUM", "PYTORCH_", "VLLM_", "WANDB_", "MINE")
 

@@ -31,7 +31,7 @@ def ray_of(host):
     return host.pids("raylet") + host.pids("gcs_server")
 
 
-# What is looked at when nodes gather, without Ray and hosts: tests/controller/test_launch.py.
+# What is looked at when nodes gather, without Ray and hosts: tests/runtime/test_launch.py.
 @pytest.mark.long
 def test_a_cluster_without_shared_files_gathers_and_ends_alone(hosts):
     head, worker, third = hosts
@@ -84,7 +84,7 @@ def test_one_line_on_every_node_runs_the_command_once(hosts):
     assert "host2 (rank 1, 192.0.2.2): 1 CPU" in first.output
     assert "driver sees" not in second.output
     # Whoever ends one node ends the run: the driver saves, and all have its code.
-    worker.check(f"kill -TERM {worker.pids('-m rltrain.controller.launch')[0]}")
+    worker.check(f"kill -TERM {worker.pids('-m rltrain.runtime.launch')[0]}")
     assert (first.wait(LIMIT_S), second.wait(LIMIT_S)) == (75, 75)
     assert not ray_of(head) + ray_of(worker)
     assert not list(head.shared.glob(".ray_head*"))

@@ -33,7 +33,7 @@ def joined(host) -> None:
 
 def of_run(host) -> list[int]:
     """Workers, reward workers and scorers, by the host's own numbers."""
-    names = ("ray::_Host", "ray::RewardWorker", "rltrain.slots")
+    names = ("ray::_Host", "ray::RewardWorker", "rltrain.runtime.slots")
     return [pid for name in names for pid in host.pids(name)]
 
 

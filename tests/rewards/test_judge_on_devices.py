@@ -12,11 +12,11 @@ from rltrain.base.errors import RewardError
 from rltrain.config.schema import Config, RewardConfig
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import JudgeRolloutConfig, RewardModelConfig, RewardModelModelConfig
-from rltrain.controller.samples import StoredRows
 from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.asking import AskingScorer
 from rltrain.rewards.processes.judged import JudgedScorer
+from rltrain.runtime.samples import StoredRows
 from tests.doubles.judge import Cut
 
 MATH = "lighteval/MATH"

@@ -12,11 +12,11 @@ import pytest
 from rltrain.base.columns.answer import AnswerText
 from rltrain.base.errors import DiskError
 from rltrain.config.load import load_config
-from rltrain.controller.samples import Samples, whole
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import read_rows
 from rltrain.run.report.archive import Archive
 from rltrain.run.report.sample_writer import MOST_AT_ONCE, MOST_WAITING, SampleJob, SampleWriter, WriterProcess, Written
+from rltrain.runtime.samples import Samples, whole
 from rltrain.trainer.metrics import Answered
 from tests.tiny import write_arithmetic
 

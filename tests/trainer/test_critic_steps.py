@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rltrain.base.columns import names as c
 from rltrain.base.errors import NonFiniteError
-from rltrain.controller.samples import assemble
+from rltrain.runtime.samples import assemble
 from rltrain.trainer.progress import Progress
 from rltrain.workers.results import UpdateNumbers
 from tests.trainer.steps import (

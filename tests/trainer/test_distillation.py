@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rltrain.base.columns import names as c
-from rltrain.controller.samples import assemble
+from rltrain.runtime.samples import assemble
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
 from tests.tiny import save_tiny_model

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from rltrain.controller.processes import own_memory_gb
 from rltrain.run.watchers.drift import Drift
+from rltrain.runtime.processes import own_memory_gb
 from rltrain.trainer.metrics import Answered
 
 LEAKS = """

@@ -5,7 +5,7 @@ import pytest
 
 from rltrain.base.columns import names as c
 from rltrain.base.errors import AgentError
-from rltrain.controller.samples import Samples, assemble
+from rltrain.runtime.samples import Samples, assemble
 from rltrain.trainer.left_out import left_out, refuse_failures
 from tests.distance import distance
 from tests.trainer.steps import Moved

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from rltrain.base.stop import Stop
-from rltrain.controller.samples import assemble
 from rltrain.models.weights.state import moments
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import find_start
 from rltrain.run.checkpoints.saver import Saver
+from rltrain.runtime.samples import assemble
 from tests import local
 from tests.tiny import save_tiny_biased_moe, small_run, write_arithmetic
 from tests.tiny_vision import save_tiny_vision_model, write_pictures

@@ -4,7 +4,7 @@ import numpy as np
 
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
-from rltrain.controller.samples import Samples, whole
+from rltrain.runtime.samples import Samples, whole
 from rltrain.trainer.balance import Layout
 from rltrain.trainer.roles import Critic
 from rltrain.workers.results import PassNumbers, UpdateNumbers

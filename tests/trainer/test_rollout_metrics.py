@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rltrain.controller.samples import Samples
+from rltrain.runtime.samples import Samples
 from rltrain.trainer import generation_metrics as g
 from rltrain.trainer import metrics as m
 

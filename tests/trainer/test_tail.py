@@ -9,9 +9,9 @@ import torch
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.stop import Stop
-from rltrain.controller.samples import Samples, assemble, whole
 from rltrain.data.images import EncodedPrompt
 from rltrain.rewards.scorers.registry import find_scorer
+from rltrain.runtime.samples import Samples, assemble, whole
 from rltrain.trainer.tail import Prompt, PromptLine
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance

@@ -9,7 +9,7 @@ import pytest
 from rltrain.base.columns import names as c
 from rltrain.base.stop import Stop
 from rltrain.config.schema import Config
-from rltrain.controller.samples import Samples
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.validation import Validation, summary_metrics, validation_metrics
 
 NAN = np.nan

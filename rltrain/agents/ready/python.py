@@ -5,8 +5,8 @@ conversation gets the same results, and a program cannot affect the next one.
 """
 
 from rltrain.base.errors import ConfigError
-from rltrain.slots.limits import current_limits
-from rltrain.slots.program import Ending, end_of_program, needs_programs
+from rltrain.runtime.slots.limits import current_limits
+from rltrain.runtime.slots.program import Ending, end_of_program, needs_programs
 
 _MAX_CODE_CHARS = 65_536
 # Characters of the output; the limit of a turn (multi_turn.max_tool_response_length) is usually lower.

@@ -24,7 +24,7 @@ import xxhash
 
 from rltrain.base.errors import DataError, command
 from rltrain.base.storage import bounded_lines
-from rltrain.slots.limits import current_limits
+from rltrain.runtime.slots.limits import current_limits
 
 _LAYOUT = "2"  # of an index; another version is rebuilt
 _READ_BYTES = 1 << 22

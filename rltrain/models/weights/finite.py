@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rltrain.base.errors import NonFiniteError
-from rltrain.base.exchange import gather_json
 from rltrain.base.logs import count
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.names import huggingface_name
+from rltrain.runtime.exchange import gather_json
 
 _NUM_SHOWN = 3
 

@@ -1,1 +1,1 @@
-"""Processes that score responses: slots (rltrain/slots) inside Ray actors, or a remote server over HTTP."""
+"""Processes that score responses: slots (rltrain/runtime/slots) inside Ray actors, or a remote server over HTTP."""

@@ -13,7 +13,7 @@ from rltrain.base.plugin import user_traceback
 from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.rewards.processes.score import ScorerCall, read_returned
 from rltrain.rewards.scorers.registry import find_scorer
-from rltrain.slots.child import Rejected
+from rltrain.runtime.slots.child import Rejected
 
 _NAMELESS = (
     "\nThe reward function was given as an object, so other processes cannot find its functions by their names: write "

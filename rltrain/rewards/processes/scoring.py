@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from rltrain.base.columns import names as c
 from rltrain.base.errors import JudgeError, RewardError
-from rltrain.controller.samples import Samples, StoredRows
 from rltrain.rewards.processes.columns import Columns, columns_of
 from rltrain.rewards.processes.score import JUDGE, UNASKED, Asked, Score
+from rltrain.runtime.samples import Samples, StoredRows
 
 if TYPE_CHECKING:
     from rltrain.rewards.processes.pool import RewardPool

@@ -8,9 +8,9 @@ from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.opener import ScorerOpener
 from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.scorers.registry import FORMS
-from rltrain.slots.limits import Limits
-from rltrain.slots.service import Outcome, Service
-from rltrain.slots.slot import ORPHANED, Slot
+from rltrain.runtime.slots.limits import Limits
+from rltrain.runtime.slots.service import Outcome, Service
+from rltrain.runtime.slots.slot import ORPHANED, Slot
 
 
 class ScoringSlot(Slot):

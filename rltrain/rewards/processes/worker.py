@@ -12,7 +12,6 @@ import numpy as np
 
 from rltrain.base.columns.answer import AnswerText
 from rltrain.base.env import adopt
-from rltrain.base.stacks import stacks_here
 from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
 from rltrain.rewards.custom import TOLD, custom_reward
@@ -24,6 +23,7 @@ from rltrain.rewards.processes.judged import JudgedScorer
 from rltrain.rewards.processes.remote import RemoteScorer
 from rltrain.rewards.processes.score import Asked, Score, ScorerCall, read_returned
 from rltrain.rewards.processes.slot import ScoringSlot
+from rltrain.runtime.stacks import stacks_here
 
 Scorer = ScoringSlot | RemoteScorer | JudgedScorer | AskingScorer
 CallNumber = tuple[int, int]  # (batch, index of the call in the batch)

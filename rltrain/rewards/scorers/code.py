@@ -13,8 +13,8 @@ from typing import Any
 from rltrain.base.env import shipped
 from rltrain.base.errors import RewardError
 from rltrain.rewards.scorers.registry import scorer
-from rltrain.slots.limits import current_limits
-from rltrain.slots.program import check_isolation, run_program
+from rltrain.runtime.slots.limits import current_limits
+from rltrain.runtime.slots.program import check_isolation, run_program
 
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64

@@ -26,10 +26,10 @@ from rltrain.base.storage import patiently
 from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
-from rltrain.controller.group import WorkerGroup
 from rltrain.run.checkpoints.base_weights import RECORD, base_weights, other_weights
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import THINNED, has_digests, large_files, read_record, size_of
+from rltrain.runtime.group import WorkerGroup
 from rltrain.trainer.progress import Progress
 from rltrain.workers.node import altered
 

@@ -26,7 +26,6 @@ from rltrain.base.background import BackgroundJob, heartbeat
 from rltrain.base.clock import SYSTEM, Clock
 from rltrain.base.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.config.schema import Config
-from rltrain.controller.lifeline import raise_if_lost
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card
 from rltrain.run.checkpoints.folder import RunFolder
@@ -34,6 +33,7 @@ from rltrain.run.checkpoints.manifest import read_record, size_of
 from rltrain.run.checkpoints.resume import Start, files_of
 from rltrain.run.checkpoints.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
 from rltrain.run.watchers.watcher import Watcher, Watchers
+from rltrain.runtime.lifeline import raise_if_lost
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy, Reference

@@ -22,10 +22,10 @@ from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.base.logs import count
 from rltrain.base.versions import differences, fingerprint
 from rltrain.config.schema import Config
-from rltrain.controller.calls import bind
-from rltrain.controller.cluster import ray_logs
-from rltrain.controller.group import WorkerGroup
 from rltrain.models.weights.spec import specs_of
+from rltrain.runtime.calls import bind
+from rltrain.runtime.cluster import ray_logs
+from rltrain.runtime.group import WorkerGroup
 from rltrain.workers.node import Facts, Question, leave, look, part, reach, unseen
 from rltrain.workers.roles import Links
 

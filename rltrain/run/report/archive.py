@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from rltrain.base.columns import names as c
 from rltrain.base.errors import DiskError
 from rltrain.config.schema import Config
-from rltrain.controller.lifeline import raise_if_lost
-from rltrain.controller.samples import Samples, driver_bytes
 from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.watchers.watcher import Watcher
+from rltrain.runtime.lifeline import raise_if_lost
+from rltrain.runtime.samples import Samples, driver_bytes
 from rltrain.trainer.balance import Ids
 from rltrain.trainer.metrics import Answered, Metrics
 

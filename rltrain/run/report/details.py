@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from rltrain.base.columns import names as c
 from rltrain.base.storage import json_lines
-from rltrain.controller.samples import Samples
 from rltrain.run.report.tracking import JsonLines
 from rltrain.run.watchers.watcher import Watcher
+from rltrain.runtime.samples import Samples
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.timing import Span

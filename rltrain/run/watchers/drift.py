@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from rltrain.base.clock import SYSTEM, Clock
-from rltrain.controller.processes import own_memory_gb
 from rltrain.run.watchers.watcher import Watcher
+from rltrain.runtime.processes import own_memory_gb
 from rltrain.trainer.metrics import Answered, Metrics
 
 # Memory is read every `_STEPS` steps, and at least every `_SECONDS` seconds.

@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 
 from rltrain.config.schema.trainer import TrainerConfig
-from rltrain.controller.calls import bind
-from rltrain.controller.group import WorkerGroup
 from rltrain.run.watchers.watcher import Watcher
+from rltrain.runtime.calls import bind
+from rltrain.runtime.group import WorkerGroup
 from rltrain.trainer.metrics import Answered, Metrics
 from rltrain.workers.roles import Profiled
 

@@ -17,9 +17,9 @@ from rltrain.base.logs import count
 from rltrain.base.stop import Stop
 from rltrain.base.versions import installed_version
 from rltrain.config.loaded import LoadedConfig
-from rltrain.controller.lifeline import working
 from rltrain.run.build import build
 from rltrain.run.fit import Trainer
+from rltrain.runtime.lifeline import working
 from rltrain.tools.evaluate import statistics
 from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.models import Model

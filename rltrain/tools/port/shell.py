@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError
-from rltrain.slots.jail import tasks_of_user
+from rltrain.runtime.slots.jail import tasks_of_user
 from rltrain.tools.port.jail import NO_JAIL
 
 JAIL = Path(__file__).with_name("jail.py")

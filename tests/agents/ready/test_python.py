@@ -12,9 +12,9 @@ from rltrain.agents.toolbox import toolbox_of
 from rltrain.base.errors import ConfigError
 from rltrain.base.plugin import load_plugin
 from rltrain.config.load import load_config
-from rltrain.slots.limits import Limits, descendants, impose
-from rltrain.slots.service import Service
-from rltrain.slots.slot import Slot
+from rltrain.runtime.slots.limits import Limits, descendants, impose
+from rltrain.runtime.slots.service import Service
+from rltrain.runtime.slots.slot import Slot
 from tests.clock import PATIENCE_S, eventually
 
 PLACE = "rltrain.agents.ready.python"

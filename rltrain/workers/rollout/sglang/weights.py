@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rltrain.base import stacks
 from rltrain.base.device import device_of
+from rltrain.runtime import stacks
 
 # Weights that the model rejected during one sync, with the reason.
 _REFUSED: dict[str, str] = {}

@@ -1,0 +1,367 @@
+"""WorkerGroup: one worker process per device. `submit` sends calls, `Handle.collect` waits for the results.
+
+They are separate so that the driver can work in between, queue the next call at the workers, or set a deadline per
+call. Workers run calls in the order of submission. Left out: retries. A repeated optimizer step would be applied twice,
+so any error ends all workers and the run resumes from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rltrain.base.clock import SYSTEM, Clock
+from rltrain.base.device import Device
+from rltrain.base.env import driver_environment, worker_environment
+from rltrain.base.errors import AGAIN, RltrainError, WorkerLost
+from rltrain.runtime import lifeline
+from rltrain.runtime.calls import Call, Polls, Stream, bind
+from rltrain.runtime.cluster import lost_node
+from rltrain.runtime.failures import LOST, errors_of, explain, get
+from rltrain.runtime.hang import Deadlines, different_collectives
+from rltrain.runtime.host import HOST
+from rltrain.runtime.parcels import Cuts, route_calls
+from rltrain.runtime.samples import driver_bytes
+
+log = logging.getLogger(__name__)
+_Role = TypeVar("_Role")
+_Arguments = ParamSpec("_Arguments")
+_Object = TypeVar("_Object")
+_Other = TypeVar("_Other")
+_Question = TypeVar("_Question")
+_Result = TypeVar("_Result")
+_Ranks = range | None
+
+# Timeout of one poll of results and streams.
+_POLL_S = 0.5
+# Time for workers to return their stacks; one that does not is stopped, or its node is lost.
+_STACKS_S = 5.0
+# Time for workers to leave the process group; one that is still busy is killed.
+_LEAVE_S = 10.0
+# Maximum number of ranks named in a message: in a hang, all ranks of a cluster may be late.
+_NAMED_RANKS = 4
+
+
+class Handle(Generic[_Result]):
+    """Call that runs on every rank, or waits there for earlier calls.
+
+    references[i]: outputs of rank first_rank + i: objects that stay in the store, and last the result for the driver.
+    since: send time of a call that is not queued; its deadline counts from then.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        phase: str,
+        references: list[list[Any]],
+        first_rank: int = 0,
+        since: float | None = None,
+    ) -> None:
+        self._group = group
+        self._phase = phase
+        self._references = references
+        self._first_rank = first_rank
+        self._since = since
+        # Results by rank so far; pending references, each with its rank.
+        self._results: dict[int, Any] = {}
+        self._waiting: dict[Any, int] = {
+            rank_references[-1]: first_rank + place for place, rank_references in enumerate(references)
+        }
+
+    def collect(self, deadline_s: float | None = None, stream: Stream[Any] | None = None) -> list[_Result]:
+        """Wait for the results of all ranks. Objects stay in the store, as references.
+
+        An error of any rank ends all workers and is raised as one RltrainError. So is a timeout after ``deadline_s``
+        (None: the limit of `Deadlines` for this kind of call), counted from now or from ``since``.
+        """
+        group, deadlines, waiting = self._group, self._group.deadlines, self._waiting
+        limit_s = (
+            deadlines.limit_s(self._phase) if deadline_s is None else min(deadline_s, deadlines.fixed_s or math.inf)
+        )
+        polls = Polls(group.workers, stream)
+        started, warned, waits = self._since or group.clock.monotonic(), False, bool(waiting or polls.open)
+        while waiting or polls.open:
+            group.check()
+            lifeline.raise_if_lost()
+            seconds = group.clock.monotonic() - started
+            # Once all results have arrived, the ranks whose stream is still open are the late ones.
+            late = sorted(waiting.values() or polls.ranks)
+            # An available result is not late, even if it is collected late.
+            if seconds > limit_s and not _look(waiting)[0]:
+                raise group.hung(self._phase, late, seconds)
+            if seconds > limit_s / 2 and not warned:
+                place = group.place(late, self._phase)
+                log.warning("%s: not done after %.0f s; the run ends after %.0f s", place, seconds, limit_s)
+                warned = True
+            # Wait for one reference, to process a chunk or an error at once. The timeout allows for `check` and the
+            # deadline when nothing arrives.
+            ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
+            for reference in ready:
+                result, error = get(reference)
+                if error:
+                    rank = waiting.pop(reference) if reference in waiting else polls.open[reference][0]
+                    raise group.failed(self._phase, errors_of(waiting) | {rank: error})
+                if reference in waiting:
+                    self._results[waiting.pop(reference)] = result
+                    group.bytes_through_driver += driver_bytes(result)
+                else:
+                    polls.receive(reference, result)
+            polls.tick()
+        if waits:  # not if the results were collected before
+            deadlines.took(self._phase, group.clock.monotonic() - started)
+        returned = [
+            (*objects, self._results[rank]) if objects else self._results[rank]
+            for rank, (*objects, _) in enumerate(self._references, self._first_rank)
+        ]
+        return cast(list[_Result], returned)
+
+    def ready(self) -> bool:
+        """Return True if `collect` would not block. Raises WorkerLost if the deadline has passed."""
+        finished, late = _look(self._waiting)
+        if any(get(reference)[1] for reference in finished):
+            return True
+        seconds = self._group.clock.monotonic() - (self._since or math.inf)
+        if late and seconds > self._group.deadlines.limit_s(self._phase):
+            raise self._group.hung(self._phase, sorted({self._waiting[reference] for reference in late}), seconds)
+        return not late
+
+
+def _look(waiting: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the available and the pending references."""
+    return ray.wait([*waiting], num_returns=len(waiting), timeout=0) if waiting else ([], [])
+
+
+class WorkerGroup:
+    """Workers of a run.
+
+    check(): called periodically while the driver waits for workers; its exceptions end the wait. before_end(): called
+    after an error if all processes live, before they are ended. environment: of the workers' processes (None:
+    `worker_environment` for the device and threads).
+    """
+
+    def __init__(
+        self,
+        role: str,
+        placement: Sequence[PlacementGroup],
+        device: Device,
+        threads: int,
+        logs: Path | None = None,
+        check: Callable[[], object] = lambda: None,
+        deadlines: Deadlines | None = None,
+        environment: dict[str, str] | None = None,
+        before_end: Callable[[], object] = lambda: None,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._role, self.clock = role, clock
+        self.deadlines = deadlines or Deadlines()
+        self.check = check
+        self._before_end = before_end
+        self.ended = False
+        self._device = device
+        self._environment = environment or worker_environment(device.kind, threads)
+        self._logs = logs
+        self.bytes_through_driver = 0
+        self._bytes_of_parcels: list[Any] = []
+        self._bytes_between_nodes = 0
+        bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
+        self.world, self._num_nodes = len(bundles), len(placement)
+        self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
+        self._who: list[dict[str, Any]] = []
+        self.deadlines.show(
+            "workers", lambda: {f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()}
+        )
+        # Node of each rank, numbered by first ranks. Known once all have started.
+        self.nodes = [0] * self.world
+
+    def ask(self, function: Callable[[_Question], _Result], questions: Sequence[_Question]) -> Handle[_Result]:
+        """Call ``function`` in every worker process, with one argument per rank, before workers are built."""
+        self._meet()
+        calls = [[host.ask.remote(function, question)] for host, question in zip(self.workers, questions, strict=True)]
+        return Handle(self, function.__name__, calls)
+
+    def _meet(self) -> None:
+        """Get process and node of every rank, so that errors of later phases can name them."""
+        if not self._who:
+            self._who = self._wait("start", [host.who.remote() for host in self.workers])
+            numbers = {node: number for number, node in enumerate(dict.fromkeys(who["node_id"] for who in self._who))}
+            self.nodes = [numbers[who["node_id"]] for who in self._who]
+
+    def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
+        resource = self._device.ray_resource
+        demand: dict[str, Any] = {"num_cpus": 1}
+        # Ray has a dedicated argument only for GPUs; an NPU is a named resource.
+        if resource == "GPU":
+            demand["num_gpus"] = 1
+        elif resource != "CPU":
+            demand["resources"] = {resource: 1}
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        # Ray sets OMP_NUM_THREADS to the CPU slots of an actor, here 1, unless its environment already has it.
+        environment = {"env_vars": self._environment}
+        return HOST.options(scheduling_strategy=strategy, runtime_env=environment, **demand).remote(
+            rank, self.world, threads, str(self._logs) if self._logs else None, driver_environment()
+        )
+
+    def start(self, worker: str, kwargs: dict[str, Any]) -> None:
+        """Connect the ranks and build ``worker`` ("module:Class") on each."""
+        backend, workers = self._device.backend, self.workers
+        self._meet()
+        ((host, port),) = self._wait("start", [workers[0].open_store.remote(self._num_nodes)])
+        meeting = (host, port, backend, self._num_nodes, secrets.token_bytes(32))
+        self._wait("connect", [rank_host.join.remote(*meeting) for rank_host in workers])
+        self._wait("build", [rank_host.build.remote(worker, kwargs) for rank_host in workers])
+
+    def _wait(self, phase: str, references: list[Any]) -> list[Any]:
+        return Handle[Any](self, phase, [[reference] for reference in references]).collect()
+
+    @property
+    def hosts(self) -> list[str]:
+        """Host names of the workers."""
+        return list(dict.fromkeys(identity["node"] for identity in self._who))
+
+    @property
+    def names(self) -> list[str]:
+        """Host name and address of every rank's node."""
+        self._meet()
+        return [f"{identity['node']} ({identity['address']})" for identity in self._who]
+
+    @property
+    def firsts(self) -> dict[int, str]:
+        """Mapping from the first rank of every node to the node's address."""
+        self._meet()
+        return {
+            rank: self._who[rank]["address"] for rank in (self.nodes.index(node) for node in dict.fromkeys(self.nodes))
+        }
+
+    @overload
+    def submit(
+        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: _Ranks = None, beside: bool = False
+    ) -> Handle[tuple[Any, Any, _Result]]: ...  # references of the objects, and the result
+    @overload
+    def submit(
+        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: _Ranks = None, beside: bool = False
+    ) -> Handle[tuple[Any, _Result]]: ...
+    @overload
+    def submit(self, calls: Sequence[Call[_Result]], ranks: _Ranks = None, beside: bool = False) -> Handle[_Result]: ...
+    def submit(self, calls: Sequence[Call[Any]], ranks: _Ranks = None, beside: bool = False) -> Handle[Any]:
+        """Send calls of one method to all workers, or to consecutive ranks (``ranks``).
+
+        One call per worker, or per group of consecutive workers of equal size, so a single call goes to all. beside:
+        run concurrently with other calls, without queueing.
+        """
+        ranks = range(self.world) if ranks is None else ranks
+        copies, num_returns = len(ranks) // len(calls), calls[0].num_objects + 1
+        nodes = [self.nodes[rank] for rank in ranks]
+        of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._cut)
+        self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
+        ways = [self.workers[rank].beside if beside else self.workers[rank].run for rank in ranks]
+        replies = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
+        # Ray returns a list only if there are several return values.
+        references = [reply if isinstance(reply, list) else [reply] for reply in replies]
+        return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if beside else None)
+
+    def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
+        """Pack the parcels on the first worker of ``node``."""
+        self.bytes_through_driver += driver_bytes(cuts)
+        worker = self.workers[self.nodes.index(node)]
+        *parcels, size = worker.cut.options(num_returns=len(cuts) + 1).remote(list(cuts.values()))
+        self._bytes_of_parcels.append(size)
+        return dict(zip(cuts, parcels, strict=True))
+
+    def bytes_between_nodes(self) -> int:
+        """Return the bytes of samples sent between nodes in all calls so far. Waits for parcels in progress."""
+        self._bytes_between_nodes += sum(ray.get(self._bytes_of_parcels))
+        self._bytes_of_parcels.clear()
+        return self._bytes_between_nodes
+
+    def call(
+        self,
+        method: Callable[Concatenate[_Role, _Arguments], _Result],
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> list[_Result]:
+        """Run ``method`` with the same arguments on all ranks, and wait for all results."""
+        return self.submit([bind(method, *args, **kwargs)]).collect()
+
+    def interject(self, method: Callable[[_Role], None]) -> None:
+        """Run ``method`` on the first worker, concurrently with its current call. The result is not awaited."""
+        self.workers[0].poll.remote(bind(method))
+
+    def stop(self) -> None:
+        """End all workers, gracefully if they respond."""
+        if lifeline.lost():
+            return
+        leaving = [host.leave.remote() for host in self.workers]
+        ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill all workers."""
+        self.ended = True
+        if lifeline.lost():
+            return
+        for host in self.workers:
+            ray.kill(host, no_restart=True)
+
+    def failed(self, phase: str, errors: dict[int, Exception]) -> RltrainError:
+        """End all workers and return the error that caused the others."""
+        if not self.ended and not any(isinstance(error, LOST) for error in errors.values()):
+            self._before_end()
+        self.kill()
+        return explain(errors, lambda ranks: self.place(ranks, phase), self._lost)
+
+    def _lost(self, wait_s: float) -> tuple[list[int], str]:
+        """Return the ranks and the name of a lost node, which is never the driver's."""
+        ids = [identity["node_id"] for identity in self._who]
+        node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
+        return [rank for rank, node_id in enumerate(ids) if node_id == node], name
+
+    def place(self, ranks: Sequence[int], phase: str) -> str:
+        """Describe role, ranks, processes, nodes and the call."""
+        identities = dict(enumerate(self._who))
+        who = [(rank, identities.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
+        names = [f"rank {rank} of {self.world} (pid {identity['pid']} on {identity['node']})" for rank, identity in who]
+        remainder = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
+        return f"{self._role} worker, {', '.join(names)}{remainder}, in {phase}"
+
+    def _stacks(self) -> dict[int, str]:
+        """Return the stacks of the responding workers, by rank."""
+        rank_of = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
+        answered, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=_STACKS_S)
+        stacks = {rank_of[reference]: get(reference)[0] for reference in answered}
+        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a dead process has none
+
+    def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
+        """Write all stacks, end all workers, and return an error with the silent ranks, or else the late ones."""
+        stacks = self._stacks()
+        self.kill()
+        # A process that does not return its stack is stopped or lost, so it is the one to name.
+        silent = [rank for rank in late if rank not in stacks]
+        for identity in (self._who[rank] for rank in silent if rank < len(self._who)):
+            # Ray asks a process to exit; a stopped process does not react.
+            if identity["node"] == socket.gethostname():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(identity["pid"], signal.SIGKILL)
+        stack_of_place = {self.place([rank], phase): stack for rank, stack in stacks.items()}
+        stacks_file = self.deadlines.write_stacks(phase, workers=stack_of_place)
+        state = (
+            "and not answering: stopped, or its node is gone"
+            if silent
+            else "though answering: hung, or waiting for one that is"
+        )
+        return WorkerLost(
+            f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
+            f"{self.deadlines.keys}).{stacks_file} All workers were ended. "
+            + (different_collectives(stacks, self.world) or AGAIN)
+        )

@@ -1,0 +1,69 @@
+"""Command of a launch, on the head: its environment, its signals, and its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from rltrain.base.attempt import ATTEMPT, attempt_file, interpret_exit, shell_code, tell_supervisor, told_supervisor
+from rltrain.base.errors import ConfigError
+from rltrain.runtime.launch.board import MARK, group_is_alive
+from rltrain.runtime.launch.words import Launch
+
+_POLL_S = 0.5
+
+
+def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[], None]) -> int:
+    """Run the command with the Ray of ``address``, forward the signals in ``asked``, and return its exit code.
+
+    75 if it ended without a report. heed: called periodically meanwhile.
+    """
+    # For `python` in the command: the interpreter that runs this.
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    variables = {"RAY_ADDRESS": address, MARK: address, "PATH": path}
+    variables |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
+    with attempt_file() as file:
+        code = _run(launch.command, asked, heed, os.environ | variables | {ATTEMPT: file})
+        report = told_supervisor(file)
+    report["pids"] = [pid for pid in report["pids"] if pid != os.getpid()]
+    exit_code, cause = interpret_exit(code, report)
+    if exit_code != code:
+        tell_supervisor(error=cause)
+    return exit_code
+
+
+def _run(words: list[str], signals: list[int], heed: Callable[[], None], environment: dict[str, str]) -> int:
+    try:
+        driver = subprocess.Popen(words, env=environment, start_new_session=True)
+    except OSError as error:
+        raise ConfigError(f"the command cannot be started: {error}") from error
+    handed = 0
+    # After a signal wait for its whole group: a script without exec ends first, while its run is still saving.
+    while driver.poll() is None or (handed and group_is_alive(driver.pid)):
+        with suppress(ConnectionError):  # without its head the command ends by itself
+            heed()
+        for signum in signals[handed:]:
+            handed += 1
+            with suppress(ProcessLookupError):
+                os.killpg(driver.pid, signum)
+        time.sleep(_POLL_S)
+    if signals:
+        tell_supervisor(stopped=True)
+    if group_is_alive(driver.pid):
+        say("the command has ended and left processes behind, which end now")
+    code = shell_code(driver.returncode)
+    return 75 if handed and code == 128 + signal.SIGTERM else code
+
+
+def say(text: str) -> None:
+    """Print a line with the node's name, because a scheduler mixes the lines of all nodes."""
+    with suppress(OSError):  # a closed terminal or pipe must not end the launch
+        sys.stdout.write(f"{socket.gethostname()}: {text}\n")
+        sys.stdout.flush()

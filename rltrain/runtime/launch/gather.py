@@ -1,0 +1,362 @@
+"""Start Ray on one node of many, and the command on one of them. scripts/ray_start.sh runs this on every node.
+
+Typical reasons why nodes do not join: a token that only one node has, an unreachable address, a stale file of an
+earlier run, code that one node lacks, a driver on every node. So everything that a node can know before it joins is
+compared first, and every wait logs the missing nodes. Left out: starting processes on other nodes (the scheduler or the
+user runs the script there), and nodes that join or leave during a run.
+
+`ray symmetric-run` also starts Ray and waits, but it does not name the missing nodes, forwards no signal, returns 0 on
+every node but the head for any result, and ends with `ray stop`, which ends all clusters of the node.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.attempt import tell_supervisor
+from rltrain.base.clock import SYSTEM, Clock
+from rltrain.base.env import first_set
+from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
+from rltrain.base.logs import count
+from rltrain.base.stop import listed_signals
+from rltrain.runtime.launch.board import (
+    BEAT,
+    END,
+    HEAD,
+    STOP,
+    Board,
+    Node,
+    answers,
+    clusters_here,
+    end_processes,
+    program_of,
+)
+from rltrain.runtime.launch.command import run_command, say
+from rltrain.runtime.launch.files import announce, named_token, own_token, take_token, text, withdraw, write
+from rltrain.runtime.launch.ray_node import VERSIONS, dashboard, own_address, ray_start
+from rltrain.runtime.launch.words import Launch, read
+
+_SAY_EVERY_S = 10
+_POLL_S = 0.5
+# Seconds without a response after which the head counts as lost; Ray has a timeout of a minute.
+_SILENT_S = 45
+# The head's Ray outlives its script. A suspended script is not lost.
+_GONE_S = 180
+_LEAVE_S = 20
+_SAME_SIGNAL_S = 4
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the launch and return the command's exit code; rank 0 also writes it to EXIT_CODE_FILE."""
+    code = 1
+    try:
+        code = _run(argv)
+        return code
+    finally:
+        tell_supervisor(ended=code)
+        # A scheduler that reports the highest exit code of all nodes would hide it.
+        if (file := first_set("EXIT_CODE_FILE")) and first_set("NODE_RANK", "RANK", "SLURM_NODEID") == "0":
+            try:
+                write(Path(file), str(code))
+            except OSError as error:
+                say(f"EXIT_CODE_FILE: {error}")
+
+
+@command
+def _run(argv: list[str] | None) -> int:
+    launch = read(sys.argv[1:] if argv is None else argv)
+    if launch.role == "stop":
+        return stop(launch)
+    try:
+        with listed_signals() as signals:
+            tell_supervisor(pid=os.getpid())
+            return (_head if launch.role == "head" else be_worker)(launch, signals)
+    except ConnectionError as error:
+        raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
+    except OSError as error:
+        raise unwritten(str(error), error) from error
+
+
+def stop(launch: Launch) -> int:
+    """End the processes of one cluster on this node, and of no other. Raises ConfigError."""
+    host, _, port = launch.address.rpartition(":")
+    names = {launch.address}
+    with suppress(OSError):
+        names |= {f"{socket.gethostbyname(host)}:{port}"}
+    addresses = [address for address in clusters_here() if not launch.address or address in names]
+    if len(addresses) > 1:
+        raise ConfigError(
+            f"this node is in {len(addresses)} clusters: say which, stop {' or '.join(sorted(addresses))}."
+        )
+    if addresses and _ask_to_end(launch, addresses[0]):
+        left = f"the run of {addresses[0]}, which saves; a second `stop` ends it at once"
+        wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
+        say(f"the run of {addresses[0]} has ended")
+        return 0
+    number = end_processes(addresses[0]) if addresses else 0
+    say(f"ended {number} processes" + (f" of {addresses[0]}" if number else ": this script has started none here"))
+    return 0
+
+
+def _ask_to_end(launch: Launch, address: str) -> bool:
+    with suppress(ConnectionError):
+        return answers(address) and bool(named_token() or take_token(launch.file)) and ask_to_end(Board(address))
+    return False
+
+
+def ask_to_end(board: Board) -> bool:
+    """Request a stop of the cluster's command, so that it saves. Returns False if none runs or it was requested."""
+    runs = (board.read(HEAD) or {}).get("stays") and board.read(END) is None and board.read(STOP) is None
+    if runs:
+        board.tell(STOP, f"`ray_start.sh stop` on {socket.gethostname()}")
+    return bool(runs)
+
+
+def _head(launch: Launch, signals: list[int]) -> int:
+    ip = own_address(launch)
+    address = f"{ip}:{launch.port}"
+    if answers(address):
+        raise ConfigError(
+            f"port {launch.port} of this node is taken, perhaps by Ray of an earlier run. `ray_start.sh stop` ends "
+            "what this script has started, and RAY_PORT takes another port."
+        )
+    token = own_token(launch.file)
+    code, stays, board = 75, False, None
+    try:
+        ray_start(launch, address, "--head", f"--node-ip-address={ip}", f"--port={launch.port}", *dashboard())
+        board = Board(address)
+        run = {"job": launch.job, "NNODES": launch.num_nodes}
+        board.tell(HEAD, {"versions": VERSIONS, "stays": bool(launch.command), "address": address, "run": run})
+        board.tell_of(Node(ip, socket.gethostname(), launch.rank))
+        if launch.file:
+            announce(launch.file, address, token)
+        say(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
+        if launch.num_nodes:
+            wait_for_nodes(board, launch, signals)
+        stays = not launch.command
+        code = run_command(launch, board.address, signals, lambda: heed(board, signals)) if launch.command else 0
+        return code
+    except ConfigError as error:
+        code = error.exit_code
+        raise
+    finally:
+        if not stays:
+            _finish(board, code)
+            end_processes(address)
+            if launch.file:
+                withdraw(launch.file, address)
+
+
+def wait_for_nodes(board: Board, launch: Launch, asked: list[int]) -> None:
+    """Wait for the expected nodes and devices, and log the missing ones."""
+
+    def missing() -> str:
+        heed(board, asked)
+        nodes = board.nodes()
+        refused = [node for node in nodes if node.refused]
+        for node in refused:
+            if not node.stranger:
+                raise ConfigError(f"{node} cannot take part: {node.refused.rstrip('.')}.")
+        lacks = [*nodes_missing(nodes, launch)]
+        return "; ".join(lacks + [f"{node} was refused: {node.refused.rstrip('.')}" for node in refused if lacks])
+
+    wait_until(missing, launch, asked, f"all {count(launch.num_nodes or 1, 'node')}")
+    for node in board.nodes():
+        devices = ", ".join(
+            f"{number:.0f} {name}" for name in ("NPU", "GPU", "CPU") if (number := node.resources.get(name))
+        )
+        say(f"{node}: {devices}")
+
+
+def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
+    """Yield descriptions of the nodes and devices that have not joined yet."""
+    nodes_in = [node for node in nodes if node.is_in]
+    ranks = [node.rank for node in nodes_in]
+    lacking = (launch.num_nodes or 1) - len(nodes_in)
+    for rank in {rank for rank in ranks if rank is not None and ranks.count(rank) > 1}:
+        both = " and ".join(str(node) for node in nodes_in if node.rank == rank)
+        raise ConfigError(f"two nodes have the same RANK: {both}.")
+    if lacking > 0 and None not in ranks:
+        absent = [str(rank) for rank in range(launch.num_nodes or 1) if rank not in ranks]
+        yield f"rank {', '.join(absent)} ({len(nodes_in)} of {launch.num_nodes} nodes are here)"
+    elif lacking > 0:
+        yield f"{count(lacking, 'more node')}; here are {', '.join(map(str, nodes_in))}"
+    kind = next((name for name in ("NPU", "GPU") if any(node.resources.get(name) for node in nodes_in)), "CPU")
+    num_devices = launch.devices or (nodes_in[0].resources.get(kind, 0) if nodes_in and kind != "CPU" else 0)
+    for node in nodes_in:
+        if (have := node.resources.get(kind, 0)) < num_devices:
+            yield f"{num_devices:.0f} {kind}s on {node}, which has {have:.0f}"
+
+
+def heed(board: Board, asked: list[int]) -> None:
+    """Publish the heartbeat, and exchange stop requests with the nodes."""
+    board.tell(BEAT, SYSTEM.monotonic())
+    if not asked and (node := board.read(STOP)):
+        say(f"{node} asks for an end")
+        asked.append(signal.SIGTERM)
+    elif asked and board.read(STOP) is None:
+        board.tell(STOP, f"a signal on {socket.gethostname()}")
+
+
+def _finish(board: Board | None, code: int) -> None:
+    """Publish the exit code, and wait until the nodes have read it."""
+    # Skipped if the head does not respond.
+    with suppress(ConnectionError):
+        if board:
+            board.tell(END, code)
+            # The head itself has not left.
+            SYSTEM.poll(lambda: sum(node.is_in for node in board.nodes()) <= 1, _LEAVE_S, _POLL_S)
+
+
+def be_worker(launch: Launch, asked: list[int], board: Board | None = None) -> int:
+    """Join the Ray of ``board``'s head, and return this node's exit code."""
+    board = board or find_head(launch, asked)
+    head = board.read(HEAD)
+    here = Node(socket.gethostname(), socket.gethostname(), launch.rank)
+    try:
+        here.address = own_address(launch, board.address)
+        _compare(board, head, here, launch)
+        return take_part(board, head, here, launch, asked)
+    except ConfigError as error:
+        here.refused = here.refused or str(error)
+        with suppress(ConnectionError):
+            board.tell_of(here)
+        raise
+
+
+def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> None:
+    """Raise ConfigError if this node differs from the head, or is of another run (which the head only mentions)."""
+    here.stranger = True
+    run: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
+    for name, value in head.get("run", {}).items():
+        if value and run[name] and value != run[name]:
+            raise ConfigError(
+                f"the head at {board.address} is of another run: its {name} is {value}, this node's {run[name]}. Two "
+                "runs in one folder need a HEAD_FILE each."
+            )
+        if name == "NNODES" and value and (here.rank or 0) >= value:
+            raise ConfigError(f"RANK={here.rank}, but the ranks of {value} nodes are 0 to {value - 1}")
+    for node in board.nodes():
+        if node.is_in and here.rank is not None and node.rank == here.rank and node.address != here.address:
+            raise ConfigError(f"{node} is there already: set another RANK, or another HEAD_FILE for another run")
+    mark = head.get("address", board.address)
+    if left := clusters_here().get(mark):
+        # Processes of an earlier head with that address are not in this head's list.
+        if here.address in board.alive() and any(program_of(pid) == "raylet" for pid in left):
+            raise ConfigError(f"this node has joined {mark} already; `ray_start.sh stop` takes it out.")
+        # Ray was killed here, and its helper processes would remain.
+        end_processes(mark)
+    here.stranger = False
+    # Ray would reject the node too, but the head would not learn why it is missing. A run compares packages and code
+    # when it starts (`run.preflight.health`).
+    if (of_head := head.get("versions", "another version of rltrain")) != VERSIONS:
+        raise ConfigError(f"this node has {VERSIONS}, the head {of_head}. Install the same on every node.")
+    if head["stays"] != bool(launch.command):
+        with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
+        raise ConfigError(f"{with_it} was given a command behind --, {without} was not. Say the same on every node.")
+
+
+def take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, asked: list[int]) -> int:
+    """Join, and stay while the command runs."""
+    # Independent of the name by which this node knows the head.
+    mark = head.get("address", board.address)
+    try:
+        ray_start(launch, mark, f"--address={board.address}", f"--node-ip-address={here.address}")
+        board.tell_of(here)
+        say(f"joined {board.address} as {here.address}")
+        return stay_until_the_end(board, here, asked) if launch.command else 0
+    finally:
+        if launch.command:
+            here.left = True
+            with suppress(ConnectionError):
+                board.tell_of(here)
+            end_processes(mark)
+
+
+def find_head(launch: Launch, asked: list[int]) -> Board:
+    """Wait for a head that responds, has our token and has not ended. Returns its store."""
+    if not launch.address and not launch.file:
+        raise ConfigError("a worker needs the head's address: ray_start.sh worker ADDRESS, HEAD_ADDRESS or HEAD_FILE")
+    boards: list[Board] = []
+    token = named_token()
+
+    def missing() -> str:
+        # An earlier head may have left an unreachable address or another token.
+        address = launch.address or text(launch.file)
+        origin = "" if launch.address else f", which {launch.file} says"
+        if not address:
+            return (
+                f"the head's address: there is no {launch.file}. Is the head up? Where this storage is not shared, set "
+                "HEAD_ADDRESS and RAY_AUTH_TOKEN"
+            )
+        if not answers(address):
+            return f"the head: nobody answers at {address}{origin}"
+        if not (source := token or take_token(launch.file)):
+            return (
+                "the head's token, which this node has not. Copy ~/.ray/auth_token from the head, or set HEAD_FILE (on "
+                "shared storage) or RAY_AUTH_TOKEN on every node"
+            )
+        try:
+            board = Board(address)
+            if board.read(HEAD) and board.read(END) is None:
+                boards.append(board)
+                return ""
+        except ConnectionError as error:
+            fix = f"; this node's is from {source}, the head's may be copied there" if "token" in str(error) else ""
+            return f"the head: {error}{origin}{fix}"
+        return f"the head: at {address}{origin} is another Ray, or one that ends"
+
+    wait_until(missing, launch, asked, "the head")
+    return boards[0]
+
+
+def stay_until_the_end(board: Board, here: Node, asked: list[int], clock: Clock = SYSTEM) -> int:
+    """Wait for the command's end and return its exit code. A signal on this node stops the whole run."""
+    heard = asked_at = beat_at = clock.monotonic()
+    has_asked, beat = False, None
+    while len(asked) < 2:
+        try:
+            now, code = board.read(BEAT), board.read(END)
+            # If all nodes were signalled, the head was too.
+            if asked and not has_asked and clock.monotonic() - asked_at > _SAME_SIGNAL_S:
+                board.tell(STOP, str(here))
+                has_asked = True
+                say("asked the head to stop; a second signal leaves at once")
+            heard = clock.monotonic()
+            if now != beat:
+                beat, beat_at = now, heard
+        except ConnectionError:
+            code = None
+            if clock.monotonic() - heard > _SILENT_S:
+                raise
+        asked_at = asked_at if asked else clock.monotonic()
+        if code is not None:
+            if board.read(STOP):
+                tell_supervisor(stopped=True)
+            return int(code)
+        if clock.monotonic() - beat_at > _GONE_S:
+            raise ConnectionError(f"Ray answers at {board.address}, but the script there has been killed")
+        clock.sleep(2 * _POLL_S)
+    raise Interrupted("left before the run had ended", 75)
+
+
+def wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str, clock: Clock = SYSTEM) -> None:
+    """Poll until `missing` returns "". Raises NodesMissing with its text after the timeout."""
+    started, say_at = clock.monotonic(), 2.0
+    while lacks := missing():
+        waited = clock.monotonic() - started
+        if asked:
+            raise Interrupted(f"stopped while waiting for {what}", 75)
+        if waited >= launch.wait_s:
+            raise NodesMissing(f"waited {launch.wait_s:.0f} s (WAIT_S) for {lacks}")
+        if waited > say_at:
+            say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
+            say_at += _SAY_EVERY_S
+        clock.sleep(_POLL_S)

@@ -1,0 +1,69 @@
+"""Ray on one node of a launch: its start, its dashboard, and its address."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+
+import ray
+
+from rltrain.base.env import address_towards, devices_here, first_set
+from rltrain.base.errors import ConfigError, NodesMissing
+from rltrain.runtime.launch.board import MARK, is_here
+from rltrain.runtime.launch.words import Launch
+
+# Ray rejects a node whose versions of these differ from the head's.
+VERSIONS = f"Python {platform.python_version()} and Ray {ray.__version__}"
+
+
+def ray_start(launch: Launch, address: str, *arguments: str) -> None:
+    """Run `ray start`. On failure raise its output: ConfigError for unknown arguments, else NodesMissing."""
+    words = [*arguments, *launch.arguments]
+    # Ray counts GPUs itself, but NPUs only if CANN's Python package is installed, so pass their number.
+    if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in words):
+        words += ["--resources", f'{{"NPU": {devices}}}']
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        # A file, because Ray's processes would keep a pipe open; a session, because our signals are not meant for Ray.
+        process = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
+            env=os.environ | {MARK: address}, stdout=output, stderr=output, start_new_session=True, check=False,
+        )  # fmt: skip
+        output.seek(0)
+        if process.returncode:
+            # It also fails if the head is restarting. Exit code 2: wrong arguments.
+            kind = ConfigError if process.returncode == 2 else NodesMissing
+            raise kind(f"ray start {' '.join(words)} failed:\n{output.read().strip()}")
+
+
+def dashboard() -> list[str]:
+    """Return arguments of the dashboard. It is off by default, because its clients can start programs.
+
+    DASHBOARD=1 enables it on this machine, DASHBOARD_HOST for others.
+    """
+    if not first_set("DASHBOARD") or first_set("DASHBOARD") == "0":
+        return ["--include-dashboard=false"]
+    if error := ray._private.utils.get_dashboard_dependency_error():
+        raise ConfigError(f"DASHBOARD=1 needs pip install 'ray[default]=={ray.__version__}' ({error}).")
+    return ["--include-dashboard=true", f"--dashboard-host={first_set('DASHBOARD_HOST') or '127.0.0.1'}"]
+
+
+def own_address(launch: Launch, head: str = "") -> str:
+    """Return the address of the network card that leads to the head. Raises ConfigError."""
+    host = (head or launch.address).rpartition(":")[0]
+    if host and not head and not first_set("NODE_IP") and not is_here(host):
+        raise ConfigError(
+            f"HEAD_ADDRESS (or MASTER_ADDR) says {host}, which is not this node: start rank 0 there. Where others "
+            "reach this node by that address all the same, set NODE_IP to its own."
+        )
+    address = first_set("NODE_IP") or address_towards(host or None)
+    # On the head its host name may resolve to 127.0.1.1.
+    if address and address.startswith("127.") and not first_set("NODE_IP") and not head:
+        address = address_towards(None)
+    if not address:
+        raise ConfigError(
+            "this node's address is not known, as no network card leads out: set NODE_IP to the one that others reach."
+        )
+    return address

@@ -1,0 +1,185 @@
+"""The process of a slot: reads calls from a socket, runs them, and writes a line of JSON per result.
+
+Requests arrive as pickles, because arguments may hold anything. Replies are never pickles: even if a function
+compromises this process, the other side only parses numbers and text. Imports neither torch nor Ray.
+"""
+
+import faulthandler
+import inspect
+import json
+import logging
+import math
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, BinaryIO
+
+from rltrain.base.errors import RltrainError
+from rltrain.base.plugin import user_traceback
+from rltrain.runtime import stacks
+from rltrain.runtime.slots.limits import Limits, impose
+from rltrain.runtime.slots.reaper import fork_below
+from rltrain.runtime.slots.service import MAX_RESULT_BYTES, Service
+
+MAX_ERROR_CHARS = 4000
+_BEAT_S = 0.05
+
+
+class Rejected(Exception):
+    """A function returned an invalid result; the text is the reason."""
+
+
+class _Late(Exception):
+    """A call has timed out."""
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve requests until the other end closes. ``parent`` is the process id of the parent process.
+
+    A request is the name of a function and the calls to run (their arguments), or None to import it.
+    """
+    channel, requests, limits = opened(descriptor, parent)
+    service: Service = pickle.load(requests)
+    functions: dict[str, Callable[..., Any]] = {}
+    pid = os.getpid()
+    with suppress(EOFError, ConnectionError):
+        while True:
+            name, calls = pickle.load(requests)
+            if calls is None:
+                results = [_prepare(name, service, functions)]
+            else:
+                results = _results(functions[name], calls, service, limits.timeout_s)
+            if os.getpid() != pid:  # the function forked; a second reply would be taken for the next request's reply
+                os._exit(0)
+            channel.sendall(b"".join(_line(result, service) for result in results))
+
+
+def opened(descriptor: int, parent: int) -> tuple[socket.socket, BinaryIO, Limits]:
+    """Make this process killable with all its descendants, and apply the limits that it receives first.
+
+    Return its connection, the stream of requests, and the limits.
+    """
+    if sys.platform.startswith("linux"):
+        fork_below(parent, descriptor)
+        # Let the OOM killer choose this process first.
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
+            stream.write("900")
+    # A copy of the stderr that the slot keeps separately, made before output is redirected to the pipe.
+    faulthandler.enable(file=os.dup(2))
+    stacks.offer()
+    _print_by_lines()
+    channel = socket.socket(fileno=descriptor)
+    requests = channel.makefile("rb")
+    # Before any user code runs, because memory of imports counts too.
+    limits: Limits = pickle.load(requests)
+    impose(limits)
+    return channel, requests, limits
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """Return the result of a call that raised ``error``."""
+    if isinstance(error, _Late | Rejected):
+        status = "timeout" if isinstance(error, _Late) else "rejected"
+        return {"status": status, "error": str(error)[:MAX_ERROR_CHARS]}
+    failed = {"status": "crashed", "error": user_traceback(error), "kind": type(error).__name__}
+    return failed | ({"exhausted": True} if isinstance(error, MemoryError) else {})
+
+
+def finished(returned: Any) -> Any:
+    """Return a function's result; an ``async`` function's is awaited."""
+    return _event_loop().run_until_complete(returned) if inspect.isawaitable(returned) else returned
+
+
+def _prepare(name: str, service: Service, functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Import the function, outside of any call's deadline."""
+    try:
+        function = functions[name] = service.open(name)
+    except RltrainError as error:
+        return {"status": "crashed", "error": str(error)[:MAX_ERROR_CHARS]}
+    except BaseException as error:  # noqa: BLE001 - the import of a user's library may raise anything
+        return {"status": "crashed", "error": f"cannot import {name}:\n{user_traceback(error)}"}
+    is_async = inspect.iscoroutinefunction(function) or bool(getattr(function, "is_async", False))
+    return {"status": "ok", "value": is_async}
+
+
+def _results(
+    function: Callable[..., Any], calls: Sequence[Sequence[Any]], service: Service, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Run several calls of an ``async`` function or of one that takes lists, or the one call of any other."""
+    takes_lists = getattr(function, "takes_lists", False)
+    try:
+        if takes_lists:
+            returned = finished(function(*calls))
+        elif len(calls) > 1:
+            returned = finished(_together(function, calls, service.late(timeout_s), timeout_s))
+        else:
+            returned = [finished(function(*calls[0]))]
+    except BaseException as error:  # noqa: BLE001 - user code: sys.exit and KeyboardInterrupt must not end the process
+        return [failure(error) | {"broken": len(calls) > 1 and not takes_lists}] * len(calls)
+    return [
+        failure(value) if isinstance(value, BaseException) else {"status": "ok", "value": value} for value in returned
+    ]
+
+
+async def _together(
+    function: Callable[..., Any], calls: Sequence[Sequence[Any]], late_words: str, timeout_s: float
+) -> list[Any]:
+    """Return the results of concurrent calls of an ``async`` function.
+
+    A failed call's result is its exception, and `_Late` after ``timeout_s``.
+    """
+    import asyncio
+
+    async def call(arguments: Sequence[Any]) -> Any:
+        return await function(*arguments)
+
+    tasks = [asyncio.ensure_future(call(arguments)) for arguments in calls]
+    late = set(tasks)
+    # Counted in beats: a call that blocks the loop must not use up the time of the others.
+    for _ in range(math.ceil(timeout_s / _BEAT_S)):
+        _, late = await asyncio.wait(late, timeout=_BEAT_S)
+        if not late:
+            break
+    for task in late:
+        task.cancel()
+    returned = await asyncio.gather(*(task for task in tasks if task not in late), return_exceptions=True)
+    in_time = iter(returned)
+    return [_Late(late_words) if task in late else next(in_time) for task in tasks]
+
+
+@cache
+def _event_loop() -> Any:
+    """Return the one loop for all calls, so that an ``async`` function can keep its connections between calls."""
+    import asyncio
+
+    return asyncio.new_event_loop()
+
+
+def _line(result: dict[str, Any], service: Service) -> bytes:
+    try:
+        line = json.dumps(result).encode() + b"\n"
+        if len(line) <= MAX_RESULT_BYTES:
+            return line
+        what = f"{len(line):,} bytes; {MAX_RESULT_BYTES:,} are taken"
+    except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is looked at
+        what = f"{type(result.get('value')).__name__}, which is not JSON: {error}"
+    return json.dumps(failure(Rejected(f"{service.function} returned {what}"))).encode() + b"\n"
+
+
+def _print_by_lines() -> None:
+    """Redirect stderr to stdout and flush every line, because this process may be killed at any time."""
+    os.dup2(1, 2)
+    style: dict[str, Any] = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+    sys.stdout, sys.stderr = open(1, "w", **style), open(2, "w", **style)  # noqa: SIM115 - for the life of the process
+    # INFO and above, unless the reward file sets up logging itself.
+    logging.lastResort = logging.StreamHandler()
+    logging.getLogger().setLevel(logging.INFO)
+    with suppress(OSError, ValueError, AttributeError):  # libraries in C have a separate buffer
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)

@@ -1,0 +1,85 @@
+"""A separate interpreter for code that may not terminate, and its end with all its descendants."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+
+from rltrain.base.env import slot_environment
+from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, has_ended, kill_tree, remove_folder, send
+from rltrain.runtime.slots.output import Printed
+
+START_TIMEOUT_S = 120.0
+# Time for the reaper to end the remaining processes and itself, in seconds.
+_END_S = 3.0
+_LAST_CHARS = 2000
+# The parent's sys.path, because the command or a plugin may have changed it. -c instead of -m, so that it is set before
+# anything of rltrain is imported.
+_COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {parent})"
+
+
+class ChildProcess:
+    """A process that runs ``main(descriptor, parent)`` of a module, at the other end of ``channel``.
+
+    opening: the first bytes it receives. printed: gets its output. The process has a separate session and ends with the
+    thread that started it.
+    """
+
+    def __init__(self, module: str, opening: bytes, printed: Printed) -> None:
+        self.channel, far_end = socket.socketpair()
+        # Gets the interpreter's first messages and faulthandler's last ones. The child soon redirects its stderr to the
+        # pipe, so that prints do not fill this file.
+        self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._printed, self._folder = printed, tempfile.mkdtemp(prefix="rltrain_programs_")
+        printed.renew()
+        with far_end:
+            code = _COMMAND.format(path=sys.path, module=module, fd=far_end.fileno(), parent=os.getpid())
+            # A new process group, which `kill_tree` can end as a whole.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=printed.writer,
+                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True,
+                env=slot_environment() | {PROGRAMS_FOLDER: self._folder},
+            )  # fmt: skip
+        self.channel.settimeout(START_TIMEOUT_S)
+        with suppress(OSError):  # the reader of the channel learns how the process ended
+            self.channel.sendall(opening)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the reaper above the process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return has_ended(self._process)
+
+    def end(self) -> tuple[str, bool]:
+        """Close the process. Return how it had ended, as the rest of a sentence, and True for SIGKILL or SIGTERM."""
+        in_time = has_ended(self._process, _END_S)
+        self._crash_log.seek(0)
+        last_words = self._crash_log.read(_LAST_CHARS).decode(errors="replace").strip()
+        self.close()
+        code = self._process.returncode
+        if not in_time:
+            return " broke the connection to its process", False
+        number = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
+        how = f"'s process ended with exit code {code}" if code >= 0 else f"'s process was killed by {number}"
+        return how + (f":\n{last_words}" if last_words else ""), code in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def close(self) -> None:
+        """End the process and its descendants now."""
+        if self.channel.fileno() < 0:
+            return
+        self.channel.close()
+        send([self._process.pid], signal.SIGTERM)
+        has_ended(self._process, _END_S)
+        # Before `wait`: once it is waited for, its id may belong to another process.
+        kill_tree(self._process.pid)
+        self._process.wait()
+        remove_folder(self._folder)  # again: the reaper may have been killed before it was done
+        self._printed.drain()  # its last output
+        self._printed.close()
+        self._crash_log.close()

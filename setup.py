@@ -19,7 +19,7 @@ def readme() -> str:
 
 
 def shipped(*patterns: str) -> list[tuple[str, list[str]]]:
-    """Files that messages of an installed package point to (see rltrain.base.env.shipped)."""
+    """Files that messages of an installed package point to (see rltrain.common.env.shipped)."""
     files = [file.relative_to(ROOT) for pattern in patterns for file in sorted(ROOT.glob(pattern))]
     return [(f"share/rltrain/{file.parent}", [str(file)]) for file in files]
 
@@ -48,7 +48,7 @@ setup(
     # which takes the clone for the package in the folder that holds the clone.
     package_dir={"": "."},
     packages=find_packages(include=["rltrain", "rltrain.*"]),
-    package_data={"rltrain": ["py.typed", "base/page.html", "config/verl/keys.tsv"]},
+    package_data={"rltrain": ["py.typed", "run/report/page.html", "config/verl/keys.tsv"]},
     data_files=shipped(
         "docs/*.md",
         "examples/from_python.py",

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.table import finished_row, parse, table, write
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.models.weights.names import Weight
 from rltrain.runtime.slots.limits import descendants
 from rltrain.trainer.ppo import PPOTrainer

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.table import finished_row, parse, table, write
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import Device, get_device
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import Device, get_device
 from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts

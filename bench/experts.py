@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from bench.table import parse, table, write
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import DEVICES, get_device
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import DEVICES, get_device
 from rltrain.config.load import load_config
 from rltrain.config.schema.model import OptimConfig, ShardingConfig
 from rltrain.config.step_passes import make_step_passes

@@ -34,8 +34,8 @@ from bench.scale import FreeScores
 from bench.table import parse, table, write
 from bench.workload import write_prompts
 from bench.zeros import write_zeros
-from rltrain.base.device import Device, get_device
-from rltrain.base.env import devices_here, installed
+from rltrain.common.device import Device, get_device
+from rltrain.common.env import devices_here, installed
 from rltrain.models.attention.packed import attend
 from rltrain.models.attention.packing import pack
 from rltrain.models.head import Scaling, token_log_probs
@@ -346,7 +346,7 @@ def report(options: argparse.Namespace, found: dict[str, tuple[list[Row], str]])
         f"{_count(options)} x {device.name}, {os.cpu_count()} host cores. Qwen2.5 of shape {options.shape}, random "
         f"weights; {options.prompts} prompts of about {options.prompt_tokens} tokens x {options.answers} answers of "
         f"{options.response_tokens}. MFU counts a shared prompt once, and where it says so for every answer; shares "
-        "are of the peaks in rltrain/base/chips.py.",
+        "are of the peaks in rltrain/common/chips.py.",
         table(["stage", "what", "value", "goal"], rows),
     )
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers
 from rltrain.workers.roles import Actor, Rollout
 from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask

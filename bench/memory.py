@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.table import finished_row, parse, table, write
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
 from rltrain.models import forward
 from rltrain.models.attention import packing
 from rltrain.models.head import ReferenceStates, Scaling, TokenLogProbs

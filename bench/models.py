@@ -33,8 +33,8 @@ import transformers
 from torch import nn
 
 from bench.table import parse, table
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError, SyncError
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError, SyncError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PolicyModel, trunk

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 
 from bench.scale import PROMPT_TOKENS, make_trainer, numbers
 from bench.table import finished_row, parse, table, write
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.load import load_config
 from rltrain.runtime.cluster import reserve, start_ray
 from rltrain.runtime.group import WorkerGroup

@@ -26,7 +26,7 @@ from typing import Any
 from bench.step import Steps, run_ours
 from bench.table import ROOT, parse, table, write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
-from rltrain.base.env import worker_environment
+from rltrain.common.env import worker_environment
 
 PHASES = ("generate_sequences", "old_log_prob", "ref", "update_actor")
 PASSES = ("old_log_prob", "ref", "update_actor")

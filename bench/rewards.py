@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import ray
 
 from bench.table import parse, table, write
-from rltrain.base.env import prepare_driver
+from rltrain.common.env import prepare_driver
 from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
 from rltrain.data.rows import read_rows
 from rltrain.rewards.custom import CustomReward

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from bench.floor import Floor
 from bench.table import parse, table, write
-from rltrain.base.device import get_device
-from rltrain.base.seeds import sample_seeds
+from rltrain.common.device import get_device
+from rltrain.common.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.weights.names import Weight
 from rltrain.models.weights.spec import ModelSpec

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.table import finished_row, parse, table, write
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.load import load_config
 from rltrain.data.order import BatchOrder
 from rltrain.runtime.cluster import reserve, start_ray

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.table import parse, table, write
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.shard import sharded_model

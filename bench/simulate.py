@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers import Qwen3Config
 
 from bench.table import ROOT, parse, table, write
-from rltrain.base.chips import find_chip
+from rltrain.common.chips import find_chip
 from rltrain.config.load import load_config
 from rltrain.config.schema.arguments import read_arguments
 from rltrain.run.seconds.assumptions import Assumptions

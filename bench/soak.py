@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.table import parse, table, write
-from rltrain.base.attempt import WITHOUT_A_WORD
-from rltrain.base.errors import DataError
+from rltrain.common.attempt import WITHOUT_A_WORD
+from rltrain.common.errors import DataError
 from rltrain.run.report.table import read_metrics
 from tests.faults.plug import below
 from tests.tiny import save_tiny_model, small_run, write_arithmetic

@@ -30,9 +30,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
 
 from bench.table import finished_row, parse, table, write
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
 from rltrain.data.images import PromptImages, mrope_positions
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, model_numbers

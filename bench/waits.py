@@ -27,7 +27,7 @@ import torch.distributed as dist
 import rltrain.workers.rollout_worker as home
 from bench.table import parse, table, write
 from bench.workload import make
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import chat_encoder

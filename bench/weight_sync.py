@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 from bench.table import parse, table, write
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.names import Weight, huggingface_name, whole_weights

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rltrain.base import commands  # noqa: F401 - so that python -m rltrain.COMMAND is found
+from rltrain import commands  # noqa: F401 - so that python -m rltrain.COMMAND is found
 
 if TYPE_CHECKING:
     from rltrain.agents.functions import tool
     from rltrain.api import RunResult, build, evaluate, train
-    from rltrain.base.errors import RltrainError
+    from rltrain.common.errors import RltrainError
     from rltrain.config.load import load_config
     from rltrain.config.loaded import LoadedConfig
     from rltrain.run.fit import Trainer
@@ -29,7 +29,7 @@ __all__ = [
 # Imported when asked for: a worker, or --help, needs none of it.
 _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api") | {
     "LoadedConfig": "rltrain.config.loaded",
-    "RltrainError": "rltrain.base.errors",
+    "RltrainError": "rltrain.common.errors",
     "Trainer": "rltrain.run.fit",
     "load_config": "rltrain.config.load",
     "read_metrics": "rltrain.run.report.table",

@@ -8,8 +8,8 @@ import pkgutil
 import sys
 
 from rltrain import data_preprocess
-from rltrain.base.commands import COMMANDS, REMOVED
-from rltrain.base.errors import lenient_output
+from rltrain.commands import COMMANDS, REMOVED
+from rltrain.common.errors import lenient_output
 
 # Commands of other programs.
 _MEANT = {name: f"train algorithm.adv_estimator={name}" for name in ("grpo", "gae", "rloo")}

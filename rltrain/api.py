@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain import __version__
-from rltrain.base import logs
-from rltrain.base.errors import DataError, Interrupted, RltrainError
-from rltrain.base.imports import IMPORTING, importing
-from rltrain.base.plugin import save_object
-from rltrain.base.stop import Stop, listen
+from rltrain.common import logs
+from rltrain.common.errors import DataError, Interrupted, RltrainError
+from rltrain.common.imports import IMPORTING, importing
+from rltrain.common.plugin import save_object
+from rltrain.common.stop import Stop, listen
 from rltrain.config.check import check
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig

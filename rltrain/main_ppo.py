@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from rltrain.base.attempt import tell_supervisor
-from rltrain.base.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
-from rltrain.base.program import ESTIMATE_FLAGS
-from rltrain.base.secrets import masked_text
-from rltrain.base.stop import Stop, listen
+from rltrain.common.attempt import tell_supervisor
+from rltrain.common.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
+from rltrain.common.secrets import masked_text
+from rltrain.common.stop import Stop, listen
 from rltrain.config.help import help_text
+from rltrain.run.program import ESTIMATE_FLAGS
 
 # Seconds that Python and packages may take to exit after the run.
 _LEAVE_S = 60

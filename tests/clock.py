@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from rltrain.base.clock import Clock
+from rltrain.common.clock import Clock
 
 T = TypeVar("T")
 # How long to wait for what must come, on a machine with ten other programs. Only a test that fails waits so long.

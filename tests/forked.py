@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from rltrain.base import commands
+from rltrain import commands
 from tests.ranks import preload
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import rltrain
 from rltrain import api
-from rltrain.base.errors import ConfigError, DataError
+from rltrain.common.errors import ConfigError, DataError
 from rltrain.run.watchers.callbacks import Callbacks
 from rltrain.trainer.metrics import Answered
 from tests.config.commands import BASE

@@ -85,7 +85,7 @@ def test_an_added_key_has_help_and_a_bound(extended):
 
 def test_an_added_device_is_one_row(extended):
     code = (
-        "from rltrain.base.device import get_device; print(get_device('tpu').backend, get_device('tpu').ray_resource)"
+        "from rltrain.common.device import get_device; print(get_device('tpu').backend, get_device('tpu').ray_resource)"
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=extended, capture_output=True, text=True)
     assert process.stdout.split() == ["cpu:gloo,tpu:tccl", "TPU"], process.stderr

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rltrain.base.background import PATIENCE_S, Appender, BackgroundJob, heartbeat, running
+from rltrain.common.background import PATIENCE_S, Appender, BackgroundJob, heartbeat, running
 from tests.clock import VirtualClock, eventually
 
 

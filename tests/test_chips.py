@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.base.chips import find_chip
+from rltrain.common.chips import find_chip
 
 
 @pytest.mark.parametrize(

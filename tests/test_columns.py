@@ -1,12 +1,12 @@
-"""Real steps of several algorithms hand over the columns that `rltrain.base.columns.names` lists, and no others."""
+"""Real steps of several algorithms hand over the columns that `rltrain.common.columns.names` lists, and no others."""
 
 import numpy as np
 import pytest
 import torch
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.runtime.samples import Samples
 from tests.local import LocalGroup, local_trainer
 from tests.tiny import small_run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rltrain import commands
 from rltrain.__main__ import _converters, main
-from rltrain.base import commands
 from tests.forked import run_module
 
 ROOT = Path(__file__).parent.parent

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.errors import WorkerError, WorkerLost
+from rltrain.common.errors import WorkerError, WorkerLost
 from rltrain.tools import doctor
 from rltrain.workers.links import LinksWorker
 from tests.ranks import run_on_ranks

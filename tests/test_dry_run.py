@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, DeepseekV2Config
 
-from rltrain.base.env import installed
+from rltrain.common.env import installed
 from rltrain.config.load import load_config
 from rltrain.data import chat
 from rltrain.main_ppo import main

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from rltrain.base.device import threads_per_worker
-from rltrain.base.env import (
+from rltrain.common.device import threads_per_worker
+from rltrain.common.env import (
     cpu_quota,
     driver_environment,
     memory_left,

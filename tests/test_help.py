@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.help import help_text
 from rltrain.config.schema.keys import all_keys, sections
 from rltrain.main_ppo import main

@@ -19,11 +19,11 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Folders and top-level files by floor, from top to bottom. An import stays on its floor or goes down.
 FLOORS = [
-    {"__init__", "__main__", "tools", "run", "api", "main_ppo"},
+    {"__init__", "__main__", "commands", "tools", "run", "api", "main_ppo"},
     {"trainer"},
     {"workers"},
     {"models", "data", "data_preprocess", "agents", "rewards"},
-    {"runtime", "config", "algorithms", "base"},
+    {"runtime", "config", "algorithms", "common"},
 ]
 # Where a heavy package may be imported.
 HOMES = {
@@ -44,7 +44,7 @@ HOMES = {
         "workers/rollout/embedded/",
         "run/preflight/small.py",
     ),
-    "torch_npu": ("base/device.py",),
+    "torch_npu": ("common/device.py",),
     "peft": ("models/weights/lora.py",),
 }
 

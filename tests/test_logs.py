@@ -12,10 +12,10 @@ import pytest
 from rich.text import Text
 
 from rltrain import __main__ as program_of_all
-from rltrain.base import logs
-from rltrain.base.commands import COMMANDS
-from rltrain.base.errors import DataError, command, lenient_output, plain
-from rltrain.base.secrets import masked_text
+from rltrain.commands import COMMANDS
+from rltrain.common import logs
+from rltrain.common.errors import DataError, command, lenient_output, plain
+from rltrain.common.secrets import masked_text
 
 log = logging.getLogger("rltrain.run.fit")
 
@@ -60,7 +60,7 @@ def test_train_log_tells_what_ended_the_run(tmp_path, capsys):
 
 def test_a_worker_has_a_log_with_its_crash(tmp_path):
     code = (
-        "import ctypes, logging, sys, warnings; from rltrain.base import logs; logs.open_worker_log(sys.argv[1], 17);"
+        "import ctypes, logging, sys, warnings; from rltrain.common import logs; logs.open_worker_log(sys.argv[1], 17);"
         "logging.getLogger('rltrain.x').info('hello'); logging.getLogger('other').info('noise'); warnings.warn('odd');"
         "ctypes.string_at(0)"
     )

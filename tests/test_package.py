@@ -11,7 +11,7 @@ import pytest
 from packaging.version import Version
 
 from rltrain import __main__ as cli
-from rltrain.base.commands import COMMANDS
+from rltrain.commands import COMMANDS
 from tests.tiny import small_run
 
 ROOT = Path(__file__).parent.parent
@@ -104,13 +104,13 @@ def test_an_installed_wheel_plans_a_run_away_from_the_checkout(installed, tiny_m
     done = python("-m", "rltrain", "train", *run, "--dry-run", cwd=tmp_path, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1 x 1 = 1 (cpu)" in done.stdout
-    code = "from rltrain.base.env import shipped; print(shipped('docs/rewards.md'), shipped('scripts/ray_start.sh'))"
+    code = "from rltrain.common.env import shipped; print(shipped('docs/rewards.md'), shipped('scripts/ray_start.sh'))"
     done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
     assert [Path(word).is_file() for word in done.stdout.split()] == [True, True], done.stdout
 
 
 def test_messages_name_pages_that_are_there(monkeypatch):
-    from rltrain.base.env import shipped
+    from rltrain.common.env import shipped
 
     assert shipped("docs/rewards.md") == "docs/rewards.md"
     for file in (ROOT / "rltrain").rglob("*.py"):

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from rltrain.base import plugin
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import load_plugin
+from rltrain.common import plugin
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import load_plugin
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.stop import Stop
+from rltrain.common.errors import ConfigError
+from rltrain.common.stop import Stop
 from rltrain.config.check import missing_files
 from rltrain.run.preflight.settings import check_plugins
 from rltrain.run.watchers.callbacks import Callbacks

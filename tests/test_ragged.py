@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 
 
 def make(lengths: list[int]) -> Ragged:

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from rltrain.base.seeds import PURPOSES, sample_seeds, stream, uniforms
+from rltrain.common.seeds import PURPOSES, sample_seeds, stream, uniforms
 
 
 def test_random_numbers_are_a_function_of_seed_and_position():

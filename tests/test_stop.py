@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from rltrain.base.attempt import ATTEMPT
-from rltrain.base.errors import DiskError, Interrupted, WorkerLost
-from rltrain.base.stop import ONE_REQUEST_S, Stop, listen
+from rltrain.common.attempt import ATTEMPT
+from rltrain.common.errors import DiskError, Interrupted, WorkerLost
+from rltrain.common.stop import ONE_REQUEST_S, Stop, listen
 from rltrain.main_ppo import main
 from tests.clock import PATIENCE_S, VirtualClock
 
@@ -160,7 +160,7 @@ def test_the_end_of_the_notice_ends_the_run(stop, clock):
 
 def test_a_clean_up_that_hangs_tells_the_supervisor_why(tmp_path):
     code = (
-        "import signal; from rltrain.base.stop import listen; from tests.clock import hang\n"
+        "import signal; from rltrain.common.stop import listen; from tests.clock import hang\n"
         "with listen() as stop:\n"
         "    stop.notice_s = 0.2\n"
         "    stop.reached(3, 6, 2)\n"

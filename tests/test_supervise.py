@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from rltrain.base.attempt import ATTEMPT
+from rltrain.common.attempt import ATTEMPT
 from rltrain.runtime.launch.supervise import Attempt, crash_loop, stalled
 from tests.clock import PATIENCE_S, eventually
 

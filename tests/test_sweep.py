@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.api import RunResult
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.runtime import cluster
 from rltrain.tools import compare as compare_tool
 from rltrain.tools import sweep

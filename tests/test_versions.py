@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rltrain.base import versions
-from rltrain.base.errors import ConfigError
+from rltrain.common import versions
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema import Config
 from rltrain.run.preflight import settings as preflight
 from rltrain.run.preflight.models import Findings
@@ -135,8 +135,8 @@ def test_docs_tell_the_versions_of_the_sets():
 def test_nodes_of_other_code_or_versions_are_told_apart():
     here = versions.fingerprint()
     assert versions.differences(here, versions.fingerprint()) == ""
-    assert {"python", "torch", "ray", "rltrain/base/versions.py", "rltrain/trainer/ppo.py"} <= here.keys()
-    other = here | {"torch": "1.2.3", "rltrain/base/errors.py": "1", "rltrain/trainer/ppo.py": "2"}
+    assert {"python", "torch", "ray", "rltrain/common/versions.py", "rltrain/trainer/ppo.py"} <= here.keys()
+    other = here | {"torch": "1.2.3", "rltrain/common/errors.py": "1", "rltrain/trainer/ppo.py": "2"}
     differences = versions.differences(here, other)
     assert f"torch 1.2.3, here {here['torch']}" in differences
-    assert differences.endswith("other code: rltrain/base/errors.py, rltrain/trainer/ppo.py")
+    assert differences.endswith("other code: rltrain/common/errors.py, rltrain/trainer/ppo.py")

@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.run.report.view import main, read_samples, shorten
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from rltrain.base.clock import Clock
+from rltrain.common.clock import Clock
 from rltrain.tools.watch import follow, is_over, main, view
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.data.turns.calls import FORMATS
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.seam import Seam

@@ -26,9 +26,9 @@ from rltrain.agents.content import (
     images_in,
     with_texts,
 )
-from rltrain.base.columns import names as c
-from rltrain.base.errors import storable
-from rltrain.base.plugin import user_traceback
+from rltrain.common.columns import names as c
+from rltrain.common.errors import storable
+from rltrain.common.plugin import user_traceback
 
 if TYPE_CHECKING:
     from rltrain.config.schema.rollout import MultiTurnConfig

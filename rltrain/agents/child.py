@@ -23,8 +23,8 @@ from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.loop import lead
 from rltrain.agents.threads import abandoned_s
 from rltrain.agents.toolbox import Session, Toolbox
-from rltrain.base.errors import RltrainError
-from rltrain.base.plugin import user_traceback
+from rltrain.common.errors import RltrainError
+from rltrain.common.plugin import user_traceback
 from rltrain.runtime.slots.child import MAX_ERROR_CHARS, opened
 from rltrain.runtime.slots.service import MAX_RESULT_BYTES
 

@@ -24,8 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rltrain.agents import stand_ins
 from rltrain.agents.calling import called, result
 from rltrain.agents.functions import as_json
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import is_plugin, load_plugin, user_traceback
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import is_plugin, load_plugin, user_traceback
 
 # Objects in creation or created, by name.
 _Makings = dict[str, asyncio.Task[Any]]

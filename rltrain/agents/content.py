@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rltrain.base.errors import DataError
-from rltrain.base.image_files import begins_as_image, data_address
+from rltrain.common.errors import DataError
+from rltrain.common.image_files import begins_as_image, data_address
 
 Part = dict[str, str]
 Content = str | list[Part]

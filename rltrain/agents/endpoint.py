@@ -19,9 +19,9 @@ from functools import cache, partial
 from threading import Lock
 from typing import Any
 
+from rltrain.agents import http
 from rltrain.agents.chat import Address, Broken, Chat, Message, Over, ToolCall, Turn
-from rltrain.base import http
-from rltrain.base.http import Refused, Request, Response
+from rltrain.agents.http import Refused, Request, Response
 
 _OVER = "trajectory_over"
 _MODEL = "policy"

@@ -13,8 +13,8 @@ from typing import Any
 
 from rltrain.agents import stand_ins
 from rltrain.agents.functions import Shown, mark_of, shown
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import is_plugin, load_plugin
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import is_plugin, load_plugin
 
 ENVIRONMENT = "actor_rollout_ref.rollout.multi_turn.environment"
 _HOOKS = frozenset(("reset", "step", "score", "close"))

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any
 
 from rltrain.agents import stand_ins
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import load_module
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import load_module
 
 FUNCTIONS = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
 _MARK = "__rltrain_tool__"

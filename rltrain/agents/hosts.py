@@ -12,7 +12,7 @@ from weakref import finalize
 from rltrain.agents.chat import Start, Terms, Turn
 from rltrain.agents.host import Held, Host, News
 from rltrain.agents.toolbox import Places
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.runtime.slots.limits import Limits
 
 

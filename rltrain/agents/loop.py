@@ -10,7 +10,7 @@ from rltrain.agents.calling import called
 from rltrain.agents.chat import Chat, Over, Start, Terms, Turn, within
 from rltrain.agents.endpoint import ended_by_endpoint
 from rltrain.agents.toolbox import Session
-from rltrain.base.plugin import load_plugin
+from rltrain.common.plugin import load_plugin
 
 _AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 

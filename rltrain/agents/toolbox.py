@@ -20,9 +20,9 @@ from rltrain.agents.calling import called, fitting, result
 from rltrain.agents.configured import TOOL_CONFIG, Opened, configured_tools
 from rltrain.agents.environments import ENVIRONMENT, class_of, methods_of
 from rltrain.agents.functions import FUNCTIONS, tools_of
-from rltrain.base.env import shipped
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import user_traceback
+from rltrain.common.env import shipped
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import user_traceback
 from rltrain.runtime.slots.program import asks_for_programs, check_isolation
 
 if TYPE_CHECKING:

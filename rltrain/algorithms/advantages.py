@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rltrain.algorithms.groups import STD_EPSILON, Groups
 from rltrain.algorithms.normalisation import whiten
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.plugin import is_plugin, load_plugin
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.plugin import is_plugin, load_plugin
 from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.config.schema.declarations import ESTIMATOR_KEY, EstimatorTraits, declared
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
 
 AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

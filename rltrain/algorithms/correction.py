@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rltrain.algorithms.kl import binary_kl
 from rltrain.algorithms.moments import Moments
-from rltrain.base.columns import names as c
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import RejectionRule, RolloutCorrectionConfig
 
 # verl's bound on log w. exp(20) exceeds any useful threshold, and its square is finite in float32.

@@ -15,8 +15,8 @@ from torch import Tensor
 from rltrain.algorithms.aggregation import Denominators, token_weights
 from rltrain.algorithms.distillation import TeacherLoss
 from rltrain.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import TOKEN_MEAN
 

@@ -29,7 +29,7 @@ from rltrain.algorithms.surrogate import (
     ppo,
     statistics_of,
 )
-from rltrain.base.plugin import is_plugin, load_plugin
+from rltrain.common.plugin import is_plugin, load_plugin
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import LOSS_KEY
 

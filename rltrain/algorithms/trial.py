@@ -14,8 +14,8 @@ import torch
 
 from rltrain.algorithms.advantages import OutcomeInputs, TokenInputs, find_estimator
 from rltrain.algorithms.policy_losses import PolicyLoss, PolicyLossInputs, find_policy_loss
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.plugin import is_plugin
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.plugin import is_plugin
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.algorithm import AlgorithmConfig
 

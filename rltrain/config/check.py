@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import is_plugin, plugin_file
-from rltrain.base.storage import converter_hint, matching
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import is_plugin, plugin_file
+from rltrain.common.storage import converter_hint, matching
 from rltrain.config.agents import several_turns
 from rltrain.config.budgets import budget_problems
 from rltrain.config.distillation_rules import distillation_problems

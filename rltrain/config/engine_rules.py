@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rltrain.base.plugin import is_plugin
+from rltrain.common.plugin import is_plugin
 from rltrain.config.agents import LOOPS_KEY, NAMES, SINGLE_TURN, several_turns, who_answers
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text

@@ -9,7 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import Key, all_keys, nearest, sections

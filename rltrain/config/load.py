@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
-from rltrain.base.env import devices_here, engine_here, nodes_here
-from rltrain.base.errors import ConfigError
-from rltrain.base.secrets import MASK, is_secret, masked, masked_text
+from rltrain.common.env import devices_here, engine_here, nodes_here
+from rltrain.common.errors import ConfigError
+from rltrain.common.secrets import MASK, is_secret, masked, masked_text
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.reader import Reader
 from rltrain.config.schema import Config

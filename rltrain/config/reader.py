@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.logs import count
-from rltrain.base.plugin import is_plugin
+from rltrain.common.errors import ConfigError
+from rltrain.common.logs import count
+from rltrain.common.plugin import is_plugin
 from rltrain.config.budgets import share_of_rank
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_off

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.config.schema import Config
 from rltrain.data.images import (
     EncodedPrompt,

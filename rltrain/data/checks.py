@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rltrain.base.errors import DataError, short
+from rltrain.common.errors import DataError, short
 
 # Column of videos, as in verl's files.
 VIDEOS = "videos"

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.plugin import load_plugin, user_traceback
+from rltrain.common.errors import ConfigError, DataError
+from rltrain.common.plugin import load_plugin, user_traceback
 from rltrain.config.check import as_list
 from rltrain.config.schema import DataConfig
 from rltrain.data.images import open_image

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from rltrain.base.errors import DataError, first_line, host_error, short
-from rltrain.base.storage import bounded_lines, matching
+from rltrain.common.errors import DataError, first_line, host_error, short
+from rltrain.common.storage import bounded_lines, matching
 
 _HEAD_BYTES = 512
 # A compressed file may become this large in memory, or this many times its size; the same of one line.

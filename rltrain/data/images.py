@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.base.errors import DataError
-from rltrain.base.image_files import begins_as_image, file_bytes, reading
+from rltrain.common.errors import DataError
+from rltrain.common.image_files import begins_as_image, file_bytes, reading
 from rltrain.config.schema.families import FAMILIES, Family, family
 
 # Slot of an image in the text of a row, as in verl's files.

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import DataError, host_error
+from rltrain.common.errors import DataError, host_error
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None) -> Any:

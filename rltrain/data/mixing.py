@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.seeds import GOLDEN, stream
+from rltrain.common.errors import ConfigError
+from rltrain.common.seeds import GOLDEN, stream
 from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rltrain.base.errors import DataError
-from rltrain.base.seeds import order_stream
+from rltrain.common.errors import DataError
+from rltrain.common.seeds import order_stream
 
 
 class BatchOrder:

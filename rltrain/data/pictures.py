@@ -27,8 +27,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.base.errors import DataError, host_error
-from rltrain.base.image_files import file_bytes, image_entry
+from rltrain.common.errors import DataError, host_error
+from rltrain.common.image_files import file_bytes, image_entry
 from rltrain.data.images import LEAST_PIXELS, MOST_ROW_PIXELS, measured
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from itertools import islice
 
 import numpy as np
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import DataError
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt, has_slot, one_each, with_parts
 from rltrain.data.pictures import Pictures

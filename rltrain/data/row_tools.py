@@ -8,8 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rltrain.agents.toolbox import toolbox_of
-from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.plugin import load_plugin
+from rltrain.common.errors import ConfigError, DataError
+from rltrain.common.plugin import load_plugin
 from rltrain.config.agents import AGENT_KEY, ENVIRONMENT, LOOPS_KEY, SINGLE_TURN, TOOLS, several_turns, who_answers
 from rltrain.config.schema import Config
 

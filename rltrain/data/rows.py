@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.config.schema import DataConfig
 from rltrain.data.checks import Keys, row_problem
 from rltrain.data.files import files_of

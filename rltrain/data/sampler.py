@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import load_plugin, user_traceback
-from rltrain.base.seeds import stream
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import load_plugin, user_traceback
+from rltrain.common.seeds import stream
 from rltrain.config.schema import DataConfig
 from rltrain.data.custom import EpochSampler, is_verls
 from rltrain.data.order import BatchOrder

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rltrain.base.errors import DataError, RltrainError, first_line, host_error
-from rltrain.base.seeds import stream
-from rltrain.base.storage import patiently
+from rltrain.common.errors import DataError, RltrainError, first_line, host_error
+from rltrain.common.seeds import stream
+from rltrain.common.storage import patiently
 from rltrain.data.checks import VIDEOS, Keys, check_columns, check_schema
 from rltrain.data.files import MAX_EXPANSION, MAX_FILE_BYTES, kind_of, records
 from rltrain.data.pictures import PictureFile, PictureTable

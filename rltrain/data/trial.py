@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from rltrain.base.clock import SYSTEM, Clock
+from rltrain.common.clock import SYSTEM, Clock
 
 # Limit for the trial. A real model's template writes hundreds of conversations within a tenth of a second.
 CPU_S = 10

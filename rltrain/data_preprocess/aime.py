@@ -7,7 +7,7 @@ repeats them. A problem of another year than --dataset is an error, if its year,
 import re
 import sys
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.common import At, Drop, Row, converter, row, texts
 from rltrain.data_preprocess.dapo_math_17k import verl_row
 from rltrain.data_preprocess.sources import Hub, Record

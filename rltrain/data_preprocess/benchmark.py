@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.common import At, Row, row, stored_images, with_slots
 from rltrain.data_preprocess.sources import Record
 from rltrain.rewards.grading.choices import LETTERS, listed_choices

@@ -7,7 +7,7 @@ be used; the text between them stays unchanged. The ground truth is the list of 
 import re
 import sys
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.common import At, Drop, Row, converter, kept, row, texts
 from rltrain.data_preprocess.sources import Hub, Record
 

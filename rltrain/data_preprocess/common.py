@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.base.errors import DataError, RltrainError, first_line, lenient_output, short
-from rltrain.base.image_files import file_bytes
-from rltrain.base.storage import replacing
+from rltrain.common.errors import DataError, RltrainError, first_line, lenient_output, short
+from rltrain.common.image_files import file_bytes
+from rltrain.common.storage import replacing
 from rltrain.data.images import measured
 from rltrain.data.pictures import entries
 from rltrain.data.rows import read_rows

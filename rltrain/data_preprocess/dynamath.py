@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.benchmark import BOXED_LETTER, BY_RULE_FOR_JUDGE, benchmark_row, choices_within, wordings
 from rltrain.data_preprocess.common import BOXED, At, Part, Row, arguments, convert_records, kept, run, texts
 from rltrain.data_preprocess.sources import Hub, Record

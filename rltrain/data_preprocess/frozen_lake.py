@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from rltrain.agents.ready.frozen_lake import ACTIONS, FrozenLake
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.common import Row, Splits, arguments, at_least, row, run
 
 DATA_SOURCE = "rltrain/frozen_lake"

@@ -8,7 +8,7 @@ import argparse
 import sys
 from typing import Any
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.common import At, Row, converter, row, texts
 from rltrain.data_preprocess.sources import Hub, Record
 

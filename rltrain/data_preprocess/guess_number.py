@@ -8,7 +8,7 @@ import argparse
 import random
 import sys
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.common import Row, Splits, arguments, at_least, row, run
 
 DATA_SOURCE = "rltrain/guess_number"

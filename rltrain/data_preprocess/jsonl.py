@@ -5,7 +5,7 @@ import sys
 from functools import reduce
 from typing import Any
 
-from rltrain.base.errors import DataError, short
+from rltrain.common.errors import DataError, short
 from rltrain.data_preprocess.common import At, Drop, Row, converter, row, stored_images, with_slots
 from rltrain.data_preprocess.messages import messages_of
 from rltrain.data_preprocess.sources import Hub, Record

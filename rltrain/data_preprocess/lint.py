@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rltrain.base.errors import DataError, RewardError, command
+from rltrain.common.errors import DataError, RewardError, command
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.rows import PromptRow, Rows, scan_rows
 from rltrain.data_preprocess.common import IMAGE_SLOT, at_least

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rltrain.base.errors import DataError, short
+from rltrain.common.errors import DataError, short
 
 # Names of ShareGPT, LLaMA-Factory, OpenAI and others.
 _ROLES = {

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.benchmark import BOXED_LETTER, benchmark_row, wordings
 from rltrain.data_preprocess.common import At, Row, converter, texts
 from rltrain.data_preprocess.sources import Hub, Record

@@ -10,7 +10,7 @@ from typing import Any
 if __name__ == "__main__":  # as a program, this folder, which has a reasoning_gym.py, comes first on the path
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.common import Row, Splits, arguments, at_least, row, run
 from rltrain.data_preprocess.gsm8k import DATA_SOURCE as GSM8K
 from rltrain.data_preprocess.gsm8k import INSTRUCTION as GSM8K_INSTRUCTION

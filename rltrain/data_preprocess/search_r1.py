@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.common import At, Drop, Row, converter, row, texts
 from rltrain.data_preprocess.sources import Hub, Record
 

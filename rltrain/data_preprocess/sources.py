@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rltrain.base.errors import DataError
-from rltrain.base.storage import matching
+from rltrain.common.errors import DataError
+from rltrain.common.storage import matching
 from rltrain.data.checks import check_names
 from rltrain.data.files import kind_of, records
 from rltrain.data.tables import unreadable

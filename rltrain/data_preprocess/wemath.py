@@ -8,7 +8,7 @@ image_path, knowledge concept.
 import re
 import sys
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data_preprocess.benchmark import BOXED_LETTER, benchmark_row, choices_within, wordings
 from rltrain.data_preprocess.common import At, Row, converter, texts
 from rltrain.data_preprocess.sources import Hub, Record

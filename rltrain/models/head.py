@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from rltrain.algorithms.distillation import Divergence, ReverseKL
-from rltrain.base.device import device_of
+from rltrain.common.device import device_of
 from rltrain.config.schema.families import family
 
 REVERSE_KL = ReverseKL()

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rltrain.base.device import Device, torch_npu
-from rltrain.base.errors import ConfigError
+from rltrain.common.device import Device, torch_npu
+from rltrain.common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 _ROTARY = "apply_rotary_pos_emb"

@@ -21,8 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.logs import count
+from rltrain.common.errors import ConfigError
+from rltrain.common.logs import count
 from rltrain.config.schema.conditions import is_off
 from rltrain.config.schema.families import family
 from rltrain.models.attention.recurrent import adopt

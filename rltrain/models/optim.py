@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rltrain.base.device import Device
+from rltrain.common.device import Device
 from rltrain.config.schema.model import OptimConfig
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)

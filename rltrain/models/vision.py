@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rltrain.base.device import send
+from rltrain.common.device import send
 from rltrain.models.attention.packed_images import PackedImages
 
 _KINDS = ("image", "video", "vision", "audio", "boi", "eoi")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import load_plugin
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import load_plugin
 from rltrain.runtime.slots.child import finished
 
 if TYPE_CHECKING:

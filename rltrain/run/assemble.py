@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import ConfigError, RltrainError
-from rltrain.base.logs import count
-from rltrain.base.plugin import is_plugin, user_traceback
+from rltrain.common.errors import ConfigError, RltrainError
+from rltrain.common.logs import count
+from rltrain.common.plugin import is_plugin, user_traceback
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import EPOCH
 from rltrain.data.custom import EpochSampler

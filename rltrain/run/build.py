@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rltrain.base import logs
-from rltrain.base.attempt import tell_supervisor
-from rltrain.base.errors import ConfigError
-from rltrain.base.stop import Stop
+from rltrain.common import logs
+from rltrain.common.attempt import tell_supervisor
+from rltrain.common.errors import ConfigError
+from rltrain.common.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.run.assemble import sampler_of

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.storage import patiently
+from rltrain.common.errors import ConfigError
+from rltrain.common.storage import patiently
 from rltrain.config.load import to_dict, to_yaml
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rltrain.base.errors import RltrainError, short
-from rltrain.base.logs import count
-from rltrain.base.storage import matching
+from rltrain.common.errors import RltrainError, short
+from rltrain.common.logs import count
+from rltrain.common.storage import matching
 from rltrain.config.check import as_list
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config

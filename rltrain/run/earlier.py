@@ -16,7 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from rltrain.base.storage import disk_errors, lines_of, patiently
+from rltrain.common.storage import disk_errors, lines_of, patiently
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder

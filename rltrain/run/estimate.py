@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from rltrain.base.chips import CHIPS, Chip, find_chip
-from rltrain.base.device import Device, get_device
-from rltrain.base.errors import ConfigError, RltrainError, short
-from rltrain.base.logs import count
+from rltrain.common.chips import CHIPS, Chip, find_chip
+from rltrain.common.device import Device, get_device
+from rltrain.common.errors import ConfigError, RltrainError, short
+from rltrain.common.logs import count
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import AgentError, ConfigError, DiskError, JudgeError, RewardError, StorageError, WorkerLost
-from rltrain.base.stop import StepLeft, Stop, listen
+from rltrain.common.errors import AgentError, ConfigError, DiskError, JudgeError, RewardError, StorageError, WorkerLost
+from rltrain.common.stop import StepLeft, Stop, listen
 from rltrain.config.schema import Config
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.saver import Saver

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema import Config
 from rltrain.config.schema.algorithm import FILTER_METRICS
 from rltrain.data.row_tools import RowTools

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rltrain.base import logs
-from rltrain.base.errors import DataError
+from rltrain.common import logs
+from rltrain.common.errors import DataError
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import custom_rows

@@ -12,10 +12,10 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from rltrain.base import logs
-from rltrain.base.device import Device, get_device, threads_per_worker
-from rltrain.base.env import worker_environment
-from rltrain.base.stop import Stop
+from rltrain.common import logs
+from rltrain.common.device import Device, get_device, threads_per_worker
+from rltrain.common.env import worker_environment
+from rltrain.common.stop import Stop
 from rltrain.config.agents import needs_rows
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config

@@ -25,11 +25,11 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from rltrain.base.clock import SYSTEM
-from rltrain.base.device import Device
-from rltrain.base.env import first_set, prepare_driver, ray_address, shipped, use_token
-from rltrain.base.errors import ConfigError, NodesMissing, WorkerLost, first_line
-from rltrain.base.logs import count
+from rltrain.common.clock import SYSTEM
+from rltrain.common.device import Device
+from rltrain.common.env import first_set, prepare_driver, ray_address, shipped, use_token
+from rltrain.common.errors import ConfigError, NodesMissing, WorkerLost, first_line
+from rltrain.common.logs import count
 from rltrain.config.schema import Config
 from rltrain.runtime import lifeline
 from rltrain.runtime.launch.files import own_token

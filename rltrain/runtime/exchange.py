@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.base.errors import WorkerLost
+from rltrain.common.errors import WorkerLost
 
 
 def gather_json(value: Any, group: Any = None) -> list[Any]:

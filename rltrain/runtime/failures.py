@@ -14,8 +14,8 @@ from typing import Any
 
 import ray
 
-from rltrain.base.env import shipped
-from rltrain.base.errors import AGAIN, RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
+from rltrain.common.env import shipped
+from rltrain.common.errors import AGAIN, RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
 from rltrain.runtime.cluster import lost_node, ray_logs
 from rltrain.runtime.lifeline import lost as ray_lost
 

@@ -22,10 +22,10 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.device import Device
-from rltrain.base.env import driver_environment, worker_environment
-from rltrain.base.errors import AGAIN, RltrainError, WorkerLost
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.device import Device
+from rltrain.common.env import driver_environment, worker_environment
+from rltrain.common.errors import AGAIN, RltrainError, WorkerLost
 from rltrain.runtime import lifeline
 from rltrain.runtime.calls import Call, Polls, Stream, bind
 from rltrain.runtime.cluster import lost_node

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rltrain.base.background import BackgroundJob
+from rltrain.common.background import BackgroundJob
 
 # Time that storage may take to write the stacks.
 _WRITE_S = 10.0

@@ -23,11 +23,11 @@ import ray
 import torch
 import torch.distributed as dist
 
-from rltrain.base.device import COLLECTIVE_TIMEOUT, load_backend
-from rltrain.base.env import SESSION, adopt, see_own_device, use_interface
-from rltrain.base.errors import AGAIN, WorkerLost
-from rltrain.base.imports import importing
-from rltrain.base.logs import open_worker_log
+from rltrain.common.device import COLLECTIVE_TIMEOUT, load_backend
+from rltrain.common.env import SESSION, adopt, see_own_device, use_interface
+from rltrain.common.errors import AGAIN, WorkerLost
+from rltrain.common.imports import importing
+from rltrain.common.logs import open_worker_log
 from rltrain.runtime.calls import Call
 from rltrain.runtime.exchange import sign_objects
 from rltrain.runtime.parcels import cut_parcels

@@ -30,9 +30,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rltrain.base.attempt import tell_supervisor
-from rltrain.base.background import BackgroundJob, running
-from rltrain.base.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
+from rltrain.common.attempt import tell_supervisor
+from rltrain.common.background import BackgroundJob, running
+from rltrain.common.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
 from rltrain.runtime import sweep as sweep_module
 from rltrain.runtime.hang import Deadlines
 from rltrain.runtime.stacks import stacks_here

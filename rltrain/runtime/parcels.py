@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.runtime.calls import Call
 from rltrain.runtime.samples import Request, StoredRows, driver_bytes, pick
 

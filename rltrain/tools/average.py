@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rltrain.base.errors import ConfigError, command
+from rltrain.common.errors import ConfigError, command
 
 if TYPE_CHECKING:
     from rltrain.tools.averager import Averager

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rltrain import __version__
-from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.common.errors import CheckpointError, ConfigError
 from rltrain.models.files.folder import AVERAGE
 from rltrain.models.files.hashed import Digests
 from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rltrain.base.errors import CheckpointError, ConfigError, command, plain
-from rltrain.base.storage import run_folder
+from rltrain.common.errors import CheckpointError, ConfigError, command, plain
+from rltrain.common.storage import run_folder
 from rltrain.config.load import load_config
 from rltrain.models.files.folder import new_folder
 from rltrain.models.files.verl import shard_files

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from rltrain.base.errors import DataError, command
-from rltrain.base.logs import TRAIN_LOG
-from rltrain.base.secrets import MASK, is_secret, masked_text
-from rltrain.base.storage import read_json
+from rltrain.common.errors import DataError, command
+from rltrain.common.logs import TRAIN_LOG
+from rltrain.common.secrets import MASK, is_secret, masked_text
+from rltrain.common.storage import read_json
 
 # Patterns in the run folder, the most useful first, because the archive has a size limit. Only the newest samples.
 _WANTED = (

@@ -22,13 +22,13 @@ import numpy as np
 import pandas as pd
 from yaml import YAMLError, safe_load
 
-from rltrain.base.charts import Line, Section, Table, line_chart, save_page
-from rltrain.base.errors import DataError, RltrainError, command, short
-from rltrain.base.logs import count
-from rltrain.base.storage import patiently, read_json, write_json
+from rltrain.common.errors import DataError, RltrainError, command, short
+from rltrain.common.logs import count
+from rltrain.common.storage import patiently, read_json, write_json
 from rltrain.config.load import load_config
 from rltrain.config.notes import unused_keys
 from rltrain.config.verl.keys import leaves_of
+from rltrain.run.report.charts import Line, Section, Table, line_chart, save_page
 from rltrain.run.report.table import read_metrics
 from rltrain.tools.evaluate.report import console_of, write_table
 

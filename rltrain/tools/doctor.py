@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from rltrain.base import logs
-from rltrain.base.device import get_device, threads_per_worker
-from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
-from rltrain.base.program import explained
-from rltrain.base.stop import Stop
+from rltrain.common import logs
+from rltrain.common.device import get_device, threads_per_worker
+from rltrain.common.errors import ConfigError, WorkerError, WorkerLost
+from rltrain.common.stop import Stop
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
 from rltrain.run.preflight.health import Check, look_at_nodes, try_collectives
+from rltrain.run.program import explained
 from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import cluster_address, free, num_nodes, reserve, start_ray
 from rltrain.runtime.group import WorkerGroup

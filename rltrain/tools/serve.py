@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import distributions
 
-from rltrain.base.env import first_set, installed
-from rltrain.base.errors import CheckpointError, ConfigError, command
+from rltrain.common.env import first_set, installed
+from rltrain.common.errors import CheckpointError, ConfigError, command
 from rltrain.config.schema.arguments import read_arguments, required
 from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.fields import key
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"--engine {arguments.engine} was removed: {_REMOVED['--engine']}.")
     settings = read_settings(arguments.words)
     # Imported here so that --help does not wait for torch.
-    from rltrain.base.device import get_device
+    from rltrain.common.device import get_device
     from rltrain.run.checkpoints.model_folder import find_model
 
     found = find_model(settings.model, "model")

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import sys
 
-from rltrain.base.program import explained
 from rltrain.main_ppo import dry_run
 from rltrain.main_ppo import main as guarded
+from rltrain.run.program import explained
 
 
 def main(argv: list[str] | None = None) -> int:

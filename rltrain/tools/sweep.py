@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.api import look_over, train
-from rltrain.base import logs
-from rltrain.base.errors import ConfigError, Interrupted, RltrainError, first_line, system_error
-from rltrain.base.program import explained
-from rltrain.base.stop import Stop
-from rltrain.base.storage import read_json, write_json
+from rltrain.common import logs
+from rltrain.common.errors import ConfigError, Interrupted, RltrainError, first_line, system_error
+from rltrain.common.stop import Stop
+from rltrain.common.storage import read_json, write_json
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
 from rltrain.models.files.digest import digest_of_files, digest_of_model, digests_of_values
+from rltrain.run.program import explained
 
 _USAGE = """usage: python -m rltrain.sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
 

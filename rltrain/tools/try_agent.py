@@ -30,9 +30,9 @@ from rltrain.agents.environments import ENVIRONMENT
 from rltrain.agents.functions import FUNCTIONS
 from rltrain.agents.loop import lead
 from rltrain.agents.toolbox import Session, Toolbox, toolbox_of
-from rltrain.base.device import get_device, resolve_dtype
-from rltrain.base.errors import DataError, RltrainError, command, plain
-from rltrain.base.plugin import is_plugin, load_plugin, user_traceback
+from rltrain.common.device import get_device, resolve_dtype
+from rltrain.common.errors import DataError, RltrainError, command, plain
+from rltrain.common.plugin import is_plugin, load_plugin, user_traceback
 from rltrain.config.agents import AGENT_KEY, SINGLE_TURN
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config

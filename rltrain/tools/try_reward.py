@@ -23,9 +23,9 @@ from omegaconf import OmegaConf
 from rich.table import Table
 from rich.text import Text
 
-from rltrain.base.errors import ConfigError, RewardError, command
-from rltrain.base.logs import PlainConsole
-from rltrain.base.plugin import user_traceback
+from rltrain.common.errors import ConfigError, RewardError, command
+from rltrain.common.logs import PlainConsole
+from rltrain.common.plugin import user_traceback
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.data.rows import Rows, read_rows

@@ -21,10 +21,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import ConfigError, command, plain
-from rltrain.base.logs import console
-from rltrain.base.storage import json_lines, lines_of, read_json, run_folder
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import ConfigError, command, plain
+from rltrain.common.logs import console
+from rltrain.common.storage import json_lines, lines_of, read_json, run_folder
 from rltrain.run.report.console import seconds_left, shown, validation_lines
 from rltrain.run.report.details import DETAILS
 from rltrain.run.report.page import warnings_of

@@ -18,8 +18,8 @@ from rltrain.algorithms.advantages import OutcomeInputs, TurnInputs, find_estima
 from rltrain.algorithms.groups import SCORE_ROUNDING
 from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
 from rltrain.algorithms.normalisation import normalise, shaped_reward
-from rltrain.base.columns import names as c
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.runtime.samples import Samples

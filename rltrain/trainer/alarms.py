@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.base.errors import NonFiniteError, RewardError, SyncError
-from rltrain.base.logs import count
+from rltrain.common.errors import NonFiniteError, RewardError, SyncError
+from rltrain.common.logs import count
 from rltrain.config.notes import compares_nothing
 from rltrain.config.schema import Config
 from rltrain.trainer.metrics import Metrics

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.algorithms.groups import SCORE_ROUNDING
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.schema import Config
 from rltrain.data.sampler import Sampler
 from rltrain.runtime.samples import Samples

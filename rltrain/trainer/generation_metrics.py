@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.metrics import Metrics
 from rltrain.workers.results import WAIT, GenerationNumbers

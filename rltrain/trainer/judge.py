@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.runtime.calls import bind
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.samples import Samples, whole

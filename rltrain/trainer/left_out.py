@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import AgentBug, AgentError
+from rltrain.common.columns import names as c
+from rltrain.common.errors import AgentBug, AgentError
 from rltrain.runtime.samples import Samples
 
 log = logging.getLogger(__name__)

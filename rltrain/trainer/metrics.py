@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.algorithms.moments import Moments
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.passes import UPDATES, step_phases
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.timing import Span

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.base.columns import names as c
-from rltrain.base.seeds import stream
+from rltrain.common.columns import names as c
+from rltrain.common.seeds import stream
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.plan import Plan

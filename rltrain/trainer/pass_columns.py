@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.step_passes import StepPasses
 
 

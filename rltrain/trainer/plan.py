@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.base.env import cpu_quota
-from rltrain.base.errors import ConfigError
+from rltrain.common.env import cpu_quota
+from rltrain.common.errors import ConfigError
 from rltrain.config.budgets import PassBudget, budgets, ranks_per_sequence
 from rltrain.config.check import uneven
 from rltrain.config.passes import PASSES, ROLES, Role

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.moments import Moments, join
-from rltrain.base.columns import names as c
-from rltrain.base.seeds import stream
+from rltrain.common.columns import names as c
+from rltrain.common.seeds import stream
 from rltrain.config.agents import several_turns
 from rltrain.config.passes import PASSES, UPDATES
 from rltrain.config.schema import Config

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import RewardError
+from rltrain.common.columns import names as c
+from rltrain.common.errors import RewardError
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.data.rows import Rows

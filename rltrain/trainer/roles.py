@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rltrain.algorithms.moments import Moments, join
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.runtime.calls import Call, Stream, bind
 from rltrain.runtime.group import WorkerGroup

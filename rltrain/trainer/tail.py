@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.schema import Config
 from rltrain.runtime.samples import Request, Samples
 from rltrain.trainer.balance import Ids

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.stop import Stop
+from rltrain.common.columns import names as c
+from rltrain.common.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.rewards.scorers.registry import summary_of

@@ -21,10 +21,10 @@ from rltrain.algorithms.kl import kl_per_token
 from rltrain.algorithms.losses import LossShare, Measured, actor_loss
 from rltrain.algorithms.moments import Moments, join
 from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import resolve_dtype
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import resolve_dtype
 from rltrain.config.passes import updates_of
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses

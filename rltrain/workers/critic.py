@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
 from rltrain.config.passes import updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import TOKEN_MEAN

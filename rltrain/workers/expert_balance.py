@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.expert_balance import balance_weights, bias_steps, load_of
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import Device
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import Device
 from rltrain.config.step_passes import StepPasses
 from rltrain.models.forward import PolicyModel
 from rltrain.models.routing import correction_biases, unseen

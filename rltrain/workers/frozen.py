@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rltrain.algorithms.distillation import Divergence
 from rltrain.algorithms.moments import Moments
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import Device
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import Device
 from rltrain.config.passes import PASSES, Role, passes_of, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses, rests_on_host

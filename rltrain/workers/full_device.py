@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from rltrain.base.errors import WorkerLost
+from rltrain.common.errors import WorkerLost
 from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema import Config
 from rltrain.workers.residency import Residency

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import EXTERNAL_LIB, import_libraries
-from rltrain.base.versions import check_node
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import EXTERNAL_LIB, import_libraries
+from rltrain.common.versions import check_node
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.rollout import RolloutConfig

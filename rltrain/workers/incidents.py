@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.data.images import PromptImages
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.shard import reshard

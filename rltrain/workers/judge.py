@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.errors import ConfigError, DataError, storable
-from rltrain.base.seeds import name_seed
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.errors import ConfigError, DataError, storable
+from rltrain.common.seeds import name_seed
 from rltrain.config.budgets import judge_lengths
 from rltrain.config.passes import JUDGE_PHASE
 from rltrain.config.schema import Config

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain.base.device import get_device
-from rltrain.base.errors import WorkerError
+from rltrain.common.device import get_device
+from rltrain.common.errors import WorkerError
 from rltrain.models.weights.names import all_gather
 from rltrain.workers.results import Array
 from rltrain.workers.roles import Links

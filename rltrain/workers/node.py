@@ -20,11 +20,11 @@ from pathlib import Path
 
 import xxhash
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.device import get_device
-from rltrain.base.errors import RltrainError
-from rltrain.base.storage import patiently
-from rltrain.base.versions import fingerprint
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.device import get_device
+from rltrain.common.errors import RltrainError
+from rltrain.common.storage import patiently
+from rltrain.common.versions import fingerprint
 from rltrain.models.files.source import model_problem
 
 # Seconds to wait for a file from another node: caches may show it late, as with NFS.

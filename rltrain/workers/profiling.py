@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.device import Device
-from rltrain.base.storage import disk_errors
+from rltrain.common.device import Device
+from rltrain.common.storage import disk_errors
 from rltrain.workers.roles import Profiled
 
 # Number of rows in a table, longest kernels first.

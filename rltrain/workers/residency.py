@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rltrain.base.device import Device, host_memory
+from rltrain.common.device import Device, host_memory
 from rltrain.config.passes import UPDATES, Role
 from rltrain.models.weights.shard import reshard
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.errors import ConfigError, DataError, NonFiniteError
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.errors import ConfigError, DataError, NonFiniteError
 from rltrain.config.budgets import budgets
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses

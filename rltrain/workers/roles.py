@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rltrain.base.columns.batch import Batch
+from rltrain.common.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.rewards.judge.reply import Reply
 from rltrain.workers.results import Array, GenerationNumbers, JudgeNumbers, PassNumbers, UpdateNumbers

@@ -20,11 +20,11 @@ from torch import Tensor
 from rltrain.agents.chat import Terms
 from rltrain.agents.hosts import Hosts
 from rltrain.agents.toolbox import Places
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.device import Device, resolve_dtype
-from rltrain.base.errors import ConfigError, NonFiniteError
-from rltrain.base.seeds import sample_seeds
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.device import Device, resolve_dtype
+from rltrain.common.errors import ConfigError, NonFiniteError
+from rltrain.common.seeds import sample_seeds
 from rltrain.config.agents import several_turns
 from rltrain.config.budgets import longest_text
 from rltrain.config.schema import Config

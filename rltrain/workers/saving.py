@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from rltrain.base.device import DEVICES, Device, host_memory
-from rltrain.base.env import memory_left
-from rltrain.base.errors import unwritten
+from rltrain.common.device import DEVICES, Device, host_memory
+from rltrain.common.env import memory_left
+from rltrain.common.errors import unwritten
 from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale

@@ -17,10 +17,10 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.entropy import ENTROPY_ROUNDING, certainty
 from rltrain.algorithms.policy_losses import BatchMeans, PolicyLossEntry, PolicyLossInputs, Selection
 from rltrain.algorithms.surrogate import GroupWeights
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.seeds import sample_seeds, uniforms
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.seeds import sample_seeds, uniforms
 from rltrain.config.schema import ActorConfig
 
 

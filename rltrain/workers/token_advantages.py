@@ -9,9 +9,9 @@ from torch import Tensor
 from rltrain.algorithms.advantages import TokenInputs, find_estimator
 from rltrain.algorithms.moments import Moments
 from rltrain.algorithms.normalisation import shaped_reward
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.workers.results import PassNumbers
 from rltrain.workers.tasks import TurnAdvantages

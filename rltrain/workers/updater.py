@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from rltrain.algorithms.losses import LossShare, Measured
 from rltrain.algorithms.moments import Moments
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import Device, resolve_dtype
-from rltrain.base.errors import NonFiniteError
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import Device, resolve_dtype
+from rltrain.common.errors import NonFiniteError
 from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.models.forward import PackedModel

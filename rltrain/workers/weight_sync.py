@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.base.device import Device
-from rltrain.base.errors import NonFiniteError, SyncError
+from rltrain.common.device import Device
+from rltrain.common.errors import NonFiniteError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.names import CheckpointNames, Part, Weight, whole_weights

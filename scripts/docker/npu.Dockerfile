@@ -9,6 +9,6 @@ WORKDIR /rltrain
 COPY . .
 # What the image brings stays as it is: the constraints are its versions, and nothing of rltrain asks for others.
 RUN pip install --no-cache-dir -c scripts/constraints-npu.txt -e .[lora,math]
-RUN python -c 'from rltrain.base.versions import others; print(others("npu") or "the set for npu")'
+RUN python -c 'from rltrain.common.versions import others; print(others("npu") or "the set for npu")'
 # It stays root: the devices belong to a group of the host (HwHiAiUser) whose number the image cannot know. Where you know it:
 #   docker run --user 10001 --group-add NUMBER …

@@ -3,7 +3,7 @@
 import pytest
 
 from rltrain.agents.functions import tools_of
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 
 TWO = '''
 import json

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from rltrain.agents.toolbox import Places, Toolbox
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 
 ADD = '''
 def add(a: int, b: int = 0) -> str:

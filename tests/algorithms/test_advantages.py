@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import ESTIMATORS, OutcomeInputs, TokenInputs
 from rltrain.algorithms.normalisation import normalise, shaped_reward
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import declarations
 from rltrain.config.schema.algorithm import AdvNormConfig, AlgorithmConfig
 from tests.algorithms import references as slow

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rltrain.algorithms.aggregation import AGGREGATION_MODES, Denominators, token_weights
 from rltrain.algorithms.losses import actor_loss, aggregate, value_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.model import Aggregation
 from tests.algorithms import references as slow

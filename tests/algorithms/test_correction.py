@@ -10,7 +10,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.correction import accepted, correction, importance_weights, keeps, mismatch
 from rltrain.algorithms.losses import actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.algorithm import RolloutCorrectionConfig
 from rltrain.config.schema.model import OverlongBufferConfig

@@ -9,7 +9,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.distillation import TeacherLoss
 from rltrain.algorithms.losses import actor_loss
 from rltrain.algorithms.policy_losses import PolicyLossInputs, find_policy_loss
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.distillation import DistillationLossConfig
 

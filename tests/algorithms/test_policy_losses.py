@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.losses import actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, BatchMeans, PolicyLossInputs
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig, declarations
 from tests.algorithms import references as slow
 

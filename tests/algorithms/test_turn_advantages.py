@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.algorithms.advantages import ESTIMATORS, TurnInputs
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import AlgorithmConfig, GiGPOConfig
 from tests.algorithms import references as slow
 

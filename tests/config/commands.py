@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rltrain.api import look_over
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import LoadedConfig, load_config
 from rltrain.config.notes import other_meanings

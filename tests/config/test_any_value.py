@@ -3,7 +3,7 @@
 import pytest
 
 from rltrain.api import look_over
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.config.notes import other_meanings
 from rltrain.config.schema.keys import all_keys, plugin_keys

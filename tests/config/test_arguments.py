@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.arguments import listed, read_arguments, required
 from rltrain.config.schema.fields import key
 

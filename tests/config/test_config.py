@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.secrets import is_secret
+from rltrain.common.errors import ConfigError
+from rltrain.common.secrets import is_secret
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import missing_files
 from rltrain.config.load import load_config, masked_command, to_yaml

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.load import load_config
 from rltrain.config.notes import other_meanings

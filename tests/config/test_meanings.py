@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rltrain.base.errors import ConfigError, RewardError
+from rltrain.common.errors import ConfigError, RewardError
 from rltrain.config.load import load_config
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import make_step_passes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.config.schema.keys import all_keys, free_form_parent, is_known, sections
 from rltrain.config.verl.keys import aliases, classes, refused_null, rename, verdict

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 import pytest
 import yaml
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.schema.keys import all_keys, get

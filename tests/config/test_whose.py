@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.tools.port.__main__ import main as port
 from tests.config.commands import problems

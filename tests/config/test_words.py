@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.schema.keys import all_keys, get

@@ -162,7 +162,7 @@ SGLANG = Package(
 )
 
 TORCH_NPU = Package(
-    files=("base/device.py", "models/attention/varlen.py"),
+    files=("common/device.py", "models/attention/varlen.py"),
     foreign=("torch_npu",),
     versions=(("torch-npu 2.10.0.post4",), ("torch-npu 2.13.0",)),
     attributes={
@@ -199,7 +199,7 @@ TORCH = Package(
 )
 
 ENVIRONMENT = Package(
-    files=("base/env.py",),
+    files=("common/env.py",),
     foreign=(),
     versions=(
         ("vllm 0.20.0",),

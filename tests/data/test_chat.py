@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows

@@ -5,7 +5,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from rltrain.base.errors import ConfigError, DataError
+from rltrain.common.errors import ConfigError, DataError
 from rltrain.config.schema import DataConfig, SamplerConfig
 from rltrain.data.custom import custom_rows
 from rltrain.data.order import BatchOrder

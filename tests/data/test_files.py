@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data.files import files_of
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data.images import (
     SLOT,
     EncodedPrompt,

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.data.mixing import MixedOrder, mixed_order

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.config.schema import DataConfig
 from rltrain.data import pictures as reading
 from rltrain.data.checks import Keys

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rltrain.base.errors import ConfigError, DataError
+from rltrain.common.errors import ConfigError, DataError
 from rltrain.config.load import load_config
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.prompts import encode_prompts

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data.checks import Keys
 from rltrain.data.rows import read_rows, scan_rows
 from tests.pictures import BLUE, RED

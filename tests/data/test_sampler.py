@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema import DataConfig, SamplerConfig
 from rltrain.data.order import BatchOrder
 from rltrain.data.sampler import SolveRateSampler, make_sampler

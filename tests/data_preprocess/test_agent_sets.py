@@ -7,7 +7,7 @@ import pytest
 from rltrain.agents.ready.calculator import calculator
 from rltrain.agents.ready.frozen_lake import FrozenLake
 from rltrain.agents.ready.guess import Guess
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess import arithmetic, frozen_lake, gsm8k, guess_number, retool, search_r1
 from rltrain.rewards.scorers.registry import find_scorer

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess import arithmetic, frozen_lake, gsm8k, guess_number, reasoning_gym, rectangles
 from rltrain.data_preprocess.common import row, write_splits

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import rltrain
-from rltrain.base.imports import IMPORTING
+from rltrain.common.imports import IMPORTING
 from rltrain.run.fit import Trainer
 from rltrain.run.report.table import read_metrics
 from rltrain.tools.evaluate.__main__ import main

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.common.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config, to_yaml
 from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder

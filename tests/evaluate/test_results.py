@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain.base.errors import ConfigError, DataError
+from rltrain.common.errors import ConfigError, DataError
 from rltrain.tools.evaluate.evaluation import summary
 from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.page import write_page

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rltrain.base.clock import Clock
+from rltrain.common.clock import Clock
 from rltrain.run.report.table import read_metrics
 from tests.clock import PATIENCE_S
 from tests.faults.nursery import begin

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.tasks import GenerateTask
 from tests.clock import PATIENCE_S

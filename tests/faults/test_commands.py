@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from rltrain.base.clock import SYSTEM
-from rltrain.base.stop import ONE_REQUEST_S
+from rltrain.common.clock import SYSTEM
+from rltrain.common.stop import ONE_REQUEST_S
 from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.report.table import read_metrics
 from tests.clock import PATIENCE_S, eventually

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain.base import storage
-from rltrain.base.errors import StorageError, command
+from rltrain.common import storage
+from rltrain.common.errors import StorageError, command
 from rltrain.config.load import load_config
 from rltrain.main_ppo import main
 from rltrain.run.changes import write_config

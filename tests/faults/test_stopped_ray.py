@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rltrain.base.attempt import ATTEMPT
+from rltrain.common.attempt import ATTEMPT
 from tests.faults.plug import ended
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
@@ -18,7 +18,7 @@ PROGRAM = """
 import os, signal, sys, ray
 from rltrain.runtime import lifeline
 from rltrain.runtime.hang import Deadlines
-from rltrain.base.errors import WorkerLost
+from rltrain.common.errors import WorkerLost
 lifeline._GOODBYE_S = 2
 ray.init(num_cpus=1, include_dashboard=False, address="local", log_to_driver=False)
 node = ray._private.worker._global_node

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from rltrain.base.device import get_device, threads_per_worker
-from rltrain.base.errors import RltrainError
+from rltrain.common.device import get_device, threads_per_worker
+from rltrain.common.errors import RltrainError
 from rltrain.config.load import load_config
 from rltrain.runtime.cluster import ray_logs, reserve, start_ray
 from rltrain.runtime.group import WorkerGroup

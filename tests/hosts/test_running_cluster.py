@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rltrain.base.env import cpu_quota, installed
+from rltrain.common.env import cpu_quota, installed
 from tests.clock import eventually
 from tests.hosts.test_two_hosts import Run
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import varlen as torchs
 from transformers import Qwen2Config
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.models.attention import packed as attention
 from rltrain.models.attention import varlen
 from rltrain.models.attention.packed import attend

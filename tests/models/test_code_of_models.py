@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.load import load_config
 

@@ -6,7 +6,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rltrain.algorithms.expert_balance import balance_weights, bias_steps, load_of
-from rltrain.base.columns.batch import Batch
+from rltrain.common.columns.batch import Batch
 from rltrain.models.attention import packed
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel

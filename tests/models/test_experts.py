@@ -10,8 +10,8 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import get_device
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import get_device
 from rltrain.config.schema.model import OptimConfig, ShardingConfig
 from rltrain.models.attention import packed
 from rltrain.models.attention.packing import pack

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rltrain.base.device import get_device
-from rltrain.base.errors import NonFiniteError
+from rltrain.common.device import get_device
+from rltrain.common.errors import NonFiniteError
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.finite import all_finite
 from rltrain.models.weights.lora import Lora

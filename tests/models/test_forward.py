@@ -13,8 +13,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import get_device
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import get_device
 from rltrain.models.attention.packing import pack, pack_whole
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.weights.shard import reshard, sharded_model

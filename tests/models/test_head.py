@@ -8,7 +8,7 @@ from torch import nn
 
 from bench.memory import plain_log_probs
 from rltrain.algorithms.distillation import JSD, ForwardKL, ReverseKL
-from rltrain.base import device
+from rltrain.common import device
 from rltrain.models.head import ReferenceStates, Scaling, token_log_probs
 from tests.distance import distance
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
-from rltrain.base.device import DEVICES, get_device
-from rltrain.base.errors import ConfigError
+from rltrain.common.device import DEVICES, get_device
+from rltrain.common.errors import ConfigError
 from rltrain.models import kernels
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.shard import sharded_model

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.main_ppo import main
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.weights.shard import look_at_weights

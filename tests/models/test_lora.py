@@ -9,8 +9,8 @@ from peft import IA3Config, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, ScalarModel

@@ -5,7 +5,7 @@ import torch
 from transformers import MiniMaxConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.models.attention import delta_rule
 from rltrain.models.attention import packed as attention
 from rltrain.models.attention.packing import AttentionPlan, Segment

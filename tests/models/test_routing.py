@@ -5,9 +5,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.errors import ConfigError
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.errors import ConfigError
 from rltrain.models.attention import packed
 from rltrain.models.attention.packing import pack, per_computed_token
 from rltrain.models.forward import PolicyModel

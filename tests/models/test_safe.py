@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from rltrain.base.device import get_device
-from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.common.device import get_device
+from rltrain.common.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import load_config as model_config
@@ -185,7 +185,7 @@ def test_crafted_adapters_are_refused_and_not_run(tiny_model, tmp_path, payload,
 
 
 # What these unpickle this very run has pickled.
-OWN_PICKLES = {"base/plugin.py", "config/reader.py", "data/tables.py", "data/pictures.py"} | {
+OWN_PICKLES = {"common/plugin.py", "config/reader.py", "data/tables.py", "data/pictures.py"} | {
     "agents/child.py",
     "runtime/exchange.py",  # with a signature of the run
     "runtime/slots/child.py",

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from bench.zeros import write_zeros
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.schema.model import ShardingConfig
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.weights.shard import sharded_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.load import load_config
 from rltrain.models.weights.spec import actor_spec, critic_spec, frozen_spec, reward_model_spec
 from tests.tiny import save_tiny_model, small_config

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError
 from rltrain.models.attention.packing import AttentionPlan, PackedInputs, Segment, pack
 from rltrain.models.attention.ulysses import sequence_group
 from rltrain.models.forward import PolicyModel, ScalarModel

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.errors import CheckpointError
+from rltrain.common.errors import CheckpointError
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.tools.checkpoint import main
 from tests.models.test_safe import Payload

@@ -15,7 +15,7 @@ if not importlib.util.find_spec("torchvision"):
 
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rltrain.base.errors import CheckpointError
+from rltrain.common.errors import CheckpointError
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
 from rltrain.models.load import load_config

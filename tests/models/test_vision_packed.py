@@ -14,9 +14,9 @@ if not importlib.util.find_spec("torchvision"):
 
 from transformers import AutoModel, AutoModelForImageTextToText
 
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
 from rltrain.config.schema.model import ShardingConfig
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack

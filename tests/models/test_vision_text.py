@@ -11,8 +11,8 @@ if not importlib.util.find_spec("torchvision"):
 
 from transformers import AutoModelForImageTextToText
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import get_device
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import get_device
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import load_config, split_by_owner

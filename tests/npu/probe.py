@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, policy_loss
-from rltrain.base.device import DEVICES
+from rltrain.common.device import DEVICES
 from rltrain.workers.residency import Residency
 
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import device_memory as bench
-from rltrain.base.columns.batch import Batch
-from rltrain.base.errors import WorkerLost
+from rltrain.common.columns.batch import Batch
+from rltrain.common.errors import WorkerLost
 from rltrain.config.load import load_config
 from rltrain.config.passes import device_phases
 from rltrain.data.chat import chat_encoder

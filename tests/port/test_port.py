@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rltrain.__main__ import main as rltrain
-from rltrain.base.errors import plain
+from rltrain.common.errors import plain
 from rltrain.config.check import check
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.schema.keys import all_keys

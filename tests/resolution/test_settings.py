@@ -9,8 +9,8 @@ import pytest
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
-from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.stop import Stop
+from rltrain.common.errors import ConfigError, DataError
+from rltrain.common.stop import Stop
 from rltrain.data_preprocess import rectangles
 from rltrain.tools.resolution import search
 from rltrain.tools.resolution.__main__ import main

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from rltrain.base.errors import RewardError
+from rltrain.common.errors import RewardError
 from rltrain.rewards.processes.slot import ScoringSlot
 from tests.clock import PATIENCE_S
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from rltrain.base.errors import RewardError
+from rltrain.common.errors import RewardError
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.code import extract_code, same_text
 from rltrain.runtime.slots.limits import descendants

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rltrain.base.errors import ConfigError, JudgeError, RewardError
+from rltrain.common.errors import ConfigError, JudgeError, RewardError
 from rltrain.config.check import check
 from rltrain.config.load import load_config, to_yaml
 from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig

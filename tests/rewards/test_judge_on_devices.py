@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import RewardError
+from rltrain.common.columns import names as c
+from rltrain.common.errors import RewardError
 from rltrain.config.schema import Config, RewardConfig
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import JudgeRolloutConfig, RewardModelConfig, RewardModelModelConfig

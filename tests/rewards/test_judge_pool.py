@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rltrain.base.errors import JudgeError, RewardError
+from rltrain.common.errors import JudgeError, RewardError
 from rltrain.config.schema.judge import JudgeConfig
 from tests.clock import eventually
 from tests.doubles.judge import HANG

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain.base.errors import RewardError, WorkerLost
+from rltrain.common.errors import RewardError, WorkerLost
 from rltrain.data.rows import read_rows
 from rltrain.rewards.processes.columns import columns_of
 from rltrain.rewards.processes.score import Score

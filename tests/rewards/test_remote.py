@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from rltrain.base.errors import ConfigError, RewardError
+from rltrain.common.errors import ConfigError, RewardError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.rewards.processes.remote import RemoteScorer

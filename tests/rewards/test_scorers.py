@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from rltrain.base.errors import RewardError
+from rltrain.common.errors import RewardError
 from rltrain.rewards.scorers import arithmetic, gsm8k, reasoning_gym
 from rltrain.rewards.scorers.registry import check_sources, find_scorer
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rltrain.base.errors import RewardError
+from rltrain.common.errors import RewardError
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot

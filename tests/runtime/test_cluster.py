@@ -11,10 +11,10 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.experimental import get_object_locations
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError, NodesMissing, WorkerLost
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError, NodesMissing, WorkerLost
 from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import ray_problems, reserve, way_in
 from rltrain.runtime.group import WorkerGroup

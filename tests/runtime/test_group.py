@@ -14,10 +14,10 @@ import pytest
 import ray
 import torch
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
-from rltrain.base.errors import NonFiniteError, WorkerError, WorkerLost
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
+from rltrain.common.errors import NonFiniteError, WorkerError, WorkerLost
 from rltrain.runtime.calls import Stream, bind
 from rltrain.runtime.failures import explain
 from rltrain.runtime.group import WorkerGroup

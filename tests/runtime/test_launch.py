@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.base.attempt import ATTEMPT, tell_supervisor, told_supervisor
-from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, WorkerLost
+from rltrain.common.attempt import ATTEMPT, tell_supervisor, told_supervisor
+from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, WorkerLost
 from rltrain.runtime.launch import gather as module
 from rltrain.runtime.launch import ray_node as launch_ray
 from rltrain.runtime.launch.board import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
@@ -283,7 +283,7 @@ def test_a_run_that_ray_has_ended_may_be_run_again(say, tmp_path, monkeypatch, l
         monkeypatch.setenv(ATTEMPT, str(tmp_path / "told"))
         tell_supervisor(pid=os.getpid())
     launch = say("head --nodes=1 -- x")
-    told = "import os; from rltrain.base.attempt import tell_supervisor as tell; tell(pid=os.getpid()); "
+    told = "import os; from rltrain.common.attempt import tell_supervisor as tell; tell(pid=os.getpid()); "
     told += f"tell({last}); os._exit(1)"
     launch.command[:] = [sys.executable, "-c", told]
     assert run_command(launch, Paper().address, [], lambda: None) == code

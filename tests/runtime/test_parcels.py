@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.runtime.calls import Call
 from rltrain.runtime.parcels import cut_parcels, payload_bytes, route_calls
 from rltrain.runtime.samples import Samples, assemble, whole

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.runtime.samples import Samples, assemble, driver_bytes, whole
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import rltrain.runtime.slots
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import load_plugin
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import load_plugin
 from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, Limits, descendants
 from rltrain.runtime.slots.service import Service
 from rltrain.runtime.slots.slot import Slot

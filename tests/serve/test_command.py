@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rltrain.base.env import installed
+from rltrain.common.env import installed
 from rltrain.tools import serve
 from tests.serve.served import serving
 from tests.tiny import save_tiny_model
@@ -91,7 +91,7 @@ def test_removed_arguments_are_answered_with_their_replacement(model, capsys):
 def test_without_vllm_the_package_and_another_server_are_named(tmp_path, model, capsys, monkeypatch, device, package):
     save_checkpoint(tmp_path / "run/global_step_3", model)
     monkeypatch.setattr(serve, "installed", lambda _: False)
-    monkeypatch.setattr("rltrain.base.device.get_device", lambda _: type("Device", (), {"kind": device}))
+    monkeypatch.setattr("rltrain.common.device.get_device", lambda _: type("Device", (), {"kind": device}))
     error = error_of(capsys, f"model={tmp_path}/run")
     assert package in error
     assert error.endswith(f"transformers serve {tmp_path}/run/global_step_3/huggingface\n")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rltrain.base.env import installed
+from rltrain.common.env import installed
 from tests.serve.served import serving
 from tests.tiny import CHARACTERS, save_tiny_model, save_tiny_tokenizer
 

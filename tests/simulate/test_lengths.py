@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.run.seconds.lengths import read_lengths
 
 

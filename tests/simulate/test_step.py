@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rltrain.base.chips import find_chip
-from rltrain.base.device import Device
-from rltrain.base.errors import ConfigError
+from rltrain.common.chips import find_chip
+from rltrain.common.device import Device
+from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.run.estimate import about_seconds
 from rltrain.run.seconds.assumptions import Assumptions

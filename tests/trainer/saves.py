@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from rltrain.base.stop import Stop
+from rltrain.common.stop import Stop
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.run.checkpoints.folder import RunFolder

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from rltrain.algorithms import policy_losses
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
 from tests.tiny import save_tiny_moe
 
 ESTIMATOR, LOSS = "algorithm__adv_estimator", "actor_rollout_ref__actor__policy_loss__loss_mode"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.trainer.progress import ANSWERS
 from tests.tiny_tools import END_ID, tool_run
 from tests.trainer.steps import generated

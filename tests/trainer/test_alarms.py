@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.errors import NonFiniteError, RewardError
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.errors import NonFiniteError, RewardError
 from rltrain.trainer.alarms import Alarms
 from tests.tiny import SPECIALS, small_config
 

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rltrain.base.columns.answer import AnswerText
-from rltrain.base.errors import DiskError
+from rltrain.common.columns.answer import AnswerText
+from rltrain.common.errors import DiskError
 from rltrain.config.load import load_config
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import read_rows

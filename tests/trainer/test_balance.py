@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.data.images import PromptImages
 from rltrain.models.attention.packing import pack
 from rltrain.trainer.balance import Layout, Workload, cost_of, lay_out, rank_tokens, spread

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from rltrain.base import storage
-from rltrain.base.errors import CheckpointError, ConfigError, DiskError, StorageError
+from rltrain.common import storage
+from rltrain.common.errors import CheckpointError, ConfigError, DiskError, StorageError
 from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder

@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.console import Console as Screen
 
-from rltrain.base import logs
+from rltrain.common import logs
 from rltrain.run.report.console import Console
 from rltrain.trainer.timing import StepTimer
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.workers.token_advantages import token_advantages
 from tests.trainer.steps import (

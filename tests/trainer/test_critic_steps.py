@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import NonFiniteError
+from rltrain.common.columns import names as c
+from rltrain.common.errors import NonFiniteError
 from rltrain.runtime.samples import assemble
 from rltrain.trainer.progress import Progress
 from rltrain.workers.results import UpdateNumbers

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.runtime.samples import assemble
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rltrain.base.errors import DiskError, StorageError
+from rltrain.common.errors import DiskError, StorageError
 from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.earlier import set_aside

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.notes import without_effect

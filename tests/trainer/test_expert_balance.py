@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.models.routing import correction_biases
 from rltrain.models.weights.names import whole_weights

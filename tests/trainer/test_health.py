@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.versions import fingerprint
+from rltrain.common.errors import ConfigError
+from rltrain.common.versions import fingerprint
 from rltrain.run.preflight import health
 from rltrain.run.preflight.health import Check, look_at_nodes, refuse
 from rltrain.workers import node
@@ -118,10 +118,10 @@ def test_a_node_that_nobody_reaches_is_told_once(run):
 
 
 def test_other_versions_and_other_code_are_named(run):
-    versions = fingerprint() | {"torch": "2.1.0", "rltrain/base/stop.py": "0123"}
+    versions = fingerprint() | {"torch": "2.1.0", "rltrain/common/stop.py": "0123"}
     said = problems(run(Hosts(look=changed(versions=versions))))
     assert said.startswith("b has other versions than this command (torch 2.1.0, here 2.")
-    assert "other code: rltrain/base/stop.py). Install the same" in said
+    assert "other code: rltrain/common/stop.py). Install the same" in said
 
 
 def test_a_model_that_one_node_lacks_is_named(run, tmp_path):

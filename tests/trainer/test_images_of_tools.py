@@ -11,7 +11,7 @@ if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 from transformers import AutoModelForImageTextToText
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.load import load_config
 from rltrain.models.vision import tower
 from rltrain.run.preflight.models import Findings, look_at_images

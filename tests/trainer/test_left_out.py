@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import AgentError
+from rltrain.common.columns import names as c
+from rltrain.common.errors import AgentError
 from rltrain.runtime.samples import Samples, assemble
 from rltrain.trainer.left_out import left_out, refuse_failures
 from tests.distance import distance

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from tests.distance import distance
 from tests.trainer.steps import ACTOR, ESTIMATOR, GAE, LOSS, NO_KL, ONE_STEP, Moved, actor_weights
 

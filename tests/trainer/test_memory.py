@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.budgets import PassBudget
 from rltrain.config.load import load_config
 from rltrain.config.memory_keys import memory_keys

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.runtime.samples import Samples
 from rltrain.trainer import generation_metrics as g
 from rltrain.trainer import metrics as m

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.errors import CheckpointError
+from rltrain.common.errors import CheckpointError
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.config.notes import without_effect

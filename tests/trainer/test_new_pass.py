@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
-from rltrain.base.device import get_device
+from rltrain.common.columns import names as c
+from rltrain.common.device import get_device
 from rltrain.config.load import load_config
 from rltrain.config.passes import PASSES, ROLES, ModelRole, Pass, device_phases, step_phases
 from rltrain.config.step_passes import make_step_passes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.base.stop import StepLeft, Stop
+from rltrain.common.stop import StepLeft, Stop
 from rltrain.run.watchers.notice import Notice
 
 

@@ -6,7 +6,7 @@ import torch
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.losses import actor_loss
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from tests.trainer.steps import ACTOR, LOSS, actor_weights, numbers_of
 

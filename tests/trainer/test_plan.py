@@ -1,6 +1,6 @@
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.budgets import budgets
 from rltrain.config.load import load_config
 from rltrain.models.optim import learning_rate

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.models.weights.shard import reshard
 from rltrain.trainer.mini_batches import denominators
 from rltrain.workers.tasks import MiniBatch, UpdateTask

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.stop import Stop
+from rltrain.common.stop import Stop
 from rltrain.models.weights.state import moments
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import find_start

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rltrain import __version__
-from rltrain.base.errors import CheckpointError, ConfigError
+from rltrain.common.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.models.files.digest import digest_of_weights

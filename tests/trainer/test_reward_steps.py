@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rltrain.base.columns.names import COLUMNS, SCORER
-from rltrain.base.errors import ConfigError, RewardError
-from rltrain.base.stop import Stop
+from rltrain.common.columns.names import COLUMNS, SCORER
+from rltrain.common.errors import ConfigError, RewardError
+from rltrain.common.stop import Stop
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.trainer.rewards import overlong_penalty
 from rltrain.trainer.timing import StepTimer

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.errors import ConfigError
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.errors import ConfigError
 from rltrain.models.attention.packing import computed_tokens, pack, per_computed_token
 from rltrain.models.routing import Routing
 from tests.tiny_tools import save_calling_model, tool_run

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from rltrain.base.errors import AgentError, DiskError, JudgeError, NonFiniteError, RewardError, WorkerLost
+from rltrain.common.errors import AgentError, DiskError, JudgeError, NonFiniteError, RewardError, WorkerLost
 from rltrain.models.files.hashed import hashed, write_weights
 from rltrain.run.checkpoints import manifest
 from rltrain.run.checkpoints.folder import RunFolder

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rltrain.algorithms.advantages import ESTIMATORS, TokenInputs
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.errors import ConfigError
-from rltrain.base.stop import Stop
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.errors import ConfigError
+from rltrain.common.stop import Stop
 from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.models.attention.packing import pack
 from rltrain.models.weights import shard

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.stop import Stop
+from rltrain.common.errors import ConfigError
+from rltrain.common.stop import Stop
 from rltrain.data.images import EncodedPrompt
 from rltrain.rewards.scorers.registry import find_scorer
 from rltrain.runtime.samples import Samples, assemble, whole

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from rltrain.base.errors import CheckpointError, DiskError
-from rltrain.base.storage import write_json
+from rltrain.common.errors import CheckpointError, DiskError
+from rltrain.common.storage import write_json
 from rltrain.config.load import load_config
 from rltrain.models.files.safe import SafeReader, read_metadata
 from rltrain.run.checkpoints import thin as thinning

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from tests.clock import PATIENCE_S
 from tests.tiny_tools import CALL_ID, END_ID, TOOLS, tool_run
 from tests.trainer.steps import generated

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from tests.tiny_tools import tool_run
 
 R = "actor_rollout_ref__rollout__multi_turn__"

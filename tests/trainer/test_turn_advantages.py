@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from tests.algorithms import references as slow

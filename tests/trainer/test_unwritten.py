@@ -8,8 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from rltrain.base.attempt import ATTEMPT, told_supervisor
-from rltrain.base.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
+from rltrain.common.attempt import ATTEMPT, told_supervisor
+from rltrain.common.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.main_ppo import main
 from rltrain.models.files.hashed import hashed

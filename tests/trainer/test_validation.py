@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rltrain.base.columns import names as c
-from rltrain.base.stop import Stop
+from rltrain.common.columns import names as c
+from rltrain.common.stop import Stop
 from rltrain.config.schema import Config
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.validation import Validation, summary_metrics, validation_metrics

@@ -4,7 +4,7 @@ import resource
 import numpy as np
 import pytest
 
-from rltrain.base.errors import DataError, DiskError
+from rltrain.common.errors import DataError, DiskError
 from rltrain.run.earlier import complete
 from rltrain.run.report.table import learning_summary, phase_table, read_metrics, report
 from rltrain.run.report.tracking import JsonLines

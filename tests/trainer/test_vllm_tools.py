@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch.distributed as dist
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from tests.local import local_trainer
 from tests.seeing_tools import seeing_run
 from tests.tiny import small_run

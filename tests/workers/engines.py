@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import Device, get_device
-from rltrain.base.seeds import sample_seeds
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import Device, get_device
+from rltrain.common.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import Job, Key, RolloutEngine, Sampling, Turn

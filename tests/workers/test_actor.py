@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.base.columns.batch import Batch
-from rltrain.base.errors import NonFiniteError
+from rltrain.common.columns.batch import Batch
+from rltrain.common.errors import NonFiniteError
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import chat_encoder

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, DeepseekV3Config
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError, SyncError
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.seeds import sample_seeds
+from rltrain.common.errors import ConfigError
+from rltrain.common.seeds import sample_seeds
 from rltrain.models.vision import placeholder_ids, tower
 from rltrain.models.weights.names import CheckpointNames, whole_weights
 from rltrain.workers.rollout.contract import Job, Sampling

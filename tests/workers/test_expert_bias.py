@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import get_device
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import get_device
 from rltrain.config.load import load_config
 from rltrain.config.schema.model import ShardingConfig
 from rltrain.config.step_passes import make_step_passes

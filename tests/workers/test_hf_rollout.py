@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from rltrain.base.device import Device, get_device
-from rltrain.base.errors import ConfigError, DataError
+from rltrain.common.device import Device, get_device
+from rltrain.common.errors import ConfigError, DataError
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.embedded.engine import HFRollout
 from rltrain.workers.rollout.embedded.kv import ROOM

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.base.errors import NonFiniteError
+from rltrain.common.errors import NonFiniteError
 from rltrain.config.load import load_config, to_yaml
 from tests.trainer.steps import GAE
 

@@ -4,9 +4,9 @@ back."""
 import pytest
 import torch
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import get_device
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import get_device
 from rltrain.config.load import load_config
 from rltrain.config.passes import JUDGE_PHASE
 from rltrain.config.step_passes import make_step_passes
@@ -82,7 +82,7 @@ def test_its_engine_has_weights_in_its_own_phase_alone(judge, scripted):
 
 
 def test_weights_that_do_not_arrive_end_the_run(judge, scripted):
-    from rltrain.base.errors import SyncError
+    from rltrain.common.errors import SyncError
 
     worker = judge(scripted, prompt_length=10, response_length=8)
     load = worker.engine.load_weights

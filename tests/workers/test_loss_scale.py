@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.errors import NonFiniteError
+from rltrain.common.columns.batch import Batch
+from rltrain.common.errors import NonFiniteError
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.models.optim import LossScale

@@ -9,7 +9,7 @@ import transformers
 from transformers import Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.model_check import CannotTry, Wrong, check_numbers, differences

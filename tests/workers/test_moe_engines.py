@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
-from rltrain.base.errors import ConfigError, SyncError
+from rltrain.common.errors import ConfigError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.routing import Routing
 from rltrain.models.weights.names import CheckpointNames, whole_weights

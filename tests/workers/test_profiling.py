@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
 from rltrain.workers.rollout.answering import Reply
 from rltrain.workers.rollout.contract import Job, Turn, turns_of
 from rltrain.workers.rollout.conversations import Conversations, begun_conversations, payload_of

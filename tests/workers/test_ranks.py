@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.policy_losses import POLICY_LOSSES
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.trainer import metrics as m

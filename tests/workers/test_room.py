@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rltrain.base.device import DEVICES
-from rltrain.base.errors import ConfigError
+from rltrain.common.device import DEVICES
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.workers.hybrid import check_room
 from rltrain.workers.residency import Residency

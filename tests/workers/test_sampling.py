@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rltrain.base import device
-from rltrain.base.seeds import sample_seeds
+from rltrain.common import device
+from rltrain.common.seeds import sample_seeds
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.sampling import choose, penalised, random_numbers, restrict
 

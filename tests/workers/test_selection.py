@@ -8,7 +8,7 @@ import torch
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.entropy import ENTROPY_ROUNDING, certainty
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, Selection
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.workers.selection import select, smallest_share, weigh
 from tests.ranks import run_on_ranks

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rltrain.base.clock import SYSTEM
-from rltrain.base.device import Device, get_device
-from rltrain.base.errors import ConfigError, SyncError
+from rltrain.common.clock import SYSTEM
+from rltrain.common.device import Device, get_device
+from rltrain.common.errors import ConfigError, SyncError
 from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.queue import Replica

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rltrain.base.errors import NonFiniteError, SyncError
+from rltrain.common.errors import NonFiniteError, SyncError
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.plugin import load_plugin
+from rltrain.common.errors import ConfigError, DataError
+from rltrain.common.plugin import load_plugin
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.environment_kwargs"
 # Escape sequences of terminal colours.

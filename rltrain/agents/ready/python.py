@@ -4,7 +4,7 @@ Disabled unless ``rollout.multi_turn.allow_code_execution=True``. Nothing is kep
 conversation gets the same results, and a program cannot affect the next one.
 """
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.runtime.slots.limits import current_limits
 from rltrain.runtime.slots.program import Ending, end_of_program, needs_programs
 

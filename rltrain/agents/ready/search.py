@@ -22,8 +22,8 @@ from typing import Any
 
 import xxhash
 
-from rltrain.base.errors import DataError, command
-from rltrain.base.storage import bounded_lines
+from rltrain.common.errors import DataError, command
+from rltrain.common.storage import bounded_lines
 from rltrain.runtime.slots.limits import current_limits
 
 _LAYOUT = "2"  # of an index; another version is rebuilt

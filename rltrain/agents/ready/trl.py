@@ -12,7 +12,7 @@ from typing import Any
 
 from rltrain.agents.calling import called
 from rltrain.agents.functions import tool
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 
 _RESET, _REWARD = "reset", "get_reward"
 

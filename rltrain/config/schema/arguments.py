@@ -11,7 +11,7 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rltrain.base.errors import ConfigError, short
+from rltrain.common.errors import ConfigError, short
 from rltrain.config.schema.fields import Rules
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import is_plugin, load_plugin
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import is_plugin, load_plugin
 
 ESTIMATOR_KEY = "algorithm.adv_estimator"
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"

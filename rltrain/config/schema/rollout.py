@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rltrain.base.plugin import is_plugin
+from rltrain.common.plugin import is_plugin
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.model import ACTOR, Dtype

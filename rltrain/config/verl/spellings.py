@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.algorithm import bounds
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.verl.table import rows

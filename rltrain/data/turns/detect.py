@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.plugin import is_plugin
+from rltrain.common.errors import ConfigError, DataError
+from rltrain.common.plugin import is_plugin
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.turns.calls import FORMATS, Call, CallFormat
 from rltrain.data.turns.formats.families import NO_CALLS

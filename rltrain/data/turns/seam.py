@@ -17,7 +17,7 @@ from typing import Any
 
 from rltrain.agents.chat import shown
 from rltrain.agents.content import texts_in, with_texts
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.turns.calls import Call, CallFormat
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rltrain.base.device import send
+from rltrain.common.device import send
 
 _CHUNK = 64
 

@@ -6,7 +6,7 @@ decoder that uses the attention interface of transformers can then train without
 keyword argument of the forward call. It holds host integers, so it needs no device sync, and gradient checkpointing
 replays it.
 
-The device's entry in `rltrain.base.device` selects the kernel: scaled dot products per block here, or the accelerator
+The device's entry in `rltrain.common.device` selects the kernel: scaled dot products per block here, or the accelerator
 kernels in `models.attention.varlen`. Not every kernel supports soft-capped scores and sinks. Without support, the
 products are computed explicitly and recomputed in the backward pass, so that memory does not grow with the square of
 the length.
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.families import family
 from rltrain.models.attention.packing import AttentionPlan
 from rltrain.models.attention.scores import Kind, masked, tempered

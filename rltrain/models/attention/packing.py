@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import send
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import send
 from rltrain.data.images import PromptImages, answer_position
 from rltrain.models.attention.packed_images import PackedImages
 

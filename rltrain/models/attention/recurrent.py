@@ -24,8 +24,8 @@ from torch.nn.functional import softplus
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from rltrain.base.device import send
-from rltrain.base.errors import ConfigError
+from rltrain.common.device import send
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.families import family
 from rltrain.models.attention.delta_rule import delta_rule, fused_rule
 from rltrain.models.attention.packing import AttentionPlan

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
-from rltrain.base.device import COLLECTIVE_TIMEOUT, send
-from rltrain.base.errors import ConfigError
+from rltrain.common.device import COLLECTIVE_TIMEOUT, send
+from rltrain.common.errors import ConfigError
 from rltrain.models.attention.packing import PackedInputs
 
 GROUP = "rltrain_group"

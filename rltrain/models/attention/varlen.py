@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rltrain.base.device import device_of, torch_npu
+from rltrain.common.device import device_of, torch_npu
 from rltrain.models.attention.packing import AttentionPlan
 from rltrain.models.attention.scores import Kind
 

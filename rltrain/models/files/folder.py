@@ -12,8 +12,8 @@ from pathlib import Path
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from rltrain.base.errors import DataError
-from rltrain.base.storage import disk_errors
+from rltrain.common.errors import DataError
+from rltrain.common.storage import disk_errors
 from rltrain.models.files.hashed import Digests, write_weights
 
 # The files of tokenizers, processors, chat templates and generation configs.

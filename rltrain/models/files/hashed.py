@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.serialization import set_crc32_options
 
-from rltrain.base.errors import unwritten
+from rltrain.common.errors import unwritten
 
 Digests = dict[str, str]  # path of a file -> XXH3 (128 bits) of its contents, in hexadecimal
 _BUFFER = 1 << 20

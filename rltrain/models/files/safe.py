@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from rltrain.base.errors import CheckpointError, StorageError
-from rltrain.base.storage import patiently
+from rltrain.common.errors import CheckpointError, StorageError
+from rltrain.common.storage import patiently
 
 METADATA = ".metadata"
 # Errors of torch and safetensors for files that are damaged or hold anything but tensors. Neither runs code.

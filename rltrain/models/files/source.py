@@ -15,8 +15,8 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from rltrain.base.env import work_offline
-from rltrain.base.errors import first_line
+from rltrain.common.env import work_offline
+from rltrain.common.errors import first_line
 from rltrain.config.check import nearest_file
 
 log = logging.getLogger(__name__)

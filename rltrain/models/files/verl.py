@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rltrain.base.errors import CheckpointError, host_error
+from rltrain.common.errors import CheckpointError, host_error
 from rltrain.models.files.entries import Entries
 
 # Unpickling a mesh warns that there are no process groups, but none are needed here.

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rltrain.base.errors import CheckpointError
+from rltrain.common.errors import CheckpointError
 from rltrain.models.files.hashed import Digests, write_weights
 from rltrain.models.files.safe import UNREADABLE
 from rltrain.models.weights.average import refuse_differences

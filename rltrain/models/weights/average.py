@@ -19,8 +19,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from rltrain.base.errors import CheckpointError, short
-from rltrain.base.logs import count
+from rltrain.common.errors import CheckpointError, short
+from rltrain.common.logs import count
 from rltrain.models.files.digest import digest_of_files
 from rltrain.models.files.entries import Entries, NoEntries, read_entries
 from rltrain.models.files.folder import copy_small_files, write_shards

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
-from rltrain.base.device import host_memory
+from rltrain.common.device import host_memory
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
 from rltrain.models.files.folder import COPIED_SUFFIXES, copy_small_files, write_shards

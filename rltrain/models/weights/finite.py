@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rltrain.base.errors import NonFiniteError
-from rltrain.base.logs import count
+from rltrain.common.errors import NonFiniteError
+from rltrain.common.logs import count
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.names import huggingface_name
 from rltrain.runtime.exchange import gather_json

@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.logs import count
+from rltrain.common.errors import ConfigError
+from rltrain.common.logs import count
 from rltrain.models.files.entries import Entries
 from rltrain.models.weights.placing import Placing
 

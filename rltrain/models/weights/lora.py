@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.logs import count
-from rltrain.base.seeds import name_seed
+from rltrain.common.errors import ConfigError
+from rltrain.common.logs import count
+from rltrain.common.seeds import name_seed
 from rltrain.config.schema.model import CriticModelConfig, ModelConfig
 from rltrain.models.files.hashed import Digests, write_weights
 from rltrain.models.files.safe import UNREADABLE

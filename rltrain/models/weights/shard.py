@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from rltrain.base.device import COLLECTIVE_TIMEOUT, Device
+from rltrain.common.device import COLLECTIVE_TIMEOUT, Device
 from rltrain.models.attention import packed as attention
 from rltrain.models.attention.ulysses import sequence_group
 from rltrain.models.experts import keep_experts

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from rltrain.base.device import Device, resolve_dtype
+from rltrain.common.device import Device, resolve_dtype
 from rltrain.config.budgets import judge_lengths, longest_sequence
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from rltrain.base.errors import CheckpointError
+from rltrain.common.errors import CheckpointError
 from rltrain.models.files.safe import SafeReader, read_metadata
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale

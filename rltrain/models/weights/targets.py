@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 
 
 def matching(key: str, wanted: Any, linear: list[str], *, required: bool = True) -> set[str]:

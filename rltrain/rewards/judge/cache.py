@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 
 # Time that another process may lock the file, in seconds.
 _BUSY_S = 30.0

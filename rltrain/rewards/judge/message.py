@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import ConfigError, RewardError
+from rltrain.common.errors import ConfigError, RewardError
 from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 
 NAMES = ("question", "answer", "ground_truth", "data_source", "extra_info")

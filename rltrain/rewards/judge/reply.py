@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}

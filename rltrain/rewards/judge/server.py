@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.env import first_set
-from rltrain.base.errors import ConfigError, storable
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.env import first_set
+from rltrain.common.errors import ConfigError, storable
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, too_long
 from rltrain.rewards.judge.reply import Reply

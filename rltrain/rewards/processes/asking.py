@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rltrain.base.errors import RltrainError
+from rltrain.common.errors import RltrainError
 from rltrain.config.schema import Config
 from rltrain.rewards.judge.message import Ask
 from rltrain.rewards.judge.reply import Reply

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rltrain.base.columns import names as c
+from rltrain.common.columns import names as c
 from rltrain.rewards.processes.score import JUDGE, Score
 
 logger = logging.getLogger(__name__)

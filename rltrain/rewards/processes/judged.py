@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import JudgeError, RewardError, RltrainError
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import JudgeError, RewardError, RltrainError
 from rltrain.config.schema import Config
 from rltrain.rewards.judge.cache import ReplyCache
 from rltrain.rewards.judge.message import Ask, messages_of

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import plain
+from rltrain.common.errors import plain
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rltrain.base.errors import RewardError, RltrainError
-from rltrain.base.plugin import user_traceback
+from rltrain.common.errors import RewardError, RltrainError
+from rltrain.common.plugin import user_traceback
 from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.rewards.processes.score import ScorerCall, read_returned
 from rltrain.rewards.scorers.registry import find_scorer

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.env import driver_environment
-from rltrain.base.errors import AGAIN, JudgeError, RewardError, WorkerError, WorkerLost
+from rltrain.common.env import driver_environment
+from rltrain.common.errors import AGAIN, JudgeError, RewardError, WorkerError, WorkerLost
 from rltrain.config.schema import Config
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.log import RewardLog

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rltrain.base.errors import storable
+from rltrain.common.errors import storable
 
 # Data source, response, ground truth and extra_info: the arguments of a reward function.
 ScorerCall = tuple[str, str, Any, dict[str, Any]]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import JudgeError, RewardError
+from rltrain.common.columns import names as c
+from rltrain.common.errors import JudgeError, RewardError
 from rltrain.rewards.processes.columns import Columns, columns_of
 from rltrain.rewards.processes.score import JUDGE, UNASKED, Asked, Score
 from rltrain.runtime.samples import Samples, StoredRows

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rltrain.base.errors import RewardError
+from rltrain.common.errors import RewardError
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.opener import ScorerOpener
 from rltrain.rewards.processes.score import Score, ScorerCall

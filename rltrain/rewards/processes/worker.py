@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.base.columns.answer import AnswerText
-from rltrain.base.env import adopt
+from rltrain.common.columns.answer import AnswerText
+from rltrain.common.env import adopt
 from rltrain.config.schema import Config
 from rltrain.data.rows import Rows
 from rltrain.rewards.custom import TOLD, custom_reward

@@ -10,8 +10,8 @@ import math
 import time
 from typing import Any
 
-from rltrain.base.env import shipped
-from rltrain.base.errors import RewardError
+from rltrain.common.env import shipped
+from rltrain.common.errors import RewardError
 from rltrain.rewards.scorers.registry import scorer
 from rltrain.runtime.slots.limits import current_limits
 from rltrain.runtime.slots.program import check_isolation, run_program

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from rltrain.base.errors import RewardError
+from rltrain.common.errors import RewardError
 from rltrain.rewards import scorers
 
 Scorer = Callable[[str, Any, dict[str, Any]], float | dict[str, Any]]

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.storage import json_lines
+from rltrain.common.errors import ConfigError
+from rltrain.common.storage import json_lines
 from rltrain.config.schema.trainer import TrainerConfig
 
 

@@ -21,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
-from rltrain.base.storage import patiently
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
+from rltrain.common.storage import patiently
 from rltrain.run.checkpoints.manifest import find_damage, sync, write_manifest
 
 log = logging.getLogger(__name__)

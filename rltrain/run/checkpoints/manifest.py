@@ -11,10 +11,10 @@ from typing import Any
 
 import xxhash
 
-from rltrain.base.background import heartbeat
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import CheckpointError, DiskError, StorageError
-from rltrain.base.storage import patiently
+from rltrain.common.background import heartbeat
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import CheckpointError, DiskError, StorageError
+from rltrain.common.storage import patiently
 from rltrain.models.files.safe import METADATA, read_metadata
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.workers.node import altered

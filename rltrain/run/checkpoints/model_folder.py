@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rltrain.base.errors import CheckpointError, ConfigError
-from rltrain.base.logs import waiting
+from rltrain.common.errors import CheckpointError, ConfigError
+from rltrain.common.logs import waiting
 from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain import __version__
-from rltrain.base.errors import CheckpointError
-from rltrain.base.logs import count, waiting
-from rltrain.base.storage import patiently
+from rltrain.common.errors import CheckpointError
+from rltrain.common.logs import count, waiting
+from rltrain.common.storage import patiently
 from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get

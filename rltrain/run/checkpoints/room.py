@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rltrain.base.errors import DiskError
+from rltrain.common.errors import DiskError
 from rltrain.config.passes import has_critic, has_reference
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig

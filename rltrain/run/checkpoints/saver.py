@@ -6,7 +6,7 @@ bounded (`room`). If there is room for only one checkpoint, the regular one gets
 Writing takes minutes in which the devices could train. So the workers copy their state to host memory and write it
 during the next steps (`workers.saving`). The driver polls their progress and completes the checkpoint. A save ends
 before the next one begins and before the run ends. The driver accesses the disk in the background too
-(`base.background`), because storage may take minutes to respond.
+(`common.background`), because storage may take minutes to respond.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.background import BackgroundJob, heartbeat
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import CheckpointError, DiskError, StorageError, unwritten
+from rltrain.common.background import BackgroundJob, heartbeat
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.config.schema import Config
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card

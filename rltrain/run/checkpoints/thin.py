@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from rltrain.base.errors import CheckpointError
+from rltrain.common.errors import CheckpointError
 from rltrain.models.files.hashed import Digests, hashed
 from rltrain.models.files.safe import METADATA, read_metadata
 from rltrain.run.checkpoints.folder import RunFolder

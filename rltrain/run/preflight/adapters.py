@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from rltrain.base.device import get_device, resolve_dtype
-from rltrain.base.errors import ConfigError
+from rltrain.common.device import get_device, resolve_dtype
+from rltrain.common.errors import ConfigError
 from rltrain.config.passes import Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text

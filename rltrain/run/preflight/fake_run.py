@@ -29,8 +29,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from rltrain.base.columns.batch import Batch
-from rltrain.base.device import DEVICES, Device
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import DEVICES, Device
 from rltrain.config.schema.model import OptimConfig
 from rltrain.models import experts, forward
 from rltrain.models.attention import delta_rule, recurrent, varlen

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError, WorkerError, WorkerLost
-from rltrain.base.logs import count
-from rltrain.base.versions import differences, fingerprint
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError, WorkerError, WorkerLost
+from rltrain.common.logs import count
+from rltrain.common.versions import differences, fingerprint
 from rltrain.config.schema import Config
 from rltrain.models.weights.spec import specs_of
 from rltrain.runtime.calls import bind

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from rltrain.base.errors import ConfigError, RltrainError, short
+from rltrain.common.errors import ConfigError, RltrainError, short
 from rltrain.config.budgets import judge_lengths
 from rltrain.config.schema import Config
 from rltrain.config.schema.judge import JudgeConfig

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import Device, get_device, resolve_dtype
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import Device, get_device, resolve_dtype
 from rltrain.config.budgets import PassBudget, judge_lengths, longest_text
 from rltrain.config.passes import JUDGE_PHASE, PASSES, ROLES, Role, device_phases, updates_of
 from rltrain.config.schema import Config

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from rltrain.base.device import get_device
+from rltrain.common.device import get_device
 from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PackedModel, PolicyModel, ScalarModel, final_logits, trunk

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from rltrain.base.device import get_device
-from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.plugin import load_plugin
+from rltrain.common.device import get_device
+from rltrain.common.errors import ConfigError, DataError
+from rltrain.common.plugin import load_plugin
 from rltrain.config.agents import AGENT_KEY, LOOPS_KEY, several_turns, who_answers
 from rltrain.config.budgets import judge_lengths, longest_text
 from rltrain.config.passes import ROLES, Role

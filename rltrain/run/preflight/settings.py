@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from rltrain.base.device import get_device
-from rltrain.base.env import devices_here, installed
-from rltrain.base.errors import RltrainError
-from rltrain.base.plugin import EXTERNAL_LIB, import_libraries, is_plugin, load_plugin
-from rltrain.base.versions import misfits, others
+from rltrain.common.device import get_device
+from rltrain.common.env import devices_here, installed
+from rltrain.common.errors import RltrainError
+from rltrain.common.plugin import EXTERNAL_LIB, import_libraries, is_plugin, load_plugin
+from rltrain.common.versions import misfits, others
 from rltrain.config.check import missing_files
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.notes import other_meanings

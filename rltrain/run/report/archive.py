@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.errors import DiskError
+from rltrain.common.columns import names as c
+from rltrain.common.errors import DiskError
 from rltrain.config.schema import Config
 from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.run.report.tracking import Tracker

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from rltrain.base import logs
+from rltrain.common import logs
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rltrain.base.charts import Line, Section, heat_chart, line_chart, spans_chart, stacked_bars
 from rltrain.config.passes import device_phases
+from rltrain.run.report.charts import Line, Section, heat_chart, line_chart, spans_chart, stacked_bars
 from rltrain.run.report.details import BINS_PER_OCTAVE, StepDetails
 from rltrain.run.report.table import PHASES
 

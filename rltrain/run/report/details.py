@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.columns import names as c
-from rltrain.base.storage import json_lines
+from rltrain.common.columns import names as c
+from rltrain.common.storage import json_lines
 from rltrain.run.report.tracking import JsonLines
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.samples import Samples

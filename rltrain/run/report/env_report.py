@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain import __version__
-from rltrain.base.errors import command
+from rltrain.common.errors import command
 from rltrain.config.load import masked_command
 
 _PACKAGES = (

@@ -21,13 +21,13 @@ from typing import Any
 import pandas as pd
 from yaml import YAMLError, safe_load
 
-from rltrain.base.charts import Section, Table, page
-from rltrain.base.errors import RltrainError
-from rltrain.base.image_files import file_bytes
-from rltrain.base.storage import lines_of, patiently, read_json, replacing, run_folder
+from rltrain.common.errors import RltrainError
+from rltrain.common.image_files import file_bytes
+from rltrain.common.storage import lines_of, patiently, read_json, replacing, run_folder
 from rltrain.config.schema.keys import all_keys, followed
 from rltrain.config.verl.keys import leaves_of
 from rltrain.data.pictures import PictureFile, entries
+from rltrain.run.report.charts import Section, Table, page
 from rltrain.run.report.curves import sections
 from rltrain.run.report.details import read_details
 from rltrain.run.report.table import learning_summary, mostly_truncated, nothing_earned, read_metrics, summary

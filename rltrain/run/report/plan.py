@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rltrain.base.device import get_device
-from rltrain.base.logs import count
-from rltrain.base.secrets import masked_text
+from rltrain.common.device import get_device
+from rltrain.common.logs import count
+from rltrain.common.secrets import masked_text
 from rltrain.config.budgets import PassBudget, judge_lengths
 from rltrain.config.notes import compares_nothing
 from rltrain.config.passes import PASSES, ROLES, Role, updates_of

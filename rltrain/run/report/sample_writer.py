@@ -26,9 +26,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rltrain.agents.content import with_texts
-from rltrain.base.columns import names as c
-from rltrain.base.columns.answer import AnswerText
-from rltrain.base.errors import first_line, storable
+from rltrain.common.columns import names as c
+from rltrain.common.columns.answer import AnswerText
+from rltrain.common.errors import first_line, storable
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.run.report.view import one_line, without_middle

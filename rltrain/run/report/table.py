@@ -12,9 +12,9 @@ import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from rltrain.base.errors import DataError, command
-from rltrain.base.logs import console, count
-from rltrain.base.storage import json_lines
+from rltrain.common.errors import DataError, command
+from rltrain.common.logs import console, count
+from rltrain.common.storage import json_lines
 from rltrain.config.passes import step_phases
 
 METRICS = "metrics.jsonl"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.env import volcengine_account
-from rltrain.base.errors import first_line
+from rltrain.common.env import volcengine_account
+from rltrain.common.errors import first_line
 
 log = logging.getLogger(__name__)
 

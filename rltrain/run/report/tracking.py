@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.background import Appender
-from rltrain.base.errors import first_line
-from rltrain.base.storage import disk_errors, json_lines
+from rltrain.common.background import Appender
+from rltrain.common.errors import first_line
+from rltrain.common.storage import disk_errors, json_lines
 from rltrain.config.load import to_dict
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.agents.content import as_text
-from rltrain.base.errors import DataError, command, host_error, plain
-from rltrain.base.storage import run_folder
+from rltrain.common.errors import DataError, command, host_error, plain
+from rltrain.common.storage import run_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -276,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    from rltrain.base.logs import PlainConsole
+    from rltrain.common.logs import PlainConsole
 
     plainly = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": not sys.stdout.isatty()}
     console = PlainConsole(width=arguments.width, **plainly)  # type: ignore[arg-type]

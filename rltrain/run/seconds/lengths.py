@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.errors import ConfigError, DataError, short
+from rltrain.common.errors import ConfigError, DataError, short
 from rltrain.config.schema.arguments import read_arguments, required
 from rltrain.config.schema.fields import key
 

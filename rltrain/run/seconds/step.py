@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.base.chips import Chip
-from rltrain.base.device import get_device, resolve_dtype
-from rltrain.base.errors import ConfigError
+from rltrain.common.chips import Chip
+from rltrain.common.device import get_device, resolve_dtype
+from rltrain.common.errors import ConfigError
 from rltrain.config.agents import several_turns
 from rltrain.config.passes import PASSES, ROLES, Role, step_phases, updates_of
 from rltrain.config.schema import Config

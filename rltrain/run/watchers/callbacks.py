@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import load_plugin
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import load_plugin
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics import Answered, Metrics
 

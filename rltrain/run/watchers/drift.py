@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from rltrain.base.clock import SYSTEM, Clock
+from rltrain.common.clock import SYSTEM, Clock
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.processes import own_memory_gb
 from rltrain.trainer.metrics import Answered, Metrics

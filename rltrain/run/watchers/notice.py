@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.stop import Stop
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.stop import Stop
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics import Answered, Metrics
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rltrain.base.attempt import ATTEMPT, attempt_file, interpret_exit, shell_code, tell_supervisor, told_supervisor
-from rltrain.base.errors import ConfigError
+from rltrain.common.attempt import ATTEMPT, attempt_file, interpret_exit, shell_code, tell_supervisor, told_supervisor
+from rltrain.common.errors import ConfigError
 from rltrain.runtime.launch.board import MARK, group_is_alive
 from rltrain.runtime.launch.words import Launch
 

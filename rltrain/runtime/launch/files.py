@@ -8,8 +8,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from rltrain.base.env import first_set, use_token
-from rltrain.base.errors import ConfigError
+from rltrain.common.env import first_set, use_token
+from rltrain.common.errors import ConfigError
 from rltrain.runtime.launch.board import answers
 
 # Below the user's home, where Ray looks for it.

@@ -20,12 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.attempt import tell_supervisor
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.env import first_set
-from rltrain.base.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
-from rltrain.base.logs import count
-from rltrain.base.stop import listed_signals
+from rltrain.common.attempt import tell_supervisor
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.env import first_set
+from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
+from rltrain.common.logs import count
+from rltrain.common.stop import listed_signals
 from rltrain.runtime.launch.board import (
     BEAT,
     END,

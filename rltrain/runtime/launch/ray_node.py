@@ -10,8 +10,8 @@ import tempfile
 
 import ray
 
-from rltrain.base.env import address_towards, devices_here, first_set
-from rltrain.base.errors import ConfigError, NodesMissing
+from rltrain.common.env import address_towards, devices_here, first_set
+from rltrain.common.errors import ConfigError, NodesMissing
 from rltrain.runtime.launch.board import MARK, is_here
 from rltrain.runtime.launch.words import Launch
 

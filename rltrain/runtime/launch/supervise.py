@@ -2,7 +2,7 @@
 
 It is a small parent process that uses the standard library only and is not part of the run, so an error of the run
 cannot end it. It adopts and ends the processes that the command leaves, because Ray's processes may still hold devices.
-The run reports its pid, its folder and its error through a file (`base.attempt.tell_supervisor`). Not included:
+The run reports its pid, its folder and its error through a file (`common.attempt.tell_supervisor`). Not included:
 monitoring a live run, which has deadlines, and processes on other nodes.
 """
 
@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from rltrain.base.attempt import ATTEMPT, interpret_exit, shell_code, told_supervisor
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import ConfigError, command
+from rltrain.common.attempt import ATTEMPT, interpret_exit, shell_code, told_supervisor
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import ConfigError, command
 from rltrain.runtime.slots.limits import descendants, send
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rltrain.base.env import first_set
-from rltrain.base.errors import ConfigError
+from rltrain.common.env import first_set
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.arguments import read_arguments
 from rltrain.config.schema.fields import key
 

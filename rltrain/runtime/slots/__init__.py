@@ -6,7 +6,7 @@ It runs a `Service`, which turns a name into a function and names that function 
 
     from functools import partial
 
-    from rltrain.base.plugin import load_plugin
+    from rltrain.common.plugin import load_plugin
     from rltrain.runtime.slots.limits import Limits
     from rltrain.runtime.slots.service import Service
     from rltrain.runtime.slots.slot import Slot
@@ -35,5 +35,5 @@ It runs a `Service`, which turns a name into a function and names that function 
 Code that a model wrote is run by `run_program` (program.py), from a function in a slot: a separate interpreter per
 program, without network and files (jail.py), whose results the slot's function returns.
 
-Imports only the standard library and rltrain/base, neither torch nor Ray nor NumPy, because each process imports it.
+Imports only the standard library and rltrain/common, neither torch nor Ray nor NumPy, because each process imports it.
 """

@@ -18,8 +18,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, BinaryIO
 
-from rltrain.base.errors import RltrainError
-from rltrain.base.plugin import user_traceback
+from rltrain.common.errors import RltrainError
+from rltrain.common.plugin import user_traceback
 from rltrain.runtime import stacks
 from rltrain.runtime.slots.limits import Limits, impose
 from rltrain.runtime.slots.reaper import fork_below

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from contextlib import suppress
 
-from rltrain.base.env import slot_environment
+from rltrain.common.env import slot_environment
 from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, has_ended, kill_tree, remove_folder, send
 from rltrain.runtime.slots.output import Printed
 

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from rltrain.base.env import shipped
-from rltrain.base.errors import ConfigError
+from rltrain.common.env import shipped
+from rltrain.common.errors import ConfigError
 from rltrain.runtime.slots.jail import MAX_FILE_BYTES
 from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, current_limits, has_ended, kill_tree, remove_folder
 

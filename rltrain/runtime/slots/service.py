@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rltrain.base.errors import ConfigError, RltrainError
+from rltrain.common.errors import ConfigError, RltrainError
 
 # Of JSON, per call.
 MAX_RESULT_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from rltrain.base.errors import storable
+from rltrain.common.errors import storable
 from rltrain.runtime.slots.limits import Limits
 from rltrain.runtime.slots.output import Printed, lost_process
 from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess

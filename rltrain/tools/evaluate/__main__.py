@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rltrain.base import logs
-from rltrain.base.errors import ConfigError
-from rltrain.base.imports import IMPORTING
-from rltrain.base.program import explained
-from rltrain.base.stop import Stop
+from rltrain.common import logs
+from rltrain.common.errors import ConfigError
+from rltrain.common.imports import IMPORTING
+from rltrain.common.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
+from rltrain.run.program import explained
 from rltrain.tools.evaluate.arguments import read_words
 
 
@@ -41,7 +41,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     # Imported here, so that --help and errors of the arguments do not wait for it.
     with logs.session(), logs.waiting(IMPORTING):
         from rltrain.api import look_over
-        from rltrain.base.storage import write_json
+        from rltrain.common.storage import write_json
         from rltrain.run.build import begin_ray
         from rltrain.tools.evaluate.evaluation import evaluate_model, folder_of
         from rltrain.tools.evaluate.kept import PAGE, RESULT, RESULTS

@@ -13,9 +13,9 @@ import pandas as pd
 
 from rltrain import __version__
 from rltrain.api import look_over
-from rltrain.base.logs import count
-from rltrain.base.stop import Stop
-from rltrain.base.versions import installed_version
+from rltrain.common.logs import count
+from rltrain.common.stop import Stop
+from rltrain.common.versions import installed_version
 from rltrain.config.loaded import LoadedConfig
 from rltrain.run.build import build
 from rltrain.run.fit import Trainer

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.storage import patiently, read_json, replacing, write_json
+from rltrain.common.errors import ConfigError, DataError
+from rltrain.common.storage import patiently, read_json, replacing, write_json
 
 # Result of one model; of several models, next to the folders of each; the page of either.
 RESULT, RESULTS, PAGE = "evaluation.json", "evaluations.json", "evaluation.html"

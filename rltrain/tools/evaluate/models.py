@@ -14,9 +14,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from yaml import YAMLError, safe_load
 
-from rltrain.base.errors import CheckpointError, ConfigError, first_line
-from rltrain.base.secrets import MASK
-from rltrain.base.storage import patiently, read_json
+from rltrain.common.errors import CheckpointError, ConfigError, first_line
+from rltrain.common.secrets import MASK
+from rltrain.common.storage import patiently, read_json
 from rltrain.config.load import to_dict
 from rltrain.config.schema import Config
 from rltrain.models.files.digest import digest_of_model

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.charts import Line, Section, interval_chart, line_chart, save_page
+from rltrain.run.report.charts import Line, Section, interval_chart, line_chart, save_page
 from rltrain.tools.evaluate.report import main_figure
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from rltrain.base.errors import plain
-from rltrain.base.logs import PlainConsole
+from rltrain.common.errors import plain
+from rltrain.common.logs import PlainConsole
 
 _WIDTH = 200
 _BENCHMARKS = re.compile(r"logicvista|math-?_?vision|math-?_?vista", re.IGNORECASE)

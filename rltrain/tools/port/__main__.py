@@ -12,9 +12,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from rltrain.base.errors import ConfigError, command
-from rltrain.base.logs import count
-from rltrain.base.secrets import MASK
+from rltrain.common.errors import ConfigError, command
+from rltrain.common.logs import count
+from rltrain.common.secrets import MASK
 from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import compose
 from rltrain.tools.port.launches import Launch, launches

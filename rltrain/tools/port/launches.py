@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import named
 from rltrain.config.verl.others import refusal, trainer_of

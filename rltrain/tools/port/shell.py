@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.runtime.slots.jail import tasks_of_user
 from rltrain.tools.port.jail import NO_JAIL
 

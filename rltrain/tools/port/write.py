@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from rltrain.base.errors import plain
-from rltrain.base.secrets import masked, masked_text
+from rltrain.common.errors import plain
+from rltrain.common.secrets import masked, masked_text
 from rltrain.config.schema.keys import all_keys, free_form_parent
 from rltrain.tools.port.launches import Launch
 from rltrain.tools.port.shell import restored

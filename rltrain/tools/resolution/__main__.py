@@ -19,10 +19,10 @@ import argparse
 import sys
 from contextlib import ExitStack
 
-from rltrain.base import logs
-from rltrain.base.program import explained
-from rltrain.base.stop import Stop
+from rltrain.common import logs
+from rltrain.common.stop import Stop
 from rltrain.main_ppo import main as guarded
+from rltrain.run.program import explained
 from rltrain.tools.resolution.request import read_search
 
 

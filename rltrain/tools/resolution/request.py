@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.arguments import read_arguments, required
 from rltrain.config.schema.fields import key
 from rltrain.tools.evaluate.arguments import NAMES

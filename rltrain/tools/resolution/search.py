@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rltrain.base import logs
-from rltrain.base.stop import Stop
-from rltrain.base.storage import write_json
+from rltrain.common import logs
+from rltrain.common.stop import Stop
+from rltrain.common.storage import write_json
 from rltrain.tools.evaluate import statistics
 from rltrain.tools.evaluate.evaluation import evaluate_model, values_of
 from rltrain.tools.evaluate.report import console_of, show, write_table

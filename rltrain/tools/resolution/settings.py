@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rltrain.api import look_over
-from rltrain.base.errors import ConfigError, DataError
-from rltrain.base.logs import count
+from rltrain.common.errors import ConfigError, DataError
+from rltrain.common.logs import count
 from rltrain.config.loaded import LoadedConfig
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import PromptStore

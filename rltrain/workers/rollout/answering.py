@@ -21,10 +21,10 @@ from rltrain.agents.chat import Turn as Said
 from rltrain.agents.content import images_in, without_files
 from rltrain.agents.host import News
 from rltrain.agents.hosts import Hosts
-from rltrain.base.columns import names as c
-from rltrain.base.errors import DataError
-from rltrain.base.image_files import file_of
-from rltrain.base.plugin import is_plugin
+from rltrain.common.columns import names as c
+from rltrain.common.errors import DataError
+from rltrain.common.image_files import file_of
+from rltrain.common.plugin import is_plugin
 from rltrain.config.agents import SINGLE_TURN
 from rltrain.config.schema.rollout import MultiTurnConfig
 from rltrain.data.chat import ChatEncoder

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 
 from rltrain.agents.chat import Message
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.workers.rollout.answering import Answering, Reply
 from rltrain.workers.rollout.contract import Job, Key, Turn

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rltrain.base.device import COLLECTIVE_TIMEOUT
+from rltrain.common.device import COLLECTIVE_TIMEOUT
 from rltrain.workers.rollout.contract import Job
 
 _GIVEN_UP = "rollout/given_up"

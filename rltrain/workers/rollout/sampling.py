@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.base.device import device_of
-from rltrain.base.seeds import uniforms
+from rltrain.common.device import device_of
+from rltrain.common.seeds import uniforms
 from rltrain.workers.rollout.contract import Sampling
 
 # Tokens per block of the two-level search.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rltrain.base.device import Device
+from rltrain.common.device import Device
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.weights.spec import ModelSpec

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.agents.chat import Message
-from rltrain.base.columns import names as c
-from rltrain.base.columns.answer import AnswerText
+from rltrain.common.columns import names as c
+from rltrain.common.columns.answer import AnswerText
 from rltrain.workers.rollout.conversations import Conversation
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]

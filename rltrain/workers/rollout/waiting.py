@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from rltrain.base.columns import names as c
-from rltrain.base.columns.batch import Batch, DictionaryColumn
-from rltrain.base.columns.ragged import Ragged
+from rltrain.common.columns import names as c
+from rltrain.common.columns.batch import Batch, DictionaryColumn
+from rltrain.common.columns.ragged import Ragged
 from rltrain.data.prompts import PromptStore
 from rltrain.models.files.hashed import write_weights
 

@@ -6,7 +6,7 @@ import pytest
 
 from rltrain.agents.ready.frozen_lake import FrozenLake
 from rltrain.agents.ready.gymnasium import TextEnv
-from rltrain.base.errors import ConfigError, DataError
+from rltrain.common.errors import ConfigError, DataError
 
 MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
 ROW = {"extra_info": {"seed": 3, "make": {"desc": MAP}}}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.agents.toolbox import Places, Toolbox
-from rltrain.base.errors import ConfigError, DataError
+from rltrain.common.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[3]
 READY = "rltrain.agents.ready."

@@ -9,8 +9,8 @@ import pytest
 
 from rltrain.agents.ready.python import python
 from rltrain.agents.toolbox import toolbox_of
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import load_plugin
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import load_plugin
 from rltrain.config.load import load_config
 from rltrain.runtime.slots.limits import Limits, descendants, impose
 from rltrain.runtime.slots.service import Service

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rltrain.agents.ready.search import Search, index_of, main
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 
 PASSAGES = [
     ("Paris", "Paris is the capital of France, on the Seine."),

@@ -6,7 +6,7 @@ import pytest
 
 from rltrain.agents.environments import class_of
 from rltrain.agents.toolbox import Places, Toolbox
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 
 FILE = '''
 from rltrain.agents.ready.trl import adapted

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.data.row_tools import RowTools
 from rltrain.data.turns.calls import FORMATS, Call
 from rltrain.data.turns.detect import format_of

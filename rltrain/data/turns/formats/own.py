@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.plugin import load_plugin, user_traceback
+from rltrain.common.errors import ConfigError
+from rltrain.common.plugin import load_plugin, user_traceback
 from rltrain.data.turns.formats.reading import MOST_CALLS, Call, CallFormat, Parsed, Schemas, call_of, without_end
 
 log = logging.getLogger(__name__)

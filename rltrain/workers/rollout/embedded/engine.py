@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.attention.packed import PLAN, STATELESS, packed_attention
 from rltrain.models.attention.packed_images import PackedImages

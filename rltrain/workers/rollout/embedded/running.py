@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.errors import DataError
+from rltrain.common.errors import DataError
 from rltrain.workers.rollout.contract import Job, Key, Source, Turn, turns_of
 from rltrain.workers.rollout.stops import StopTexts
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.env import chosen_devices, prepare_sglang, showing
-from rltrain.base.errors import ConfigError, SyncError
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.env import chosen_devices, prepare_sglang, showing
+from rltrain.common.errors import ConfigError, SyncError
 from rltrain.config.schema.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.vision import placeholder_ids

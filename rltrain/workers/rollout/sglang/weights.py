@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rltrain.base.device import device_of
+from rltrain.common.device import device_of
 from rltrain.runtime import stacks
 
 # Weights that the model rejected during one sync, with the reason.

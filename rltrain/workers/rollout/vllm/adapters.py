@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rltrain.base.errors import ConfigError, SyncError
+from rltrain.common.errors import ConfigError, SyncError
 from rltrain.models.weights.names import ADAPTER, Weight
 
 # Values of `MaxLoRARanks` in vllm.config.lora.

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rltrain.base.device import COLLECTIVE_TIMEOUT
-from rltrain.base.env import SESSION, first_set, prepare_vllm, shipped
-from rltrain.base.errors import ConfigError
+from rltrain.common.device import COLLECTIVE_TIMEOUT
+from rltrain.common.env import SESSION, first_set, prepare_vllm, shipped
+from rltrain.common.errors import ConfigError
 from rltrain.config.schema.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.head import has_fp32_head

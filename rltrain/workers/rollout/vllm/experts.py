@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.base.errors import ConfigError
+from rltrain.common.errors import ConfigError
 from rltrain.models.routing import num_experts
 
 Experts = NDArray[np.integer[Any]]

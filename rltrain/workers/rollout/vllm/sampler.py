@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rltrain.base.device import send
+from rltrain.common.device import send
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
 from rltrain.workers.rollout.vllm.experts import ExpertNotes

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rltrain.base.errors import ConfigError, SyncError
+from rltrain.common.errors import ConfigError, SyncError
 from rltrain.models.routing import num_experts
 from rltrain.models.weights.names import Weight
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.base.device import send
+from rltrain.common.device import send
 
 
 class _Rows:

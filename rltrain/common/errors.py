@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
-from rltrain.base.attempt import tell_supervisor
-from rltrain.base.secrets import masked_text
+from rltrain.common.attempt import tell_supervisor
+from rltrain.common.secrets import masked_text
 
 # Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would occur again.
 _NO_ANSWER = {

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rltrain.base.columns.ragged import Ragged
-from rltrain.base.device import send
+from rltrain.common.columns.ragged import Ragged
+from rltrain.common.device import send
 
 Values: TypeAlias = Ragged | Tensor | list[Any]
 RowNumbers: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rltrain.base import plugins
-from rltrain.base.errors import ConfigError
+from rltrain.common import plugins
+from rltrain.common.errors import ConfigError
 
 _MAX_TRACEBACK_CHARS = 4000
 # Packages between a process's main loop and the first frame of user code.
@@ -35,7 +35,7 @@ _MACHINERY = (
     "concurrent.futures",
     "rltrain",
     "rltrain.agents",
-    "rltrain.base",
+    "rltrain.common",
     "rltrain.data",
     "rltrain.data.turns.formats",
     "rltrain.rewards",

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
 
-from rltrain.base.background import Appender
-from rltrain.base.errors import Interrupted, PlainOutput, plain
-from rltrain.base.secrets import masked_text
+from rltrain.common.background import Appender
+from rltrain.common.errors import Interrupted, PlainOutput, plain
+from rltrain.common.secrets import masked_text
 
 TRAIN_LOG = "train.log"
 # Logger of the metrics of each step. They are always in train.log; a console shows them if it has no progress bar.

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rltrain.base.attempt import tell_supervisor
-from rltrain.base.clock import SYSTEM, Clock
-from rltrain.base.errors import Interrupted, RltrainError, system_error
+from rltrain.common.attempt import tell_supervisor
+from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.errors import Interrupted, RltrainError, system_error
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rltrain.base.clock import SYSTEM, Clock
+from rltrain.common.clock import SYSTEM, Clock
 
 T = TypeVar("T")
 # Maximum wait of a caller that adds a line, in seconds, while storage is responsive.

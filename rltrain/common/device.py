@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from rltrain.base.chips import Chip, find_chip
-from rltrain.base.env import chosen_threads, cpu_quota
-from rltrain.base.errors import ConfigError
+from rltrain.common.chips import Chip, find_chip
+from rltrain.common.env import chosen_threads, cpu_quota
+from rltrain.common.errors import ConfigError
 
 # Timeout of collectives. The driver's deadlines are shorter and have better messages.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
@@ -106,7 +106,7 @@ class Device:
 
     def grow_segments(self) -> None:
         """Enable expandable segments from now on. For an NPU after vLLM has started: vllm-ascend rejects them before,
-        and on other devices the environment has enabled them (`rltrain.base.env`). Not run on hardware.
+        and on other devices the environment has enabled them (`rltrain.common.env`). Not run on hardware.
         """
         change = getattr(self._module().memory, "_set_allocator_settings", None) if self.kind == "npu" else None
         if change:

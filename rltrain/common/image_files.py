@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import DataError, host_error, short
+from rltrain.common.errors import DataError, host_error, short
 
 _MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)
 # Base64 of an image: its characters, their URL-safe variants, and a length below that of the smallest file.

@@ -1,4 +1,4 @@
-"""Package of user files: the file at path NAME is the module rltrain.base.plugins.NAME.
+"""Package of user files: the file at path NAME is the module rltrain.common.plugins.NAME.
 
 A fresh process of `multiprocessing` or Ray finds a function only by its module's name. The name works there, because
 importing it first imports this package.

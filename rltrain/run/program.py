@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from rltrain.base.errors import ConfigError
-from rltrain.base.stop import Stop
+from rltrain.common.errors import ConfigError
+from rltrain.common.stop import Stop
 
 Program = Callable[[argparse.Namespace, Stop], int]
 

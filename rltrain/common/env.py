@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-from rltrain.base.secrets import masked
+from rltrain.common.secrets import masked
 
 # Ascend settings from the documentation of vllm-ascend and HCCL for reinforcement learning. Not verified on hardware.
 _NPU = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.base.storage import replacing
+from rltrain.common.storage import replacing
 
 # Okabe and Ito's colour-blind safe palette, without black and yellow, which would be invisible on one of the two pages.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7fd6", "#7f8c8d")

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from rltrain.base.clock import SYSTEM
-from rltrain.base.errors import DataError, StorageError, unwritten
+from rltrain.common.clock import SYSTEM
+from rltrain.common.errors import DataError, StorageError, unwritten
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")

@@ -34,9 +34,9 @@ from rltrain.common.columns import names as c
 from rltrain.models.weights.names import Weight
 from rltrain.runtime.slots.limits import descendants
 from rltrain.trainer.ppo import PPOTrainer
+from rltrain.workers.interface.tasks import GenerateTask
 from rltrain.workers.rollout.contract import Job, Key, Sampling
 from rltrain.workers.rollout.conversations import Conversation, Conversations
-from rltrain.workers.tasks import GenerateTask
 from tests.local import local_trainer
 from tests.tiny import small_run, write_arithmetic
 from tests.tiny_tools import CALL_ID, TOOLS, VOCABULARY, save_calling_model, tool_run

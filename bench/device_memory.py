@@ -35,11 +35,11 @@ from rltrain.run.preflight.fake_run import Ledger
 from rltrain.run.preflight.memory import OWNERS, forecast
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.residency import Residency
+from rltrain.workers.interface.tasks import GenerateTask, MiniBatch, SaveTask, UpdateTask
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.embedded import kv
 from rltrain.workers.rollout.embedded.engine import HFRollout
-from rltrain.workers.tasks import GenerateTask, MiniBatch, SaveTask, UpdateTask
+from rltrain.workers.state.residency import Residency
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
 RANKS, PROMPT, ANSWER, ANSWERS, PROMPTS = 2, 32, 64, 8, 8

@@ -31,8 +31,8 @@ from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.interface.tasks import GenerateTask
 from rltrain.workers.rollout.contract import Sampling
-from rltrain.workers.tasks import GenerateTask
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
 PROMPTS, ANSWERS, TOKENS = 8, 4, 64

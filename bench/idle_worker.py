@@ -16,9 +16,9 @@ import torch.distributed as dist
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.columns.ragged import Ragged
-from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers
-from rltrain.workers.roles import Actor, Rollout
-from rltrain.workers.tasks import Finished, GenerateTask, UpdateTask
+from rltrain.workers.interface.results import GenerationNumbers, PassNumbers, UpdateNumbers
+from rltrain.workers.interface.roles import Actor, Rollout
+from rltrain.workers.interface.tasks import Finished, GenerateTask, UpdateTask
 
 
 class IdleWorker(Actor, Rollout):

@@ -46,7 +46,7 @@ from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight import model_check
 from rltrain.run.preflight.model_check import CannotTry, Wrong, differences
 from rltrain.run.preflight.small import random_model, small_copy
-from rltrain.workers.weight_sync import WeightSync
+from rltrain.workers.state.weight_sync import WeightSync
 from tests.exported import export_huggingface
 
 TITLES = ("family", "peculiar", "trains packed", "`rollout.name=hf`", "`rollout.name=vllm`", "export", "LoRA")

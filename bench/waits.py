@@ -34,9 +34,9 @@ from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.interface.tasks import GenerateTask
 from rltrain.workers.rollout.contract import Job, Sampling
 from rltrain.workers.rollout.conversations import Conversations
-from rltrain.workers.tasks import GenerateTask
 
 PROMPTS, SAMPLES, TURNS = 16, 4, 4
 TITLES = ("engine", "mean sleep s", "turns", "work", "chain", "rollout", "/ bound", "barrier", "barrier / rollout")

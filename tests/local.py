@@ -20,7 +20,7 @@ from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.validation import sampling_of
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.tasks import GenerateTask
+from rltrain.workers.interface.tasks import GenerateTask
 
 # Trainers of one process share a store; each counts its calls from a million of its own.
 _RUNS = itertools.count(1)

@@ -6,7 +6,7 @@ import torch
 
 from rltrain.common.errors import WorkerError, WorkerLost
 from rltrain.tools import doctor
-from rltrain.workers.links import LinksWorker
+from rltrain.workers.diagnostics.links import LinksWorker
 from tests.ranks import run_on_ranks
 
 NAMES = [f"rank {rank} on node-{'abc'[rank // 2]}" for rank in range(6)]

@@ -139,7 +139,7 @@ def test_the_console_command_opens_every_program(capsys):
 
 
 def test_nothing_is_imported_through_the_links_at_the_top():
-    for name in ("trainer.plan", "workers.tasks", "data_preprocess.common"):
+    for name in ("trainer.plan", "workers.interface.tasks", "data_preprocess.common"):
         done = python("-c", f"import {name}", cwd=ROOT)
         assert done.returncode == 1
         assert f"ImportError: import rltrain.{name.partition('.')[0]}: through the link" in done.stderr

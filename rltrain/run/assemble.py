@@ -29,7 +29,7 @@ from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Critic, Frozen, Policy, Reference, RewardModel, StepModels
 from rltrain.trainer.validation import Validation, rollout_seed
-from rltrain.workers.roles import Models
+from rltrain.workers.interface.roles import Models
 
 log = logging.getLogger(__name__)
 

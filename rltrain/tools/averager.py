@@ -14,7 +14,7 @@ from rltrain.models.files.hashed import Digests
 from rltrain.models.weights.adapters import WEIGHTS, read_adapter, write_mean
 from rltrain.models.weights.average import DTYPES, Average, read_part
 from rltrain.run.checkpoints.model_folder import find_model
-from rltrain.workers.node import digest_of
+from rltrain.workers.diagnostics.node import digest_of
 
 
 class Averager:

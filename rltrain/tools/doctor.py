@@ -30,7 +30,7 @@ from rltrain.runtime.cluster import cluster_address, free, num_nodes, reserve, s
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.hang import Deadlines
 from rltrain.runtime.lifeline import stop_ray
-from rltrain.workers.roles import Links
+from rltrain.workers.interface.roles import Links
 
 _USAGE = """usage: python -m rltrain.doctor [--config FILE] key=value ...
 
@@ -44,7 +44,7 @@ The keys are those of training (python -m rltrain.main_ppo --help); these matter
   actor_rollout_ref.model.path=…     the model, which every node reads
 Exit code 0: nothing failed; 2: something did.
 """
-_WORKER = "rltrain.workers.links:LinksWorker"
+_WORKER = "rltrain.workers.diagnostics.links:LinksWorker"
 _ALL_BYTES, _PAIR_BYTES = 2**26, 2**24
 _PRODUCT = {True: 512, False: 8192}  # on a CPU, elsewhere
 _PAIR_S = 120.0

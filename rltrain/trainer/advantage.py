@@ -29,7 +29,7 @@ from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import known_number
 from rltrain.trainer.roles import Policy
-from rltrain.workers.tasks import TurnAdvantages
+from rltrain.workers.interface.tasks import TurnAdvantages
 
 
 @dataclass(frozen=True)

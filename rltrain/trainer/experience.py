@@ -29,7 +29,7 @@ from rltrain.trainer.roles import Policy
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.validation import rollout_seed, sampling_of
-from rltrain.workers.tasks import GenerateTask
+from rltrain.workers.interface.tasks import GenerateTask
 
 log = logging.getLogger(__name__)
 # Dynamic sampling logs its progress every so many rounds.

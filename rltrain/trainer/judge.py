@@ -10,7 +10,7 @@ from rltrain.runtime.calls import bind
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.samples import Samples, whole
 from rltrain.trainer.roles import deal_by_length
-from rltrain.workers import roles
+from rltrain.workers.interface import roles
 
 
 class Judge:

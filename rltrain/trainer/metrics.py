@@ -19,7 +19,7 @@ from rltrain.common.columns import names as c
 from rltrain.config.passes import UPDATES, step_phases
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.timing import Span
-from rltrain.workers.results import UpdateNumbers, largest
+from rltrain.workers.interface.results import UpdateNumbers, largest
 
 Metrics = dict[str, float]
 # Phases without a time per token in verl.

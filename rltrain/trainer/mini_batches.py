@@ -17,7 +17,7 @@ from rltrain.common.seeds import stream
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.balance import Ids, Layout
 from rltrain.trainer.plan import Plan
-from rltrain.workers.tasks import MiniBatch
+from rltrain.workers.interface.tasks import MiniBatch
 
 
 def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int, seed: int | None) -> list[Ids]:

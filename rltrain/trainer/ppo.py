@@ -41,8 +41,8 @@ from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, StepModels
 from rltrain.trainer.timing import StepTimer, decode_metrics, flops_metrics
 from rltrain.trainer.validation import Validation
-from rltrain.workers.results import UpdateNumbers
-from rltrain.workers.tasks import UpdateTask
+from rltrain.workers.interface.results import UpdateNumbers
+from rltrain.workers.interface.tasks import UpdateTask
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import Any
 from rltrain.models.files.hashed import Digests
 from rltrain.runtime.calls import bind
 from rltrain.runtime.group import Handle, WorkerGroup
-from rltrain.workers import roles
-from rltrain.workers.tasks import SaveTask, Written
+from rltrain.workers.interface import roles
+from rltrain.workers.interface.tasks import SaveTask, Written
 
 _Kind = type[roles.Actor | roles.Critic | roles.Reference]
 

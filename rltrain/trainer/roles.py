@@ -26,10 +26,10 @@ from rltrain.trainer.metrics import Metrics
 from rltrain.trainer.pass_columns import columns_of_update, made_by_log_probs, made_by_rollout, old_log_probs
 from rltrain.trainer.progress import ResponseLengths
 from rltrain.trainer.role_save import SavedRole
-from rltrain.workers import roles
-from rltrain.workers.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
+from rltrain.workers.interface import roles
+from rltrain.workers.interface.results import GenerationNumbers, PassNumbers, UpdateNumbers, largest
+from rltrain.workers.interface.tasks import Finished, GenerateTask, MiniBatch, TurnAdvantages, UpdateTask
 from rltrain.workers.rollout.waiting import WRITTEN
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, TurnAdvantages, UpdateTask
 
 # Longest time in seconds that a worker waits for a finished response before it returns without one.
 _POLL_S = 0.5
@@ -309,7 +309,7 @@ class StepModels:
     critic: Critic | None
     frozen: Frozen
     sizes: dict[str, float]
-    """See `workers.roles.Models`."""
+    """See `workers.interface.roles.Models`."""
     reference: Reference | None = None
     """Reference model that follows the policy."""
 

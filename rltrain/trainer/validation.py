@@ -27,8 +27,8 @@ from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Policy
 from rltrain.trainer.timing import StepTimer
+from rltrain.workers.interface.tasks import GenerateTask
 from rltrain.workers.rollout.contract import Sampling
-from rltrain.workers.tasks import GenerateTask
 
 Floats = NDArray[np.float64]
 Column = NDArray[Any]

@@ -37,15 +37,15 @@ from rltrain.models.weights.lora import adapter_weights, adapters_off, write_ada
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import actor_spec
 from rltrain.models.weights.state import load_training_state
-from rltrain.workers.expert_balance import ExpertBalance
 from rltrain.workers.frozen import Beside, FrozenWorker, load_role, measure
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import PassNumbers, UpdateNumbers
-from rltrain.workers.roles import Actor
-from rltrain.workers.saving import StateWriter, told_as_disk_error
-from rltrain.workers.selection import look_ahead
-from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask, Written
-from rltrain.workers.updater import Updater, idle
+from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
+from rltrain.workers.interface.roles import Actor
+from rltrain.workers.interface.tasks import MiniBatch, SaveTask, UpdateTask, Written
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.saving import StateWriter, told_as_disk_error
+from rltrain.workers.updates.expert_balance import ExpertBalance
+from rltrain.workers.updates.selection import look_ahead
+from rltrain.workers.updates.updater import Updater, idle
 
 # Prompts, responses and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,

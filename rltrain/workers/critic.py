@@ -16,12 +16,12 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.models.attention.packing import pack, per_policy_token
 from rltrain.models.weights.state import load_training_state
 from rltrain.workers.frozen import load_role, measure
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import PassNumbers, UpdateNumbers
-from rltrain.workers.roles import Critic
-from rltrain.workers.saving import SavesState, StateWriter
-from rltrain.workers.tasks import MiniBatch
-from rltrain.workers.updater import Updater, idle
+from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
+from rltrain.workers.interface.roles import Critic
+from rltrain.workers.interface.tasks import MiniBatch
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.saving import SavesState, StateWriter
+from rltrain.workers.updates.updater import Updater, idle
 
 
 class CriticWorker(SavesState, Critic):

@@ -22,9 +22,9 @@ from rltrain.models.head import REVERSE_KL, ReferenceStates
 from rltrain.models.weights.lora import adapters_off
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.spec import specs_of
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import PassNumbers
-from rltrain.workers.roles import Frozen
+from rltrain.workers.interface.results import PassNumbers
+from rltrain.workers.interface.roles import Frozen
+from rltrain.workers.state.residency import Residency
 
 
 def load_role(role: Role, cfg: Config, passes: StepPasses, residency: Residency) -> Any:

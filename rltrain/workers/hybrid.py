@@ -23,18 +23,18 @@ from rltrain.data.rows import Rows
 from rltrain.models.forward import model_numbers
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
-from rltrain.workers.full_device import device_is_full, is_out_of_memory
+from rltrain.workers.diagnostics.full_device import device_is_full, is_out_of_memory
+from rltrain.workers.diagnostics.links import LinksWorker
+from rltrain.workers.diagnostics.profiling import Profiler
+from rltrain.workers.interface.results import PassNumbers
+from rltrain.workers.interface.roles import Advantages, Models
+from rltrain.workers.interface.tasks import TurnAdvantages
 from rltrain.workers.judge import JudgeWorker
-from rltrain.workers.links import LinksWorker
-from rltrain.workers.profiling import Profiler
 from rltrain.workers.reference import ReferenceWorker
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import PassNumbers
 from rltrain.workers.reward_model import RewardModelWorker
-from rltrain.workers.roles import Advantages, Models
 from rltrain.workers.rollout_worker import RolloutWorker, log_prob_gap_limit
-from rltrain.workers.tasks import TurnAdvantages
-from rltrain.workers.token_advantages import spread_over_turns, token_advantages
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.updates.token_advantages import spread_over_turns, token_advantages
 
 
 class HybridWorker(Models, Advantages):

@@ -32,14 +32,14 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.models.weights.spec import judge_spec
 from rltrain.rewards.judge.reply import Reply
 from rltrain.workers.frozen import load_role, measure
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import JudgeNumbers
-from rltrain.workers.roles import Judge
+from rltrain.workers.interface.results import JudgeNumbers
+from rltrain.workers.interface.roles import Judge
 from rltrain.workers.rollout.contract import Job, RolloutEngine, Sampling
 from rltrain.workers.rollout.conversations import Conversations
 from rltrain.workers.rollout.queue import JobQueue, Replica
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
-from rltrain.workers.weight_sync import EngineNames, WeightSync
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.weight_sync import EngineNames, WeightSync
 
 # Every rank is a separate engine with separate messages.
 _ALONE = Replica(number=0, count=1, member=0, size=1)

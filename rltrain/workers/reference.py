@@ -12,9 +12,9 @@ from rltrain.config.schema import Config
 from rltrain.models.forward import PolicyModel
 from rltrain.models.routing import correction_biases
 from rltrain.models.weights.state import load_training_state, weights_by_name
-from rltrain.workers.residency import Residency, local
-from rltrain.workers.roles import Reference
-from rltrain.workers.saving import SavesState, StateWriter
+from rltrain.workers.interface.roles import Reference
+from rltrain.workers.state.residency import Residency, local
+from rltrain.workers.state.saving import SavesState, StateWriter
 
 
 class ReferenceWorker(SavesState, Reference):

@@ -23,9 +23,9 @@ from rltrain.models.load import read_score_head
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import ModelSpec, reward_model_spec
 from rltrain.workers.frozen import load_role
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import Array
-from rltrain.workers.roles import RewardModel
+from rltrain.workers.interface.results import Array
+from rltrain.workers.interface.roles import RewardModel
+from rltrain.workers.state.residency import Residency
 
 
 def check_reward_model(spec: ModelSpec) -> ChatEncoder:

@@ -40,9 +40,9 @@ from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.spec import actor_spec
 from rltrain.rewards.processes.log import PrintLog
 from rltrain.runtime.slots.limits import Limits
-from rltrain.workers.residency import Residency
-from rltrain.workers.results import WAIT, Array, GenerationNumbers, SyncReport
-from rltrain.workers.roles import Rollout
+from rltrain.workers.interface.results import WAIT, Array, GenerationNumbers, SyncReport
+from rltrain.workers.interface.roles import Rollout
+from rltrain.workers.interface.tasks import Finished, GenerateTask
 from rltrain.workers.rollout.answering import Answering
 from rltrain.workers.rollout.contract import Job, RolloutEngine
 from rltrain.workers.rollout.conversations import (
@@ -59,8 +59,8 @@ from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, sampl
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.rollout.told import per_turn, told_texts
 from rltrain.workers.rollout.waiting import read_answers, write_answers
-from rltrain.workers.tasks import Finished, GenerateTask
-from rltrain.workers.weight_sync import WeightSync
+from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.weight_sync import WeightSync
 
 # After every sync, engine and trainer are compared on this many tokens of a prompt, after its images.
 _CANARY_TOKENS = 64

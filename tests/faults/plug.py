@@ -135,10 +135,10 @@ class Trap:
     # Phase -> (file, function).
     PHASES = {  # noqa: RUF012 - read only
         "load": ("workers/actor_ref.py", "_load_models"),
-        "sync": ("workers/weight_sync.py", "run"),
+        "sync": ("workers/state/weight_sync.py", "run"),
         "generate": ("embedded/engine.py", "generate"),
         "log_probs": ("workers/actor_ref.py", "log_probs"),
-        "update": ("workers/updater.py", "run"),
+        "update": ("workers/updates/updater.py", "run"),
         "stage": ("workers/actor_ref.py", "stage"),
         "save": ("workers/actor_ref.py", "write"),
     }

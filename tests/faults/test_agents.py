@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rltrain.common.columns import names as c
+from rltrain.workers.interface.tasks import GenerateTask
 from rltrain.workers.rollout.contract import Sampling
-from rltrain.workers.tasks import GenerateTask
 from tests.clock import PATIENCE_S
 from tests.faults.plug import over, processes_of
 from tests.faults.test_resume import kept, told

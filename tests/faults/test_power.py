@@ -18,7 +18,7 @@ import pytest
 
 from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
 from rltrain.run.checkpoints.manifest import large_files
-from rltrain.workers.node import altered
+from rltrain.workers.diagnostics.node import altered
 from tests.trainer.test_saving import saver_of
 
 CALLS = ("fsync", "rename", "replace", "unlink", "rmdir")

@@ -14,7 +14,7 @@ import torch
 
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from rltrain.common.device import DEVICES
-from rltrain.workers.residency import Residency
+from rltrain.workers.state.residency import Residency
 
 
 @policy_loss(silent_at_zero=True)

@@ -28,9 +28,9 @@ from rltrain.data.rows import read_rows
 from rltrain.models.files.safe import read_metadata
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.residency import Residency, local
+from rltrain.workers.interface.tasks import MiniBatch, SaveTask, UpdateTask
 from rltrain.workers.rollout.embedded.kv import KeyValues
-from rltrain.workers.tasks import MiniBatch, SaveTask, UpdateTask
+from rltrain.workers.state.residency import Residency, local
 from tests.distance import distance
 from tests.tiny import save_tiny_model, write_arithmetic
 from tests.workers.test_actor import TASK, denominators_of, make_worker, scored

@@ -6,7 +6,7 @@ import torch
 from rltrain.common.columns.batch import Batch
 from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import AlgorithmConfig
-from rltrain.workers.token_advantages import token_advantages
+from rltrain.workers.updates.token_advantages import token_advantages
 from tests.trainer.steps import (
     CORRECTION,
     NO_KL,

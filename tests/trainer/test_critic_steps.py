@@ -13,7 +13,7 @@ from rltrain.common.columns import names as c
 from rltrain.common.errors import NonFiniteError
 from rltrain.runtime.samples import assemble
 from rltrain.trainer.progress import Progress
-from rltrain.workers.results import UpdateNumbers
+from rltrain.workers.interface.results import UpdateNumbers
 from tests.trainer.steps import (
     ESTIMATOR,
     GAE,

@@ -9,7 +9,7 @@ from rltrain.common.errors import ConfigError
 from rltrain.common.versions import fingerprint
 from rltrain.run.preflight import health
 from rltrain.run.preflight.health import Check, look_at_nodes, refuse
-from rltrain.workers import node
+from rltrain.workers.diagnostics import node
 from tests.tiny import save_tiny_model, small_config
 
 

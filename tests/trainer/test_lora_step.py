@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from rltrain.models.weights.lora import lora_layers
-from rltrain.workers.tasks import SaveTask
+from rltrain.workers.interface.tasks import SaveTask
 from tests.distance import distance
 from tests.trainer.steps import (
     ACTOR,

@@ -8,7 +8,7 @@ from rltrain.runtime.samples import Samples
 from rltrain.trainer import generation_metrics as g
 from rltrain.trainer import metrics as m
 from rltrain.trainer.rewards import accuracy
-from rltrain.workers.results import WAIT, GenerationNumbers, UpdateNumbers
+from rltrain.workers.interface.results import WAIT, GenerationNumbers, UpdateNumbers
 
 NAN = np.nan
 

@@ -7,7 +7,7 @@ from rltrain.config.step_passes import make_step_passes
 from rltrain.runtime.samples import Samples, whole
 from rltrain.trainer.balance import Layout
 from rltrain.trainer.roles import Critic
-from rltrain.workers.results import PassNumbers, UpdateNumbers
+from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
 
 
 class FakeGroup:

@@ -17,7 +17,7 @@ from rltrain.run.checkpoints import manifest
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import find_damage
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.workers import saving
+from rltrain.workers.state import saving
 from tests.clock import PATIENCE_S, eventually
 from tests.local import LocalGroup, LocalHandle
 from tests.trainer.saves import fit

@@ -15,7 +15,7 @@ from rltrain.main_ppo import main
 from rltrain.models.files.hashed import hashed
 from rltrain.run.earlier import set_aside
 from rltrain.trainer.progress import Progress
-from rltrain.workers.saving import told_as_disk_error
+from rltrain.workers.state.saving import told_as_disk_error
 from tests.trainer.saves import saver_of
 
 AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)

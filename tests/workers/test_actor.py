@@ -18,8 +18,8 @@ from rltrain.data.rows import read_rows
 from rltrain.models.attention.packing import pack
 from rltrain.models.head import has_fp32_head
 from rltrain.workers.hybrid import HybridWorker
+from rltrain.workers.interface.tasks import GenerateTask, MiniBatch, UpdateTask
 from rltrain.workers.rollout.contract import Sampling
-from rltrain.workers.tasks import GenerateTask, MiniBatch, UpdateTask
 from tests.distance import distance
 from tests.tiny import small_run
 

@@ -22,7 +22,7 @@ from rltrain.models.weights.shard import empty_packed, sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.vllm.adapters import refuse_adapters, slot_rank
-from rltrain.workers.weight_sync import WeightSync
+from rltrain.workers.state.weight_sync import WeightSync
 from tests.workers.engines import generate, rollout_of, running_engine, settings_of
 
 LORA = Lora("actor_rollout_ref.model", 4, 12.0, "all-linear", None, None, torch.float32, 1)

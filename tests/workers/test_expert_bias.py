@@ -15,7 +15,7 @@ from rltrain.models.routing import correction_biases
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import load_training_state, save_training_state
-from rltrain.workers.expert_balance import ExpertBalance
+from rltrain.workers.updates.expert_balance import ExpertBalance
 from tests.models.test_routing import batch
 from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_biased_moe

@@ -11,7 +11,7 @@ from rltrain.config.load import load_config
 from rltrain.config.passes import JUDGE_PHASE
 from rltrain.config.step_passes import make_step_passes
 from rltrain.workers.judge import JudgeWorker
-from rltrain.workers.residency import Residency
+from rltrain.workers.state.residency import Residency
 from tests.tiny import save_scripted_judge, small_run
 
 pytestmark = pytest.mark.usefixtures("process_group")

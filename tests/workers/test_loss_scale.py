@@ -12,7 +12,7 @@ from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.models.optim import LossScale
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.tasks import MiniBatch, UpdateTask
+from rltrain.workers.interface.tasks import MiniBatch, UpdateTask
 from tests.distance import distance
 from tests.ranks import run_on_ranks
 from tests.tiny import save_tiny_model, small_run

@@ -13,7 +13,7 @@ from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.watchers.profile import Profile
 from rltrain.trainer.metrics import Answered
-from rltrain.workers.profiling import Kernel, Profiler, busy, table
+from rltrain.workers.diagnostics.profiling import Kernel, Profiler, busy, table
 
 
 def kernel(name, begin, end):

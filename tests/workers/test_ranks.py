@@ -21,7 +21,7 @@ from rltrain.trainer import metrics as m
 from rltrain.trainer.balance import Workload, lay_out
 from rltrain.trainer.plan import PassBudget
 from rltrain.workers.hybrid import HybridWorker
-from rltrain.workers.tasks import MiniBatch, UpdateTask
+from rltrain.workers.interface.tasks import MiniBatch, UpdateTask
 from tests.batches import batch_of_rows
 from tests.distance import distance
 from tests.ranks import run_on_ranks

@@ -9,7 +9,7 @@ from rltrain.common.device import DEVICES
 from rltrain.common.errors import ConfigError
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.workers.hybrid import check_room
-from rltrain.workers.residency import Residency
+from rltrain.workers.state.residency import Residency
 
 VLLM = RolloutConfig(name="vllm", gpu_memory_utilization=0.5)
 

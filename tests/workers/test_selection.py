@@ -10,7 +10,7 @@ from rltrain.algorithms.entropy import ENTROPY_ROUNDING, certainty
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, Selection
 from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
-from rltrain.workers.selection import select, smallest_share, weigh
+from rltrain.workers.updates.selection import select, smallest_share, weigh
 from tests.ranks import run_on_ranks
 
 COUNTS = [1.0] * 6 + [0.0]

@@ -17,7 +17,7 @@ from rltrain.common.errors import CheckpointError, DiskError, StorageError
 from rltrain.common.storage import patiently
 from rltrain.models.files.safe import METADATA, read_metadata
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
-from rltrain.workers.node import altered
+from rltrain.workers.diagnostics.node import altered
 
 MANIFEST, RECORD = "manifest.json", "progress.json"
 # In progress.json of a thinned checkpoint: its `checkpoint_digest` before the optimizer state was removed.

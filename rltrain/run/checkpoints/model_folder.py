@@ -11,7 +11,7 @@ from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.run.checkpoints.manifest import find_damage, large_files
-from rltrain.workers.node import altered
+from rltrain.workers.diagnostics.node import altered
 
 EXPORT = "huggingface"
 

@@ -31,7 +31,7 @@ from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import THINNED, has_digests, large_files, read_record, size_of
 from rltrain.runtime.group import WorkerGroup
 from rltrain.trainer.progress import Progress
-from rltrain.workers.node import altered
+from rltrain.workers.diagnostics.node import altered
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from rltrain.run.checkpoints.manifest import (
     size_of,
     write_manifest,
 )
-from rltrain.workers.node import altered
+from rltrain.workers.diagnostics.node import altered
 
 _OPTIMIZER = "optimizer."
 _BUFFER = 16 << 20

@@ -1,8 +1,8 @@
 """Checks on the nodes of a run before a model is loaded. Results are compared and reported by node name.
 
-`preflight` checks settings and the local machine. Here every node checks itself (`workers.node`) in a few seconds. The
-start of every run calls `look_at_nodes` and refuses a run that cannot work; `python -m rltrain.doctor` shows all
-results as a table. Nothing is repaired, and changes during a run are not noticed.
+`preflight` checks settings and the local machine. Here every node checks itself (`workers.diagnostics.node`) in a few
+seconds. The start of every run calls `look_at_nodes` and refuses a run that cannot work; `python -m rltrain.doctor`
+shows all results as a table. Nothing is repaired, and changes during a run are not noticed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rltrain.models.weights.spec import specs_of
 from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import ray_logs
 from rltrain.runtime.group import WorkerGroup
-from rltrain.workers.node import Facts, Question, leave, look, part, reach, unseen
-from rltrain.workers.roles import Links
+from rltrain.workers.diagnostics.node import Facts, Question, leave, look, part, reach, unseen
+from rltrain.workers.interface.roles import Links
 
 log = logging.getLogger(__name__)
 # Timeouts in seconds. Hanging storage never responds, and models of hundreds of files on slow storage take a while.

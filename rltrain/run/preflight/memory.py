@@ -1,6 +1,6 @@
 """Estimated device memory of every phase by owner, from the configuration and the model's config only.
 
-Resident memory follows from sizes and from the rules of `workers.residency`. The additional memory of a pass is
+Resident memory follows from sizes and from the rules of `workers.state.residency`. The additional memory of a pass is
 measured by running the worker's code on fake tensors (`run.preflight.fake_run`), with the fullest micro-batch that its
 budget allows. Memory of drivers, communicators and fragmentation is not estimated; a share of the device is kept free
 for it.

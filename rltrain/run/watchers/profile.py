@@ -10,7 +10,7 @@ from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.calls import bind
 from rltrain.runtime.group import WorkerGroup
 from rltrain.trainer.metrics import Answered, Metrics
-from rltrain.workers.roles import Profiled
+from rltrain.workers.interface.roles import Profiled
 
 log = logging.getLogger(__name__)
 FOLDER = "profile"

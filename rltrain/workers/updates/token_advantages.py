@@ -13,8 +13,8 @@ from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch
 from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema.algorithm import AlgorithmConfig
-from rltrain.workers.results import PassNumbers
-from rltrain.workers.tasks import TurnAdvantages
+from rltrain.workers.interface.results import PassNumbers
+from rltrain.workers.interface.tasks import TurnAdvantages
 
 
 def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tuple[Batch, PassNumbers]:

@@ -14,8 +14,16 @@ from typing import Any, Protocol
 from rltrain.common.columns.batch import Batch
 from rltrain.config.step_passes import StepPasses
 from rltrain.rewards.judge.reply import Reply
-from rltrain.workers.results import Array, GenerationNumbers, JudgeNumbers, PassNumbers, UpdateNumbers
-from rltrain.workers.tasks import Finished, GenerateTask, MiniBatch, SaveTask, TurnAdvantages, UpdateTask, Written
+from rltrain.workers.interface.results import Array, GenerationNumbers, JudgeNumbers, PassNumbers, UpdateNumbers
+from rltrain.workers.interface.tasks import (
+    Finished,
+    GenerateTask,
+    MiniBatch,
+    SaveTask,
+    TurnAdvantages,
+    UpdateTask,
+    Written,
+)
 
 
 class Models(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 
 from rltrain.common.device import Device
 from rltrain.common.storage import disk_errors
-from rltrain.workers.roles import Profiled
+from rltrain.workers.interface.roles import Profiled
 
 # Number of rows in a table, longest kernels first.
 _SHOWN = 25

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from rltrain.common.device import get_device
 from rltrain.common.errors import WorkerError
 from rltrain.models.weights.names import all_gather
-from rltrain.workers.results import Array
-from rltrain.workers.roles import Links
+from rltrain.workers.interface.results import Array
+from rltrain.workers.interface.roles import Links
 
 
 class LinksWorker(Links):

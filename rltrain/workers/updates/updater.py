@@ -29,9 +29,9 @@ from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale, clip_gradients, make_optimizer
-from rltrain.workers.incidents import write_incident
-from rltrain.workers.results import Array, UpdateNumbers
-from rltrain.workers.tasks import MiniBatch
+from rltrain.workers.diagnostics.incidents import write_incident
+from rltrain.workers.interface.results import Array, UpdateNumbers
+from rltrain.workers.interface.tasks import MiniBatch
 
 LossFunction = Callable[[Batch, MiniBatch], LossShare]
 Preparation = Callable[[Sequence[Batch], MiniBatch], None]

@@ -26,7 +26,7 @@ from rltrain.models.forward import PackedModel
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import save_training_state
 from rltrain.runtime.exchange import gather_json
-from rltrain.workers.tasks import MiniBatch
+from rltrain.workers.interface.tasks import MiniBatch
 
 log = logging.getLogger(__name__)
 _FREE_BYTES = 2**28  # reserved on the disk for logs

@@ -25,7 +25,7 @@ from rltrain.common.errors import NonFiniteError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.names import CheckpointNames, Part, Weight, whole_weights
-from rltrain.workers.results import SyncReport
+from rltrain.workers.interface.results import SyncReport
 from rltrain.workers.rollout.contract import RolloutEngine
 
 

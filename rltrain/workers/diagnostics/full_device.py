@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rltrain.common.errors import WorkerLost
 from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema import Config
-from rltrain.workers.residency import Residency
+from rltrain.workers.state.residency import Residency
 
 
 def is_out_of_memory(error: BaseException) -> bool:

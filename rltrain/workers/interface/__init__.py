@@ -1,0 +1,1 @@
+"""Interface between driver and workers: the methods of each role, their arguments and their results."""

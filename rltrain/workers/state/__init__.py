@@ -1,0 +1,1 @@
+"""State of the models of a worker: offloading, saving, and weight sync."""

@@ -14,7 +14,7 @@ import rltrain
 from rltrain import api
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.run.watchers.callbacks import Callbacks
-from rltrain.trainer.metrics import Answered
+from rltrain.trainer.metrics.step import Answered
 from tests.config.commands import BASE
 
 

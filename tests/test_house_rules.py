@@ -107,6 +107,17 @@ def test_files_that_share_a_prefix_have_a_folder():
     assert len([path for path in rooms if not path.name.startswith("__")]) <= 16
 
 
+def test_a_folder_has_at_most_16_files():
+    """Sub-folders and `__init__.py` are not counted. Converters have one file per data set."""
+    sizes = Counter(file.parent for file in FILES if file.stem != "__init__" and file.parent.name != "data_preprocess")
+    assert {str(place): size for place, size in sizes.items() if size > 16} == {}
+
+
+def test_tools_are_programs():
+    for file in (PACKAGE / "tools").glob("[a-z]*.py"):
+        assert "main" in {getattr(node, "name", "") for node in parsed(file.read_text()).body}, file
+
+
 def test_heavy_packages_stay_in_their_homes():
     wrong = []
     for file in FILES:

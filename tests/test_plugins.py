@@ -15,7 +15,7 @@ from rltrain.config.check import missing_files
 from rltrain.run.preflight.settings import check_plugins
 from rltrain.run.watchers.callbacks import Callbacks
 from rltrain.run.watchers.watcher import Watchers
-from rltrain.trainer.metrics import Answered
+from rltrain.trainer.metrics.step import Answered
 from tests.config.commands import load, problems
 from tests.local import local_trainer
 from tests.tiny import small_run

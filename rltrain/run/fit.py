@@ -22,7 +22,7 @@ from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.report.archive import Archive
 from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.runtime.lifeline import working
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.validation import Rows, Validation

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rltrain.common.errors import ConfigError, command
 
 if TYPE_CHECKING:
-    from rltrain.tools.averager import Averager
+    from rltrain.run.checkpoints.averager import Averager
 
 _SETTING = re.compile(r"\+*[a-z_][\w.]*=")
 _CORE = re.compile(r"val-core/.*/mean@\d+")
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("--weights and --greedy contradict each other: a greedy soup is uniform. Give one of them.")
     shares, soup = _shares(arguments.weights, len(names)), dict[str, object]()
     from rltrain.models.files.folder import new_folder
-    from rltrain.tools.averager import Averager  # takes seconds, after the errors above
+    from rltrain.run.checkpoints.averager import Averager  # takes seconds, after the errors above
 
     with new_folder(arguments.out) as folder:
         averager = Averager(names, arguments.dtype)

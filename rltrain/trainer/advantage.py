@@ -23,9 +23,9 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.runtime.samples import Samples
-from rltrain.trainer import metrics as m
-from rltrain.trainer.balance import Ids, Layout
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.batching.balance import Ids, Layout
+from rltrain.trainer.metrics import step as m
+from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import known_number
 from rltrain.trainer.roles import Policy

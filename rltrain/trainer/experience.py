@@ -18,16 +18,16 @@ from rltrain.common.columns import names as c
 from rltrain.config.schema import Config
 from rltrain.data.sampler import Sampler
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.balance import Ids
-from rltrain.trainer.generation_metrics import join_rounds, rollout_metrics
+from rltrain.trainer.batching.balance import Ids
 from rltrain.trainer.left_out import failed_of, refuse_failures
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics.generation import join_rounds, rollout_metrics
+from rltrain.trainer.metrics.step import Metrics
+from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import Rewards, accuracy, known_number
 from rltrain.trainer.roles import Policy
 from rltrain.trainer.tail import Prompt, PromptLine
-from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.validation import rollout_seed, sampling_of
 from rltrain.workers.interface.tasks import GenerateTask
 

@@ -24,22 +24,22 @@ from rltrain.config.schema import Config
 from rltrain.data.prompts import PromptStore
 from rltrain.models.optim import learning_rate
 from rltrain.runtime.samples import Samples
-from rltrain.trainer import metrics as m
 from rltrain.trainer.advantage import Advantages, Whitening, whole_groups
-from rltrain.trainer.alarms import Alarms
-from rltrain.trainer.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
+from rltrain.trainer.batching.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
+from rltrain.trainer.batching.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.entropy_bonus import EntropyBonus
 from rltrain.trainer.experience import Experience
-from rltrain.trainer.experts import ExpertLoad
-from rltrain.trainer.generation_metrics import join_rounds
 from rltrain.trainer.left_out import left_out, present
-from rltrain.trainer.metrics import Answered, Metrics
-from rltrain.trainer.mini_batches import cut_prompts, denominators, num_tokens, per_rank
+from rltrain.trainer.metrics import step as m
+from rltrain.trainer.metrics.alarms import Alarms
+from rltrain.trainer.metrics.experts import ExpertLoad
+from rltrain.trainer.metrics.generation import join_rounds
+from rltrain.trainer.metrics.step import Answered, Metrics
+from rltrain.trainer.metrics.timing import StepTimer, decode_metrics, flops_metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, StepModels
-from rltrain.trainer.timing import StepTimer, decode_metrics, flops_metrics
 from rltrain.trainer.validation import Validation
 from rltrain.workers.interface.results import UpdateNumbers
 from rltrain.workers.interface.tasks import UpdateTask

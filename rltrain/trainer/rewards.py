@@ -24,7 +24,7 @@ from rltrain.rewards.judge.server import JUDGE_COUNTS
 from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.scoring import Scoring
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.balance import Ids
+from rltrain.trainer.batching.balance import Ids
 from rltrain.trainer.judge import Judge
 from rltrain.trainer.left_out import failed_of
 from rltrain.trainer.roles import RewardModel

@@ -20,10 +20,10 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.runtime.calls import Call, Stream, bind
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.samples import Request, Samples, StoredRows, whole
-from rltrain.trainer.balance import Ids, Layout
-from rltrain.trainer.generation_metrics import OF_SYNC, generation_metrics
-from rltrain.trainer.metrics import Metrics
-from rltrain.trainer.pass_columns import columns_of_update, made_by_log_probs, made_by_rollout, old_log_probs
+from rltrain.trainer.batching.balance import Ids, Layout
+from rltrain.trainer.batching.pass_columns import columns_of_update, made_by_log_probs, made_by_rollout, old_log_probs
+from rltrain.trainer.metrics.generation import OF_SYNC, generation_metrics
+from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.progress import ResponseLengths
 from rltrain.trainer.role_save import SavedRole
 from rltrain.workers.interface import roles

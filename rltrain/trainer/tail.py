@@ -17,8 +17,8 @@ import numpy as np
 from rltrain.common.columns import names as c
 from rltrain.config.schema import Config
 from rltrain.runtime.samples import Request, Samples
-from rltrain.trainer.balance import Ids
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.batching.balance import Ids
+from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.waiting import KEPT
 

@@ -22,11 +22,11 @@ from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.rewards.scorers.registry import summary_of
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.left_out import failed_of, refuse_failures
-from rltrain.trainer.metrics import Answered, turn_metrics
+from rltrain.trainer.metrics.step import Answered, turn_metrics
+from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.rewards import Rewards
 from rltrain.trainer.roles import Policy
-from rltrain.trainer.timing import StepTimer
 from rltrain.workers.interface.tasks import GenerateTask
 from rltrain.workers.rollout.contract import Sampling
 

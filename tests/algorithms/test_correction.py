@@ -14,7 +14,7 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.algorithm import RolloutCorrectionConfig
 from rltrain.config.schema.model import OverlongBufferConfig
-from rltrain.trainer.metrics import mismatch_metrics
+from rltrain.trainer.metrics.step import mismatch_metrics
 from rltrain.trainer.rewards import overlong_penalty
 from tests.algorithms import references as slow
 

@@ -14,7 +14,7 @@ from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
 from rltrain.run.seconds.step import foretell, sizes_of
-from rltrain.trainer.balance import Workload
+from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import make_plan
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."

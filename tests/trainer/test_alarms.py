@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from rltrain.common.columns.ragged import Ragged
 from rltrain.common.errors import NonFiniteError, RewardError
-from rltrain.trainer.alarms import Alarms
+from rltrain.trainer.metrics.alarms import Alarms
 from tests.tiny import SPECIALS, small_config
 
 pytestmark = pytest.mark.usefixtures("process_group")

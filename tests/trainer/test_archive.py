@@ -17,7 +17,7 @@ from rltrain.data.rows import read_rows
 from rltrain.run.report.archive import Archive
 from rltrain.run.report.sample_writer import MOST_AT_ONCE, MOST_WAITING, SampleJob, SampleWriter, WriterProcess, Written
 from rltrain.runtime.samples import Samples, whole
-from rltrain.trainer.metrics import Answered
+from rltrain.trainer.metrics.step import Answered
 from tests.tiny import write_arithmetic
 
 N = 2

@@ -10,7 +10,7 @@ from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.columns.ragged import Ragged
 from rltrain.data.images import PromptImages
 from rltrain.models.attention.packing import pack
-from rltrain.trainer.balance import Layout, Workload, cost_of, lay_out, rank_tokens, spread
+from rltrain.trainer.batching.balance import Layout, Workload, cost_of, lay_out, rank_tokens, spread
 from rltrain.trainer.plan import PassBudget
 
 

@@ -15,7 +15,7 @@ from rltrain.run.earlier import owes_validation
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.trackers import RunInfo
 from rltrain.run.report.tracking import Tracker
-from rltrain.trainer.metrics import Answered
+from rltrain.trainer.metrics.step import Answered
 from rltrain.trainer.plan import make_plan
 from tests.trainer.saves import fit, saver_of
 

@@ -7,7 +7,7 @@ from rich.console import Console as Screen
 
 from rltrain.common import logs
 from rltrain.run.report.console import Console
-from rltrain.trainer.timing import StepTimer
+from rltrain.trainer.metrics.timing import StepTimer
 
 STEP = {
     "critic/score/mean": 0.5547,

@@ -8,7 +8,7 @@ import pytest
 
 from rltrain.run.watchers.drift import Drift
 from rltrain.runtime.processes import own_memory_gb
-from rltrain.trainer.metrics import Answered
+from rltrain.trainer.metrics.step import Answered
 
 LEAKS = """
 import sys

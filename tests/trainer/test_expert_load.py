@@ -4,7 +4,7 @@ import logging
 
 import numpy as np
 
-from rltrain.trainer.experts import ExpertLoad
+from rltrain.trainer.metrics.experts import ExpertLoad
 from tests.trainer.steps import EXPERTS
 from tests.trainer.test_router_replay import MODE, A
 

@@ -5,8 +5,8 @@ import pytest
 
 from rltrain.common.columns import names as c
 from rltrain.runtime.samples import Samples
-from rltrain.trainer import generation_metrics as g
-from rltrain.trainer import metrics as m
+from rltrain.trainer.metrics import generation as g
+from rltrain.trainer.metrics import step as m
 from rltrain.trainer.rewards import accuracy
 from rltrain.workers.interface.results import WAIT, GenerationNumbers, UpdateNumbers
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rltrain.algorithms.aggregation import Denominators
-from rltrain.trainer.mini_batches import denominators
+from rltrain.trainer.batching.mini_batches import denominators
 
 
 def test_samples_without_a_loss_token_are_no_sequences():

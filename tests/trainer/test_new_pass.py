@@ -12,9 +12,9 @@ from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import specs_of
 from rltrain.run.preflight.memory import forecast
 from rltrain.run.report.plan import describe
-from rltrain.trainer.balance import Layout, LayoutCost
+from rltrain.trainer.batching.balance import Layout, LayoutCost
+from rltrain.trainer.metrics.timing import flops_metrics
 from rltrain.trainer.plan import make_plan
-from rltrain.trainer.timing import flops_metrics
 from tests.tiny import save_tiny_model, small_run
 from tests.trainer.steps import NO_KL
 

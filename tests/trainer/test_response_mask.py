@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rltrain.common.columns.ragged import Ragged
 from rltrain.models.weights.shard import reshard
-from rltrain.trainer.mini_batches import denominators
+from rltrain.trainer.batching.mini_batches import denominators
 from rltrain.workers.interface.tasks import MiniBatch, UpdateTask
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance

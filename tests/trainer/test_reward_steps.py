@@ -13,8 +13,8 @@ from rltrain.common.columns.names import COLUMNS, SCORER
 from rltrain.common.errors import ConfigError, RewardError
 from rltrain.common.stop import Stop
 from rltrain.config.schema.model import OverlongBufferConfig
+from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.rewards import overlong_penalty
-from rltrain.trainer.timing import StepTimer
 from rltrain.trainer.validation import Validation
 from tests.trainer.steps import VARIANTS, actor_weights, numbers_of, with_failures
 

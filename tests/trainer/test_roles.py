@@ -5,7 +5,7 @@ import numpy as np
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
 from rltrain.runtime.samples import Samples, whole
-from rltrain.trainer.balance import Layout
+from rltrain.trainer.batching.balance import Layout
 from rltrain.trainer.roles import Critic
 from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from rltrain.runtime.samples import Samples
-from rltrain.trainer import generation_metrics as g
-from rltrain.trainer import metrics as m
+from rltrain.trainer.metrics import generation as g
+from rltrain.trainer.metrics import step as m
 
 
 def generated(ended, engine, lengths, complete=None, served=None) -> Samples:

@@ -16,8 +16,8 @@ from rltrain.models.attention.packing import pack
 from rltrain.models.weights import shard
 from rltrain.run.preflight.settings import check_plugins
 from rltrain.trainer.advantage import whole_groups
-from rltrain.trainer.balance import Layout
-from rltrain.trainer.mini_batches import cut_prompts
+from rltrain.trainer.batching.balance import Layout
+from rltrain.trainer.batching.mini_batches import cut_prompts
 from rltrain.trainer.progress import Progress
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance

@@ -8,8 +8,8 @@ from rltrain.common.errors import DataError, DiskError
 from rltrain.run.earlier import complete
 from rltrain.run.report.table import learning_summary, phase_table, read_metrics, report
 from rltrain.run.report.tracking import JsonLines
-from rltrain.trainer.balance import Layout, Workload, cost_of
-from rltrain.trainer.timing import decode_metrics, flops_metrics
+from rltrain.trainer.batching.balance import Layout, Workload, cost_of
+from rltrain.trainer.metrics.timing import decode_metrics, flops_metrics
 
 
 def lines(count: int) -> list[dict]:

@@ -17,8 +17,8 @@ from rltrain.common.columns.batch import Batch
 from rltrain.common.columns.ragged import Ragged
 from rltrain.config.load import load_config
 from rltrain.config.step_passes import make_step_passes
-from rltrain.trainer import metrics as m
-from rltrain.trainer.balance import Workload, lay_out
+from rltrain.trainer.batching.balance import Workload, lay_out
+from rltrain.trainer.metrics import step as m
 from rltrain.trainer.plan import PassBudget
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.interface.tasks import MiniBatch, UpdateTask

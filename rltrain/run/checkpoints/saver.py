@@ -34,10 +34,10 @@ from rltrain.run.checkpoints.resume import Start, files_of
 from rltrain.run.checkpoints.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
 from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.runtime.lifeline import raise_if_lost
+from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.role_save import RoleSave
 from rltrain.trainer.roles import Critic, Policy, Reference
-from rltrain.trainer.timing import StepTimer
 from rltrain.workers.interface.tasks import SaveTask, Written
 
 log = logging.getLogger(__name__)

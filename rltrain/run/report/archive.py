@@ -19,8 +19,8 @@ from rltrain.run.report.tracking import Tracker
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.lifeline import raise_if_lost
 from rltrain.runtime.samples import Samples, driver_bytes
-from rltrain.trainer.balance import Ids
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.batching.balance import Ids
+from rltrain.trainer.metrics.step import Answered, Metrics
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from rltrain.common.storage import json_lines
 from rltrain.run.report.tracking import JsonLines
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.metrics.step import Answered, Metrics
+from rltrain.trainer.metrics.timing import Span
 from rltrain.trainer.plan import Plan
-from rltrain.trainer.timing import Span
 
 DETAILS = "details.jsonl"
 # Lengths in the same quarter of an octave are counted together.

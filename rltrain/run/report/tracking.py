@@ -28,7 +28,7 @@ from rltrain.run.report.console import Console
 from rltrain.run.report.table import METRICS
 from rltrain.run.report.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
 from rltrain.run.watchers.watcher import Watcher
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from rltrain.config.passes import PASSES
 from rltrain.config.schema import Config
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import Ints
-from rltrain.trainer.balance import Workload, cost_of, lay_out
-from rltrain.trainer.mini_batches import cut_prompts
+from rltrain.trainer.batching.balance import Workload, cost_of, lay_out
+from rltrain.trainer.batching.mini_batches import cut_prompts
+from rltrain.trainer.metrics.timing import flops_metrics
 from rltrain.trainer.plan import Plan
-from rltrain.trainer.timing import flops_metrics
 
 # An update gathers the weights for its forward and again for its backward, and sends as many gradients. A sample is
 # sent with as much more data.

@@ -22,7 +22,7 @@ from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.engine import EngineSpeed, Generation, generate
 from rltrain.run.seconds.lengths import Ints, Lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
-from rltrain.trainer.balance import Workload
+from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import Plan, devices_per_copy
 
 Sizes = Mapping[str, float]

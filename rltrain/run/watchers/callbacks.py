@@ -17,7 +17,7 @@ from typing import Any
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_plugin
 from rltrain.run.watchers.watcher import Watcher
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.metrics.step import Answered, Metrics
 
 log = logging.getLogger(__name__)
 # Methods of a callback with their arguments. on_step may omit the last one.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.processes import own_memory_gb
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.metrics.step import Answered, Metrics
 
 # Memory is read every `_STEPS` steps, and at least every `_SECONDS` seconds.
 _STEPS, _SECONDS = 10, 60.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.stop import Stop
 from rltrain.run.watchers.watcher import Watcher
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.metrics.step import Answered, Metrics
 
 # The slowest of this many recent steps counts.
 _REMEMBERED = 5

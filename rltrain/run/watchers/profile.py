@@ -9,7 +9,7 @@ from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.calls import bind
 from rltrain.runtime.group import WorkerGroup
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.metrics.step import Answered, Metrics
 from rltrain.workers.interface.roles import Profiled
 
 log = logging.getLogger(__name__)

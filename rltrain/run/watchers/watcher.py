@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rltrain.trainer.metrics import Answered, Metrics
+from rltrain.trainer.metrics.step import Answered, Metrics
 
 
 class Watcher:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
 

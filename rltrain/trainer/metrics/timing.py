@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from rltrain.config.passes import PASSES
-from rltrain.trainer.balance import LayoutCost
+from rltrain.trainer.batching.balance import LayoutCost
 
 Metrics = dict[str, float]
 

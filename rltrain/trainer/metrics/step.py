@@ -18,7 +18,7 @@ from rltrain.algorithms.moments import Moments
 from rltrain.common.columns import names as c
 from rltrain.config.passes import UPDATES, step_phases
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.timing import Span
+from rltrain.trainer.metrics.timing import Span
 from rltrain.workers.interface.results import UpdateNumbers, largest
 
 Metrics = dict[str, float]

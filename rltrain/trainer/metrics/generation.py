@@ -8,7 +8,7 @@ import numpy as np
 
 from rltrain.common.columns import names as c
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics.step import Metrics
 from rltrain.workers.interface.results import WAIT, GenerationNumbers
 
 _DAMAGED = "rollout/damaged_answers"

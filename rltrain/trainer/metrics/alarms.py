@@ -14,7 +14,7 @@ from rltrain.common.errors import NonFiniteError, RewardError, SyncError
 from rltrain.common.logs import count
 from rltrain.config.notes import compares_nothing
 from rltrain.config.schema import Config
-from rltrain.trainer.metrics import Metrics
+from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
 

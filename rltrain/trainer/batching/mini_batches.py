@@ -15,7 +15,7 @@ from rltrain.algorithms.aggregation import Denominators
 from rltrain.common.columns import names as c
 from rltrain.common.seeds import stream
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.balance import Ids, Layout
+from rltrain.trainer.batching.balance import Ids, Layout
 from rltrain.trainer.plan import Plan
 from rltrain.workers.interface.tasks import MiniBatch
 

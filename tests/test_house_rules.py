@@ -7,6 +7,7 @@ import tokenize
 import warnings
 from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from rltrain.config.schema.keys import is_known
@@ -30,6 +31,7 @@ HOMES = {
     "ray": (
         "main_ppo.py",
         "runtime/",
+        "rewards/processes/actors.py",
         "rewards/processes/pool.py",
         "rewards/processes/scoring.py",
         "rewards/processes/worker.py",
@@ -95,6 +97,11 @@ def test_imports_stay_on_their_floor_or_go_down():
         if floor(other) < floor(module)
     }
     assert climbing == set()
+
+
+def test_no_module_imports_itself_through_others():
+    """Raises CycleError with the circle."""
+    TopologicalSorter(import_graph()).prepare()
 
 
 def test_files_that_share_a_prefix_have_a_folder():

@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = next(
     line.split('"')[1]
-    for line in (ROOT / "rltrain/__init__.py").read_text().splitlines()
+    for line in (ROOT / "rltrain/common/__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
 

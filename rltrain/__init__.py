@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rltrain import commands  # noqa: F401 - so that python -m rltrain.COMMAND is found
+from rltrain.common import __version__
 
 if TYPE_CHECKING:
-    from rltrain.agents.functions import tool
+    from rltrain.agents.marks import tool
     from rltrain.api import RunResult, build, evaluate, train
     from rltrain.common.errors import RltrainError
     from rltrain.config.load import load_config
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from rltrain.run.report.table import read_metrics
     from rltrain.run.report.view import read_samples
 
-__version__ = "0.2.0"
 __all__ = [
     "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config",
     "read_metrics", "read_samples", "tool", "train",
@@ -34,7 +34,7 @@ _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api
     "load_config": "rltrain.config.load",
     "read_metrics": "rltrain.run.report.table",
     "read_samples": "rltrain.run.report.view",
-    "tool": "rltrain.agents.functions",
+    "tool": "rltrain.agents.marks",
 }
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain import __version__
-from rltrain.common import logs
+from rltrain.common import __version__, logs
 from rltrain.common.errors import DataError, Interrupted, RltrainError
 from rltrain.common.imports import IMPORTING, importing
 from rltrain.common.plugin import save_object

@@ -23,7 +23,7 @@ COMMANDS = {
         "rltrain.tools.resolution.__main__",
         "search the image resolution at which a model answers best: model=… dev=… test=…",
     ),
-    "report": ("rltrain.run.report.table", "print the phase table of a run"),
+    "report": ("rltrain.tools.report", "print the phase table of a run"),
     "watch": ("rltrain.tools.watch", "follow a running run by its folder"),
     "compare": ("rltrain.tools.compare", "compare runs: curves, paired differences, settings"),
     "simulate": ("rltrain.tools.simulate", "estimate the seconds of a step: key=value … --device H100"),

@@ -11,7 +11,7 @@ import yaml
 
 from rltrain.config.load import load_config, to_dict
 from rltrain.run.report.page import page_of, write_page
-from rltrain.run.report.table import main
+from rltrain.tools.report import main
 
 SCRIPT = "<script>alert(1)</script>"
 

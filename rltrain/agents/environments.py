@@ -12,7 +12,8 @@ from types import MethodType
 from typing import Any
 
 from rltrain.agents import stand_ins
-from rltrain.agents.functions import Shown, mark_of, shown
+from rltrain.agents.functions import Shown, shown
+from rltrain.agents.marks import mark_of
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import is_plugin, load_plugin
 

@@ -15,21 +15,15 @@ from functools import cached_property
 from typing import Any
 
 from rltrain.agents import stand_ins
+from rltrain.agents.marks import Mark, mark_of, tool
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_module
 
 FUNCTIONS = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
-_MARK = "__rltrain_tool__"
 _HOW = (
     "A tool has a type for each of its arguments, and a docstring with a line about each of them under Args:; or it is "
     "marked by @rltrain.tool(schema={...})."
 )
-
-
-@dataclass(frozen=True)
-class _Mark:
-    name: str | None
-    schema: Any
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ class Shown:
     @cached_property
     def name(self) -> str:
         """The name that the model sees."""
-        mark = mark_of(self.function) or _Mark(None, None)
+        mark = mark_of(self.function) or Mark(None, None)
         written = self._written(mark.schema)["function"]["name"] if mark.schema is not None else None
         # Not the function's __name__: that of a wrapped function may be the wrapper's.
         return mark.name or written or self.own_name
@@ -56,7 +50,7 @@ class Shown:
 
         Created on demand: it imports transformers, which processes that call tools do not need.
         """
-        mark = mark_of(self.function) or _Mark(None, None)
+        mark = mark_of(self.function) or Mark(None, None)
         if mark.schema is not None:
             schema = self._written(mark.schema)
         else:
@@ -66,27 +60,6 @@ class Shown:
 
     def _written(self, schema: Any) -> dict[str, Any]:
         return as_json(f"{self.where}: {self.own_name}", schema)
-
-
-def tool(function: Any = None, /, *, name: str | None = None, schema: Any = None) -> Any:
-    """Mark a function as a tool. Unmarked functions of the same file or class are then not tools.
-
-    ``@tool``, ``@tool("name")`` or ``@tool(name=..., schema=...)``: the name that the model sees, if not the
-    function's, and the JSON schema, if it is not to be made from types and docstring.
-    """
-    if not callable(function):
-        return lambda marked: _marked(marked, _Mark(name or function, schema))
-    return _marked(function, _Mark(name, schema))
-
-
-def _marked(function: Any, mark: _Mark) -> Any:
-    setattr(getattr(function, "__func__", function), _MARK, mark)
-    return function
-
-
-def mark_of(function: Any) -> _Mark | None:
-    """Return the mark of a function; None if it is unmarked."""
-    return getattr(function, _MARK, None)
 
 
 def tools_of(place: str) -> dict[str, Shown]:

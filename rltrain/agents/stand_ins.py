@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from rltrain.agents.marks import tool
+
 # Active users of the modules.
 _users: list[object] = []
 
@@ -152,8 +154,6 @@ def rollout_trace_op(function: Any) -> Any:
 
 @cache
 def _modules() -> dict[str, ModuleType]:
-    from rltrain.agents.functions import tool
-
     schemas = (
         *(OpenAIFunctionToolSchema, OpenAIFunctionSchema, OpenAIFunctionParametersSchema),
         *(OpenAIFunctionPropertySchema, ToolResponse),

@@ -94,8 +94,8 @@ class Toolbox:
         return [tool.schema for tools in (self.functions, self.configured, self.methods) for tool in tools.values()]
 
     def check_programs(self, allowed: bool, unsandboxed: bool) -> None:
-        """Raise ConfigError for a tool that runs programs of the model (`runtime.slots.program.needs_programs`), unless they
-        are allowed and the kernel isolates them."""
+        """Raise ConfigError for a tool that runs programs of the model (`runtime.slots.program.needs_programs`), unless
+        they are allowed and the kernel isolates them."""
         for tools in (self.functions, self.methods):
             for name, tool in tools.items():
                 if asks_for_programs(tool.function):

@@ -11,8 +11,9 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.algorithm import FILTER_METRICS
 from rltrain.data.row_tools import RowTools
 from rltrain.data.rows import Rows
+from rltrain.rewards.processes.actors import PoolWatch
 from rltrain.rewards.processes.grader import check_judge
-from rltrain.rewards.processes.pool import PoolWatch, RewardPool
+from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.score import Score
 from rltrain.run.splits import Data
 from rltrain.runtime.failures import death_watch

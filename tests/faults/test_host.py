@@ -19,7 +19,7 @@ from rltrain.run.changes import write_config
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.earlier import set_aside
-from rltrain.run.report.table import main as report
+from rltrain.tools.report import main as report
 from tests.data.conftest import make_row
 from tests.tiny import small_config
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rltrain.agents.calling import called
-from rltrain.agents.functions import tool
+from rltrain.agents.marks import tool
 from rltrain.common.errors import DataError
 
 _RESET, _REWARD = "reset", "get_reward"

@@ -10,19 +10,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.common.columns import names as c
 from rltrain.common.errors import JudgeError, RewardError
+from rltrain.rewards.processes.actors import RewardWorkers
 from rltrain.rewards.processes.columns import Columns, columns_of
 from rltrain.rewards.processes.score import JUDGE, UNASKED, Asked, Score
 from rltrain.runtime.samples import Samples, StoredRows
-
-if TYPE_CHECKING:
-    from rltrain.rewards.processes.pool import RewardPool
 
 # Small calls let an idle worker take over from a slow one; each call costs a round trip through Ray.
 _CALLS_PER_WORKER = 4
@@ -57,7 +55,7 @@ class Scoring:
     the run's devices, `messages` returns its prompts, `hear` takes its replies, and `collect` comes last.
     """
 
-    def __init__(self, pool: RewardPool, batch: int, split: str, total: int) -> None:
+    def __init__(self, pool: RewardWorkers, batch: int, split: str, total: int) -> None:
         from ray.util import ActorPool
 
         self.seconds = 0.0

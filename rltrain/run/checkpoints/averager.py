@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rltrain import __version__
+from rltrain.common import __version__
 from rltrain.common.errors import CheckpointError, ConfigError
 from rltrain.models.files.folder import AVERAGE
 from rltrain.models.files.hashed import Digests

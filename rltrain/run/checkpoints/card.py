@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rltrain import __version__
+from rltrain.common import __version__
 from rltrain.config.check import as_list
 from rltrain.config.schema import Config
 from rltrain.run.report.env_report import command_line

@@ -19,7 +19,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain import __version__
+from rltrain.common import __version__
 from rltrain.common.errors import CheckpointError
 from rltrain.common.logs import count, waiting
 from rltrain.common.storage import patiently

@@ -4,8 +4,8 @@ A run without ``save_freq`` would lose everything at a kill, so it also saves by
 bounded (`room`). If there is room for only one checkpoint, the regular one gets it.
 
 Writing takes minutes in which the devices could train. So the workers copy their state to host memory and write it
-during the next steps (`workers.state.saving`). The driver polls their progress and completes the checkpoint. A save ends
-before the next one begins and before the run ends. The driver accesses the disk in the background too
+during the next steps (`workers.state.saving`). The driver polls their progress and completes the checkpoint. A save
+ends before the next one begins and before the run ends. The driver accesses the disk in the background too
 (`common.background`), because storage may take minutes to respond.
 """
 

@@ -1,8 +1,8 @@
 """Checks on the nodes of a run before a model is loaded. Results are compared and reported by node name.
 
-`preflight` checks settings and the local machine. Here every node checks itself (`workers.diagnostics.node`) in a few seconds. The
-start of every run calls `look_at_nodes` and refuses a run that cannot work; `python -m rltrain.doctor` shows all
-results as a table. Nothing is repaired, and changes during a run are not noticed.
+`preflight` checks settings and the local machine. Here every node checks itself (`workers.diagnostics.node`) in a few
+seconds. The start of every run calls `look_at_nodes` and refuses a run that cannot work; `python -m rltrain.doctor`
+shows all results as a table. Nothing is repaired, and changes during a run are not noticed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rltrain import __version__
+from rltrain.common import __version__
 from rltrain.common.errors import command
 from rltrain.config.load import masked_command
 

@@ -1,8 +1,7 @@
-"""``python -m rltrain.report RUN``: the phase table of a run, from its metrics.jsonl."""
+"""Report of a run from its metrics.jsonl: the phase table, and what was learnt."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from rltrain.common.errors import DataError, command
+from rltrain.common.errors import DataError
 from rltrain.common.logs import console, count
 from rltrain.common.storage import json_lines
 from rltrain.config.passes import step_phases
@@ -209,28 +208,3 @@ def show_report(run: Path) -> None:
     console.print(screen_table(lines))
     for text in _rest(run, lines):
         console.print(text, markup=False, soft_wrap=True)
-
-
-@command
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m rltrain.report",
-        description="Show a run by its metrics.jsonl: the seconds of each phase of a step, throughput, the training "
-        "reward at the start and at the end, every validation before and after, and the exported model. On a terminal "
-        "also each phase's share of the step and the slowest step; elsewhere in a fixed layout for scripts.",
-    )
-    parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir), or its metrics.jsonl")
-    says = "write a page of charts and answers that opens offline (default: report.html in RUN)"
-    parser.add_argument("--html", nargs="?", const="", metavar="FILE", help=says)
-    arguments = parser.parse_args(argv)
-    if arguments.html is None:
-        show_report(arguments.run)
-    else:
-        from rltrain.run.report.page import write_page
-
-        sys.stdout.write(f"written: {write_page(arguments.run, Path(arguments.html) if arguments.html else None)}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rltrain import __version__
 from rltrain.api import look_over
+from rltrain.common import __version__
 from rltrain.common.logs import count
 from rltrain.common.stop import Stop
 from rltrain.common.versions import installed_version

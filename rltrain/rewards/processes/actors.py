@@ -1,0 +1,200 @@
+"""The processes that score, as Ray actors.
+
+Ray describes the end of a process in many lines about Ray. A user needs to know which process on which node ended,
+during which phase, and which command to type (`RewardWorkers.errors`, `RewardWorkers.silent`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.common.env import driver_environment
+from rltrain.common.errors import AGAIN, JudgeError, RewardError, WorkerError, WorkerLost
+from rltrain.config.schema import Config
+from rltrain.rewards.processes.log import RewardLog
+from rltrain.rewards.processes.worker import RewardWorker
+
+# Calls of this group are served while a response is scored.
+_CONTROL = "control"
+# Timeout for the workers' stacks, in seconds.
+_STACKS_S = 5.0
+# Maximum number of workers that a message names.
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class PoolWatch:
+    """Callbacks and limits of a pool while it waits."""
+
+    gone: Callable[[Exception], str] = lambda _: f"the process is gone: killed, or memory ran out. {AGAIN}"
+    """Describes the end of a process, from Ray's error."""
+    check: Callable[[], None] = lambda: None
+    """Raises an error to end the wait."""
+    hung: Callable[[], str] = str
+    """Writes the stacks of the run and returns a sentence about them."""
+    late_s: float = 120.0
+    """Seconds that a worker may take beyond the time of its responses."""
+    trial_s: float = math.inf
+    """Deadline for the trial of the scorers, in seconds."""
+
+
+class RewardWorkers:
+    """``num_workers`` reward workers, assigned round-robin to ``places``.
+
+    ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets the scorers' output, see
+    `RewardLog`. ``places`` are Ray's scheduling strategies. A run names its nodes, because Ray's "SPREAD" puts all
+    workers on one node if it has had no recent report from the others.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        num_workers: int,
+        splits: dict[str, Any],
+        log_file: Path | None = None,
+        watch: PoolWatch | None = None,
+        places: Sequence[Any] = ("SPREAD",),
+    ):
+        import ray
+
+        self._cfg, self.reward = cfg, cfg.reward
+        self.log = RewardLog(log_file)
+        self.watch = watch or PoolWatch()
+        # num_cpus=0, because Ray's CPU slots are for the device workers; reward.num_workers sets the number of scorers.
+        # No restarts: the death of a worker ends the run with its cause, and the run resumes from a checkpoint. A
+        # worker has many concurrent calls if they wait for a judge.
+        judge = cfg.reward.judge
+        self._lanes = max(1, judge.max_concurrency // num_workers) if judge.url else 1
+        self._num_places = len(places)
+        self._tokens_used = self._batches = 0
+        options: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": self._lanes}
+        # A separate thread serves stacks while a response is scored.
+        actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
+        placed = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
+        # A Ray cluster that was started before this run does not have the judge's key in its environment.
+        environment = driver_environment(judge.api_key_env)
+        self.workers: list[Any] = [
+            place.remote(cfg, f"worker {at}", splits, environment, num_workers) for at, place in enumerate(placed)
+        ]
+        self._numbers = {worker._actor_id.hex(): number for number, worker in enumerate(self.workers)}
+        # Requested now, because a dead worker cannot report its process id.
+        self._who = [worker.who.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
+
+    def count_tokens(self, counts: Counter[str]) -> None:
+        """Raise RewardError if the judge has exceeded its token limit."""
+        self._tokens_used += counts["tokens"]
+        most = self.reward.judge.max_tokens_total
+        if most is not None and self._tokens_used > most:
+            raise RewardError(
+                f"the judge has used {self._tokens_used:,} tokens since this start of the run, and "
+                f"reward.judge.max_tokens_total={most} allows no more. Raise it, and run the same command to go on "
+                "from the last checkpoint."
+            )
+
+    def node_of(self, worker: int) -> int:
+        """Return the index of a worker's place, which identifies its node."""
+        return worker % self._num_places
+
+    @property
+    def lanes(self) -> list[Any]:
+        """The workers, each repeated by its number of concurrent calls."""
+        return [worker for worker in self.workers for _ in range(self._lanes)]
+
+    def give_up(self, batch: int) -> None:
+        """Let all workers stop waiting for the judge of a batch."""
+        for worker in self.workers:
+            worker.give_up.options(concurrency_group=_CONTROL).remote(batch)
+
+    @contextmanager
+    def errors(self, phase: str, busy: Sequence[int]) -> Iterator[None]:
+        """Convert Ray's errors to rltrain's. busy: the workers that may have failed, if Ray does not name one."""
+        from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+
+        try:
+            yield
+        except RayTaskError as error:
+            where = self._place(busy if len(busy) == 1 else [], phase)
+            if isinstance(error.cause, RewardError | JudgeError):
+                raise type(error.cause)(str(error.cause)) from None
+            if isinstance(error.cause, ObjectLostError):
+                sentence = f"{where}: the answers to score are gone with the worker that wrote them. {AGAIN}"
+                raise WorkerLost(sentence) from error
+            raise WorkerError(f"{where}: {error}") from error
+        except RayError as error:
+            number = self._numbers.get(getattr(error, "actor_id", None) or "")
+            where = self._place(busy if number is None else [number], phase)
+            if isinstance(error, RayActorError) and error._actor_init_failed:
+                raise WorkerError(f"{where}: {error}") from error
+            raise WorkerLost(f"{where}: {self.watch.gone(error)}") from error
+
+    def silent(self, phase: str, late: Sequence[int], seconds: float, limit: str) -> WorkerLost:
+        """Return an error for late workers and kill the workers that do not even return their stacks.
+
+        The error names the unresponsive workers, or all late workers if every one responds.
+        """
+        import ray
+
+        stacks = self._stacks()
+        silent = [number for number in late if not stacks[number]]
+        place, stacks_file = self._place(silent or late, phase), self.watch.hung()
+        for number in silent:
+            # SIGKILL, because Ray asks a process to end itself, and a stopped process ignores that.
+            with suppress(ray.exceptions.RayError, ProcessLookupError, PermissionError):
+                pid, node = ray.get(self._who[number], timeout=0)
+                if node == socket.gethostname():
+                    os.kill(pid, signal.SIGKILL)
+        state = "and not answering: stopped, or its node is gone" if silent else "though answering"
+        return WorkerLost(f"{place}: not done after {seconds:.0f} s ({state}; {limit}).{stacks_file} {AGAIN}")
+
+    def stacks(self) -> dict[str, str]:
+        """Return the stacks of the workers and their processes."""
+        silent = "does not answer: stopped, or its node is gone\n"
+        return {f"reward worker {number}": stack or silent for number, stack in enumerate(self._stacks())}
+
+    def shutdown(self) -> None:
+        """End all workers and their processes."""
+        import ray
+
+        closing = [worker.close.remote() for worker in self.workers]
+        if closing:
+            # A worker that is killed at once could not end the processes of its scorers. A worker that hangs is killed
+            # after the timeout.
+            ray.wait(closing, num_returns=len(closing), timeout=5)
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers.clear()
+
+    def _place(self, numbers: Sequence[int], phase: str) -> str:
+        """Return a description of the workers: role, numbers, processes, nodes and phase."""
+        import ray
+
+        ready, _ = ray.wait(self._who, num_returns=len(self._who), timeout=0)
+        names = []
+        for number in numbers[:_NAMED]:
+            pid, node = "?", "?"
+            with suppress(ray.exceptions.RayError):
+                pid, node = ray.get(self._who[number]) if self._who[number] in ready else (pid, node)
+            names.append(f"reward worker {number} of {len(self.workers)} (pid {pid} on {node})")
+        remainder = f" and {len(numbers) - len(names)} more" if len(numbers) > len(names) else ""
+        return f"{', '.join(names) or 'a reward worker'}{remainder}, in {phase}"
+
+    def _stacks(self) -> list[str]:
+        """Return the stacks of the workers and their processes; "" for workers that do not reply."""
+        import ray
+
+        calls = [worker.stacks.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
+        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=_STACKS_S) if calls else ([], [])
+        stacks = [""] * len(calls)
+        for number, call in enumerate(calls):
+            with suppress(ray.exceptions.RayError):
+                stacks[number] = ray.get(call) if call in answered else ""
+        return stacks

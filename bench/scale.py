@@ -78,7 +78,7 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
     models = StepModels(Policy(group, plan.passes), None, Frozen(group), sizes)
     sampler = BatchOrder(prompts * 4, prompts, 0, True)
     rows = SimpleNamespace(sources=lambda: ["arithmetic"] * prompts * 4)
-    rewards = Rewards(cfg, {"train": rows}, FreeScores(), None)  # type: ignore[dict-item]
+    rewards = Rewards(cfg.scoring, tokens, {"train": rows}, FreeScores(), None)  # type: ignore[dict-item]
     return PPOTrainer(cfg, plan, models, rewards, Experience(cfg, plan, models.policy, rewards, sampler))
 
 

@@ -202,7 +202,7 @@ def _count(split: str, names: Sequence[str], findings: Findings) -> int | None:
 
 def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     """Score one row per data source with the ground truth as the response, one call each. Return the report."""
-    custom, judge, lines = custom_reward(cfg), cfg.reward.judge, []
+    custom, judge, lines = custom_reward(cfg.scoring), cfg.reward.judge, []
     if not cfg.reward_model.runs_scorers:
         return []
     judges = bool(judge.url) or cfg.reward_model.judges
@@ -215,7 +215,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # The scorer of a pool worker, in this process: the pool itself would need Ray.
-        scorer = rule_scorer(cfg) if judges else make_scorer(cfg)
+        scorer = (rule_scorer if judges else make_scorer)(cfg.scoring)
         assert isinstance(scorer, ScoringSlot | RemoteScorer)
         try:
             for source, row in firsts.items():

@@ -41,7 +41,7 @@ def start_pool(
         return None
 
     if cfg.reward.judge.url or cfg.reward_model.judges:
-        check_judge(cfg)  # here, so that it is a single config error
+        check_judge(cfg.reward.judge)  # here, so that it is a single config error
     watch = PoolWatch(
         death_watch(),
         stopped,
@@ -50,7 +50,7 @@ def start_pool(
         deadlines.limit_s("trial"),
     )
     places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0) for group in groups]
-    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch, places)
+    pool = RewardPool(cfg.scoring, num_workers, splits, folder / "reward.log", watch, places)
     deadlines.show("scorers", pool.stacks)
     for split in splits:
         scores = pool.score_truths(split, _rows_to_try(cfg, data.rows[split], data.encoder.row_tools))

@@ -7,7 +7,7 @@ here are not fields but rows of ``verl/keys.tsv``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rltrain.config.schema.algorithm import REWARDED, AlgorithmConfig, KLKind
@@ -367,6 +367,15 @@ class RayConfig:
     runtime_env.env_vars and others."""
 
 
+@dataclass(frozen=True)
+class ScoringConfig:
+    """The sections that scorers read."""
+
+    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+
+
 @dataclass
 class Config:
     """All settings of a run."""
@@ -391,3 +400,8 @@ class Config:
     """The run."""
     ray_kwargs: RayConfig = section(RayConfig)
     """Ray."""
+
+    @property
+    def scoring(self) -> ScoringConfig:
+        """The sections of the scorers."""
+        return ScoringConfig(self.custom_reward_function, self.reward, self.reward_model)

@@ -26,7 +26,7 @@ def look_at_judge(cfg: Config, found: Findings) -> list[str]:
     """
     judge = cfg.reward.judge
     try:
-        check_judge(cfg)
+        check_judge(cfg.reward.judge)
     except ConfigError as error:
         found.problems.append(str(error))
         return []
@@ -49,7 +49,7 @@ def look_at_messages(cfg: Config, rows: dict[str, Rows], found: Findings) -> lis
     """
     longest, lines = judge_lengths(cfg)[0], {}
     try:
-        check_judge(cfg)
+        check_judge(cfg.reward.judge)
         template, encoder = Template(cfg.reward.judge), judge_encoder(cfg)
         for split in rows.values():
             questions = Questions(split, with_images=False)

@@ -16,7 +16,7 @@ from rltrain.common import logs
 from rltrain.common.device import Device, get_device, threads_per_worker
 from rltrain.common.env import worker_environment
 from rltrain.common.stop import Stop
-from rltrain.config.agents import needs_rows
+from rltrain.config.agents import several_turns
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
@@ -103,9 +103,10 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         refuse(look_at_nodes(group, cfg, folder.path, start.folder))
     start = verified(start, group, folder, ready.find)
     owes = owes_validation(cfg, folder.path, start.step, plan)
+    reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is large enough to be shared.
-        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if needs_rows(cfg) else None})
+        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if reads_rows else None})
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
     ppo = validation = archive = None

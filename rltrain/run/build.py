@@ -90,11 +90,13 @@ def build(
         if start.is_of(folder.path):
             complete(folder.path / METRICS, start.step, start.progress.metrics)
         changes = tell_changes(loaded, start)
-        owes = owes_validation(cfg, folder.path, start.step, plan)
+        owes = owes_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
         if start.step >= plan.total_steps and not owes:
             tell_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
-        size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
+        roles = {"critic": "critic" in plan.passes.roles, "reference": plan.passes.reference_moves}
+        sizes = findings.num_parameters, findings.num_trained
+        size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, *sizes, **roles)
         check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
         reading.close()
         started = begin_ray(cfg, stop, closing)

@@ -108,7 +108,9 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fin
         tell_changes(loaded, start)
     except RltrainError as error:
         findings.problems.append(str(error))
-    size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
+    roles = {"critic": "critic" in plan.passes.roles, "reference": plan.passes.reference_moves}
+    sizes = findings.num_parameters, findings.num_trained
+    size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, *sizes, **roles)
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
     findings.problems += [problem for problem in (refusal, lacking) if problem]
     findings.notes += [note] if note else []

@@ -17,6 +17,7 @@ from rltrain.common.device import Device, get_device, threads_per_worker
 from rltrain.common.env import worker_environment
 from rltrain.common.stop import Stop
 from rltrain.config.agents import several_turns
+from rltrain.config.load import to_dict
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
@@ -102,7 +103,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
         refuse(look_at_nodes(group, cfg, folder.path, start.folder))
     start = verified(start, group, folder, ready.find)
-    owes = owes_validation(cfg, folder.path, start.step, plan)
+    owes = owes_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
     reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is large enough to be shared.
@@ -122,10 +123,10 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     else:
         closing.callback((folder := evaluation_folder(cfg.trainer, folder, start.step)).release)
     write_run_files(folder, loaded, plan, group.hosts)
-    tracker = Tracker.of(cfg, folder.path, start.step, plan.total_steps)
-    if keeps_samples(cfg):
+    tracker = Tracker.of(cfg.trainer, to_dict(cfg), folder.path, start.step, plan.total_steps)
+    if keeps_samples(cfg.trainer):
         writer = WriterProcess(splits, prompts, data.encoder.backend)
-        watchers.add(archive := Archive(cfg, folder.path, writer, tracker))
+        watchers.add(archive := Archive(cfg.trainer, folder.path, writer, tracker))
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must know whether the run failed.
     closing.enter_context(tracker)

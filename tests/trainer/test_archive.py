@@ -60,7 +60,9 @@ def make(tmp_path):
         writer = LocalWriter(dict.fromkeys(("train", "val"), rows), dict.fromkeys(("train", "val"), store),
                              Letters(), lambda reference: reference)  # fmt: skip
         shown = []
-        made = Archive(cfg, tmp_path / "run", writer, SimpleNamespace(log_table=lambda *table: shown.append(table)))
+        made = Archive(
+            cfg.trainer, tmp_path / "run", writer, SimpleNamespace(log_table=lambda *table: shown.append(table))
+        )
         made.shown = shown
         return made
 

@@ -192,10 +192,10 @@ def test_storage_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, cap
 
 
 def test_what_a_checkpoint_takes_follows_from_the_weights():
-    cfg = load_config([GRPO]).config
-    assert checkpoint_bytes(cfg, 100, 100) == 1600
-    assert checkpoint_bytes(cfg, 100, 10) == 520
-    assert checkpoint_bytes(load_config(["algorithm.adv_estimator=gae"]).config, 100, 100) == 2800
+    actor = load_config([GRPO]).config.actor_rollout_ref.actor
+    assert checkpoint_bytes(actor, 100, 100, critic=False, reference=False) == 1600
+    assert checkpoint_bytes(actor, 100, 10, critic=False, reference=False) == 520
+    assert checkpoint_bytes(actor, 100, 100, critic=True, reference=False) == 2800
 
 
 def test_room_is_asked_for_before_the_first_step(folder, free, caplog):

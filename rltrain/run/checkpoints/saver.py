@@ -99,7 +99,9 @@ class Saver(Watcher):
         named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
         self._roles: dict[str, Policy | Critic | Reference] = {name: role for name, role in named.items() if role}
         self._fingerprint = dataset_fingerprint
-        self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # as large as the last one
+        roles = {"critic": critic is not None, "reference": reference is not None}
+        # As large as the last one.
+        self._bytes_needed = checkpoint_bytes(cfg.actor_rollout_ref.actor, num_parameters, num_trained, **roles)
         self.last_step = 0
         self.best = Best(cfg.trainer)
         self._saved_at = self._clock.monotonic()  # start of the last save, or of training

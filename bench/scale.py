@@ -89,8 +89,8 @@ def start_group(processes: int, ranks: int = 1) -> WorkerGroup:
     """
     cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={processes}"]).config
     device = get_device("cpu")
-    start_ray(cfg)
-    group = WorkerGroup("hybrid", reserve(cfg, device), device, threads=1)
+    start_ray(cfg.cluster)
+    group = WorkerGroup("hybrid", reserve(cfg.cluster, device), device, threads=1)
     group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS, "ranks": ranks})
     group.workers = [worker for worker in group.workers for _ in range(ranks)]
     group.world = len(group.workers)

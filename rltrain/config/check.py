@@ -20,12 +20,12 @@ from rltrain.config.budgets import budget_problems
 from rltrain.config.engine_rules import engine_problems, replay_problems, tail_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.passes import has_critic, has_reference, step_phases
-from rltrain.config.reward_rules import asked_of_scorers, reward_problems, reward_terms
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_met
 from rltrain.config.schema.distillation import distillation_problems
 from rltrain.config.schema.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.schema.model import HALF, NO_MASTER
+from rltrain.config.schema.reward import asked_of_scorers, reward_problems, reward_terms
 from rltrain.config.schema.trainer import folder_problems, name_problems, profile_problems, word_problems
 from rltrain.config.step_passes import roles_of
 
@@ -65,23 +65,22 @@ def check(loaded: LoadedConfig) -> None:
 def broken_rules(loaded: LoadedConfig) -> list[str]:
     """Return one line for every rule that the config breaks."""
     # Every rule must accept values that another rule refuses, because all of them run.
-    rules = [_each_key, _lists, _steps, uneven, _lora, budget_problems, reward_problems, engine_problems]
-    rules += [_folders, _run]
+    config = loaded.config
+    trainer, actor, algorithm = config.trainer, config.actor_rollout_ref.actor, config.algorithm
+    rules = [_each_key(config), _lists(config), word_problems(trainer), uneven(config), _lora(config)]
+    rules += [budget_problems(config), reward_problems(config.scoring, config.data.max_response_length)]
+    rules += [engine_problems(config), folder_problems(trainer, bool(config.data.val_files))]
+    rules += [name_problems(trainer), _run(config)]
     # An evaluation is mostly the command of a training run with one more key, so keys that only a step needs may stay.
-    if "actor" in roles_of(loaded.config):
-        rules += [
-            _mixing,
-            _precision,
-            _comparison,
-            _correction,
-            _entropy,
-            _shared_sequences,
-            reward_terms,
-            asked_of_scorers,
-        ]
-        rules += [tail_problems, replay_problems, _distillation, _profile]
+    if "actor" in roles_of(config):
+        rules += [rule(config) for rule in (_mixing, _precision, _comparison, _correction, _entropy, _shared_sequences)]
+        rules += [reward_terms(config.scoring, algorithm), tail_problems(config), replay_problems(config)]
+        rules.append(asked_of_scorers(config.reward_model, algorithm, config.data.sampler.name))
+        exact_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
+        rules.append(distillation_problems(config.distillation, exact_kl, algorithm.use_kl_in_reward))
+        rules.append(profile_problems(trainer, step_phases()))
     # Name the keys that the user wrote. If several follow one key, report it once.
-    return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
+    return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule))
 
 
 def missing_files(config: Config) -> list[str]:
@@ -172,25 +171,6 @@ def _lists(config: Config) -> Iterator[str]:
     for name, weight in config.reward.weights.items():
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
             yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
-
-
-def _steps(config: Config) -> Iterator[str]:
-    yield from word_problems(config.trainer)
-
-
-def _folders(config: Config) -> Iterator[str]:
-    yield from folder_problems(config.trainer, bool(config.data.val_files))
-    yield from name_problems(config.trainer)
-
-
-def _profile(config: Config) -> Iterator[str]:
-    yield from profile_problems(config.trainer, step_phases())
-
-
-def _distillation(config: Config) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    exact_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
-    yield from distillation_problems(config.distillation, exact_kl, config.algorithm.use_kl_in_reward)
 
 
 def _precision(config: Config) -> Iterator[str]:

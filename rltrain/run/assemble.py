@@ -74,10 +74,9 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
     sizes = group.call(Models.init_models, plan.passes)[0]
     log.info("%s, %s parameters", count(group.world, "worker"), f"{int(sizes['num_parameters']):,}")
     model = RewardModel(group) if cfg.reward_model.classifies else None
-    judge = None
-    if cfg.reward_model.judges:
-        readings = readings_of(cfg.reward_model.rollout.temperature)
-        judge = Judge(group, rollout_seed(cfg.actor_rollout_ref.rollout, cfg.data), readings)
+    seed = rollout_seed(cfg.actor_rollout_ref.rollout, cfg.data)
+    readings = readings_of(cfg.reward_model.rollout.temperature)
+    judge = Judge(group, seed, readings) if cfg.reward_model.judges else None
     critic = Critic(group, plan.passes) if plan.passes.values else None
     reference = Reference(group) if plan.passes.reference_moves else None
     models = StepModels(Policy(group, plan.passes), critic, Frozen(group), sizes, reference)

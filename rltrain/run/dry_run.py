@@ -14,6 +14,7 @@ from pathlib import Path
 from rltrain.common.errors import RltrainError, short
 from rltrain.common.logs import count
 from rltrain.common.storage import matching
+from rltrain.config.budgets import judge_lengths
 from rltrain.config.check import as_list
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
@@ -108,9 +109,8 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fin
         tell_changes(loaded, start)
     except RltrainError as error:
         findings.problems.append(str(error))
-    roles = {"critic": "critic" in plan.passes.roles, "reference": plan.passes.reference_moves}
     sizes = findings.num_parameters, findings.num_trained
-    size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, *sizes, **roles)
+    size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, plan.passes, *sizes)
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
     findings.problems += [problem for problem in (refusal, lacking) if problem]
     findings.notes += [note] if note else []
@@ -208,8 +208,8 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
     if not cfg.reward_model.runs_scorers:
         return []
     judges = bool(judge.url) or cfg.reward_model.judges
-    by_judge = look_at_judge(cfg, found) if judge.url else []
-    by_judge += look_at_messages(cfg, rows, found) if cfg.reward_model.judges else []
+    by_judge = look_at_judge(judge, found) if judge.url else []
+    by_judge += look_at_messages(cfg.scoring, judge_lengths(cfg)[0], rows, found) if cfg.reward_model.judges else []
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
@@ -236,7 +236,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
         finally:
             scorer.close()
         if not judges:  # with a judge, a column may come from the judge
-            check_columns(cfg, scores)
+            check_columns(cfg.algorithm, cfg.reward.weights, scores)
     except RltrainError as error:
         found.problems.append(str(error))
     if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,6 @@ from rltrain.trainer.roles import Policy
 from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.validation import rollout_seed, sampling_of
 from rltrain.workers.interface.tasks import GenerateTask
-from rltrain.workers.rollout.contract import Sampling
 
 log = logging.getLogger(__name__)
 # Dynamic sampling logs its progress every so many rounds.
@@ -60,6 +60,7 @@ class Experience:
         self.sampler = sampler
         self.line = PromptLine(cfg.actor_rollout_ref.rollout, plan)
         self._rollout = cfg.actor_rollout_ref.rollout
+        self._sampling = partial(sampling_of, self._rollout, self._rollout, cfg.data)
         self._seed = rollout_seed(self._rollout, cfg.data)
 
     def restore(self, progress: Progress, answers: Samples | None) -> None:
@@ -68,9 +69,6 @@ class Experience:
         self.line.restore(progress.in_flight, answers)
         if progress.sampler:
             self.sampler.restore(progress.sampler)
-
-    def _sampling(self, *, greedy: bool) -> Sampling:
-        return sampling_of(self._rollout, self._rollout, self._cfg.data, greedy=greedy)
 
     @property
     def epoch(self) -> int:

@@ -90,10 +90,9 @@ class HybridWorker(Models, Advantages):
 
     def explain(self, error: Exception) -> Exception:
         """Convert an error for the user: an out-of-memory error lists memory by owner and the keys that reduce it."""
-        if not is_out_of_memory(error):
-            return error
-        changes = [change for _, change in memory_keys(self._cfg, self.residency.phase)]
-        return device_is_full(error, changes, self.residency)
+        if is_out_of_memory(error):
+            return device_is_full(error, memory_keys(self._cfg, self.residency.phase), self.residency)
+        return error
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Compute token advantages and returns of this rank's samples."""

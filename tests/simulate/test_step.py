@@ -70,7 +70,6 @@ def test_passes_work_on_the_samples_that_a_run_gives_them(settings):
     # Without a KL an update leaves out groups without a gradient.
     cfg = settings(f"{A}use_kl_loss=False")
     half = Assumptions(silent_share=0.5)
-    keys = cfg.actor_rollout_ref.actor, cfg.critic.ppo_epochs, cfg.data.seed
     assert sum(len(ids) for ids in mini_batches_of("update_actor", *keys, make_plan(cfg), half)) == 16
 
 

@@ -75,7 +75,7 @@ def run(tiny_trainer, tmp_path):
         ppo = tiny_trainer(**(KEYS | changes))
         folder = RunFolder(str(tmp_path / "run"))
         start = find_start(ppo.cfg, folder, "rows:1")
-        saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 1, 1)
+        saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 16)
         saver.load(start)
         ppo.restore(start.progress, start.folder)
         run.validated = []

@@ -158,9 +158,8 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path, recorded, caplo
 
 def test_a_run_without_a_name_has_one_of_folder_and_time_also_when_it_resumes(tmp_path, recorded):
     keys = {"actor_rollout_ref.model.path": "/m", "data.train_files": "/d", "trainer.logger": ["wandb"]}
-    for first_step, changes in ((0, {}), (2, {}), (2, {"trainer.experiment_name": "mine"})):
-        cfg = load_config([], [keys | changes]).config
-        with Tracker.of(cfg.trainer, to_dict(cfg), tmp_path, first_step, 4):
+    for first_step, more in ((0, {}), (2, {}), (2, {"trainer.experiment_name": "mine"})):
+        with Tracker.of((cfg := load_config([], [keys | more]).config).trainer, to_dict(cfg), tmp_path, first_step, 4):
             pass
     first, resumed, named = (run.name for run, _ in recorded)
     assert re.fullmatch(rf"{tmp_path.name}-\d{{8}}-\d{{6}}", first)

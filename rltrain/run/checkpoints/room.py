@@ -16,22 +16,21 @@ from pathlib import Path
 from rltrain.common.errors import DiskError
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.config.step_passes import StepPasses
 
 log = logging.getLogger(__name__)
 # Number of kept checkpoints saved by time. If the newest is damaged, there is another.
 _BY_TIME = 2
 
 
-def checkpoint_bytes(
-    actor: ActorConfig, num_parameters: int, num_trained: int, *, critic: bool, reference: bool
-) -> int:
+def checkpoint_bytes(actor: ActorConfig, passes: StepPasses, num_parameters: int, num_trained: int) -> int:
     """Return the estimated size of a checkpoint in bytes.
 
     It has float32 weights and two moments per trained weight, also of a critic, the exported model, and a moving
     reference.
     """
-    exports = "hf_model" in actor.checkpoint.save_contents
-    return 12 * num_trained + 12 * num_parameters * critic + 4 * num_parameters * (exports + reference)
+    copies = ("hf_model" in actor.checkpoint.save_contents) + passes.reference_moves
+    return 12 * num_trained + 12 * num_parameters * ("critic" in passes.roles) + 4 * num_parameters * copies
 
 
 def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int, steps_per_epoch: int | None = None) -> list[int]:

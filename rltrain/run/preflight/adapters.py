@@ -9,7 +9,6 @@ import torch
 
 from rltrain.common.device import Device, resolve_dtype
 from rltrain.common.errors import ConfigError
-from rltrain.config.passes import Role
 from rltrain.config.schema import ActorRolloutRefConfig
 from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES
@@ -30,12 +29,8 @@ def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[
         first_adapters(model, spec.lora)
 
 
-def adapters_of_engine(
-    roles: ActorRolloutRefConfig, device: Device, role: Role, model: Any, config: Any
-) -> Iterator[str]:
-    """Yield notes on the transfer of adapters to the engine. Raises ConfigError if it cannot hold them."""
-    if role != "actor":
-        return
+def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any, config: Any) -> Iterator[str]:
+    """Yield notes on the transfer of the policy's adapters to the engine. Raises ConfigError if it cannot hold them."""
     rollout = roles.rollout
     engine, dtype = ENGINES[rollout.name], resolve_dtype(rollout.dtype, device)
     if roles.model.merges:

@@ -180,9 +180,9 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
     if spec.lora:
         findings.problems += adapter_problems(spec, packed.model, f"{row.fsdp}.use_torch_compile")
         findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
-        findings.notes += adapters_of_engine(
-            cfg.actor_rollout_ref, get_device(cfg.trainer.device), role, packed.model, config
-        )
+        if is_policy:
+            device = get_device(cfg.trainer.device)
+            findings.notes += adapters_of_engine(cfg.actor_rollout_ref, device, packed.model, config)
 
 
 def _unchecked(cfg: Config, untried: str | None, findings: Findings) -> None:

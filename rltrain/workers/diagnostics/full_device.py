@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def device_is_full(error: Exception, changes: Sequence[str], residency: Residency) -> WorkerLost:
-    """Return the error that ends the run, for the current phase of ``residency``. changes: keys that reduce it."""
+def device_is_full(error: Exception, changes: Iterable[tuple[str, str]], residency: Residency) -> WorkerLost:
+    """Return the error that ends the run, for the current phase of ``residency``. changes: see `memory_keys`."""
     device, phase = residency.device, residency.phase
     resting = residency.resting()
     allocated = device.allocated_bytes()
     parts = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
     rest = ", ".join([*parts, f"{_gib(allocated - resting.total())} of engine, activations and gathered weights"])
-    keys = "\n  ".join(changes) or "more devices"
+    keys = "\n  ".join(change for _, change in changes) or "more devices"
     where, size = f"rank {dist.get_rank()}, {phase}", _gib(device.total_memory_bytes())
     text = str(error).strip().splitlines()[0]
     return WorkerLost(

@@ -68,9 +68,9 @@ def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[s
             ["trainer.device=cpu", f"trainer.n_gpus_per_node={workers}", f"trainer.nnodes={nodes}",
              f"ray_kwargs.ray_init.address={cluster.address}"]
         ).config  # fmt: skip
-        start_ray(cfg)
+        start_ray(cfg.cluster)
         device = get_device("cpu")
-        group = WorkerGroup("hybrid", reserve(cfg, device), device, threads=1)
+        group = WorkerGroup("hybrid", reserve(cfg.cluster, device), device, threads=1)
         group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS})
         places, rows = group.nodes, []
         for way in ("whole", "parcels"):

@@ -24,7 +24,7 @@ import ray
 
 from bench.table import parse, table, write
 from rltrain.common.env import prepare_driver
-from rltrain.config.schema import Config, CustomRewardConfig, RewardConfig
+from rltrain.config.schema import CustomRewardConfig, RewardConfig, ScoringConfig
 from rltrain.data.rows import read_rows
 from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.processes.pool import RewardPool
@@ -110,7 +110,7 @@ def main() -> None:
         pq.write_table(pa.Table.from_pylist(records), Path(folder, "rows.parquet"))
         custom = CustomReward(str(reward))
         splits = {"train": ray.put(read_rows(str(Path(folder, "rows.parquet"))))}
-        cfg = Config(custom_reward_function=CustomRewardConfig(str(reward)), reward=RewardConfig(timeout_s=TIMEOUT_S))
+        cfg = ScoringConfig(CustomRewardConfig(str(reward)), RewardConfig(timeout_s=TIMEOUT_S))
         pool = RewardPool(cfg, WORKERS, splits)
         pool.score_truths("train", [0])
         alone, clean = median(lambda: in_this_process(easies)), median(lambda: wall_clock(pool, easies))

@@ -78,7 +78,7 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
     models = StepModels(Policy(group, plan.passes), None, Frozen(group), sizes)
     sampler = BatchOrder(prompts * 4, prompts, 0, True)
     rows = SimpleNamespace(sources=lambda: ["arithmetic"] * prompts * 4)
-    rewards = Rewards(cfg, {"train": rows}, FreeScores(), None)  # type: ignore[dict-item]
+    rewards = Rewards(cfg.scoring, tokens, {"train": rows}, FreeScores(), None)  # type: ignore[dict-item]
     return PPOTrainer(cfg, plan, models, rewards, Experience(cfg, plan, models.policy, rewards, sampler))
 
 
@@ -89,8 +89,8 @@ def start_group(processes: int, ranks: int = 1) -> WorkerGroup:
     """
     cfg = load_config(["trainer.device=cpu", f"trainer.n_gpus_per_node={processes}"]).config
     device = get_device("cpu")
-    start_ray(cfg)
-    group = WorkerGroup("hybrid", reserve(cfg, device), device, threads=1)
+    start_ray(cfg.cluster)
+    group = WorkerGroup("hybrid", reserve(cfg.cluster, device), device, threads=1)
     group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": PROMPT_TOKENS, "ranks": ranks})
     group.workers = [worker for worker in group.workers for _ in range(ranks)]
     group.world = len(group.workers)

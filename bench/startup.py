@@ -54,10 +54,10 @@ def measure(workers: int) -> dict[str, float]:
         times.append(time.perf_counter())
         busy.append(own_s())
 
-    start_ray(cfg)
+    start_ray(cfg.cluster)
     now()
     try:
-        placement = reserve(cfg, device)
+        placement = reserve(cfg.cluster, device)
         now()
         group = WorkerGroup("hybrid", placement, device, threads=1)
         started = [worker.who.remote() for worker in group.workers]

@@ -195,7 +195,7 @@ def local_ray():
     os.environ.update(nursery.variables())
     config = small_config()
     config.ray_kwargs.ray_init["num_cpus"] = 4
-    start_ray(config)
+    start_ray(config.cluster)
     yield ray
     ray.shutdown()
     os.environ.clear()  # Ray and a start of it leave variables behind

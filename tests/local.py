@@ -161,7 +161,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
         "train",
         np.arange(4, dtype=np.int32),
         rollout.n,
-        sampling_of(cfg, rollout, greedy=False),
+        sampling_of(rollout, rollout, cfg.data, greedy=False),
         seed=1,
         step=1,
         call=next(trainer.calls),

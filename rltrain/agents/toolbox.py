@@ -26,7 +26,6 @@ from rltrain.common.plugin import user_traceback
 from rltrain.runtime.slots.program import asks_for_programs, check_isolation
 
 if TYPE_CHECKING:
-    from rltrain.config.schema import Config
     from rltrain.config.schema.rollout import MultiTurnConfig
 
 _ALLOW = "actor_rollout_ref.rollout.multi_turn.allow_code_execution"
@@ -188,12 +187,11 @@ class Session:
             await self._opened.release()
 
 
-def toolbox_of(cfg: Config) -> Toolbox:
+def toolbox_of(turns: MultiTurnConfig) -> Toolbox:
     """Load the tools of a run.
 
     Raises ConfigError as `Toolbox` does, and for a tool that runs programs if they are not allowed or not isolated.
     """
-    turns = cfg.actor_rollout_ref.rollout.multi_turn
     toolbox = Toolbox(Places.of(turns))
     toolbox.check_programs(turns.allow_code_execution, turns.allow_unsandboxed_code)
     return toolbox

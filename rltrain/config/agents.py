@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rltrain.config.schema import Config
 from rltrain.config.schema.rollout import RolloutConfig
 
 AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -22,8 +21,3 @@ def who_answers(rollout: RolloutConfig) -> str:
     if agents := rollout.agent.own:
         places.append(f"{AGENT_KEY if rollout.agent.default_agent_loop == agents[0] else LOOPS_KEY}={agents[0]}")
     return " ".join(places) or "actor_rollout_ref.rollout.multi_turn.enable=True"
-
-
-def needs_rows(cfg: Config) -> bool:
-    """Return whether workers need the rows of prompts in addition to their tokens."""
-    return cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)

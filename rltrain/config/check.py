@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
-import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +17,16 @@ from rltrain.common.plugin import is_plugin, plugin_file
 from rltrain.common.storage import converter_hint, matching
 from rltrain.config.agents import several_turns
 from rltrain.config.budgets import budget_problems
-from rltrain.config.distillation_rules import distillation_problems
 from rltrain.config.engine_rules import engine_problems, replay_problems, tail_problems
-from rltrain.config.folders import folder_problems
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.passes import has_critic, has_reference
-from rltrain.config.profile_rules import profile_problems
-from rltrain.config.reward_rules import asked_of_scorers, reward_problems, reward_terms
+from rltrain.config.passes import has_critic, has_reference, step_phases
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_met
+from rltrain.config.schema.distillation import distillation_problems
 from rltrain.config.schema.keys import all_keys, followed, get, plugin_keys
 from rltrain.config.schema.model import HALF, NO_MASTER
-from rltrain.config.schema.trainer import EPOCH
+from rltrain.config.schema.reward import asked_of_scorers, reward_problems, reward_terms
+from rltrain.config.schema.trainer import folder_problems, name_problems, profile_problems, word_problems
 from rltrain.config.step_passes import roles_of
 
 _A = "actor_rollout_ref."
@@ -69,23 +65,22 @@ def check(loaded: LoadedConfig) -> None:
 def broken_rules(loaded: LoadedConfig) -> list[str]:
     """Return one line for every rule that the config breaks."""
     # Every rule must accept values that another rule refuses, because all of them run.
-    rules = [_each_key, _lists, _words_for_steps, uneven, _lora, budget_problems, reward_problems, engine_problems]
-    rules += [folder_problems, _names, _run]
+    config = loaded.config
+    trainer, actor, algorithm = config.trainer, config.actor_rollout_ref.actor, config.algorithm
+    rules = [_each_key(config), _lists(config), word_problems(trainer), uneven(config), _lora(config)]
+    rules += [budget_problems(config), reward_problems(config.scoring, config.data.max_response_length)]
+    rules += [engine_problems(config), folder_problems(trainer, bool(config.data.val_files))]
+    rules += [name_problems(trainer), _run(config)]
     # An evaluation is mostly the command of a training run with one more key, so keys that only a step needs may stay.
-    if "actor" in roles_of(loaded.config):
-        rules += [
-            _mixing,
-            _precision,
-            _comparison,
-            _correction,
-            _entropy,
-            _shared_sequences,
-            reward_terms,
-            asked_of_scorers,
-        ]
-        rules += [tail_problems, replay_problems, distillation_problems, profile_problems]
+    if "actor" in roles_of(config):
+        rules += [rule(config) for rule in (_mixing, _precision, _comparison, _correction, _entropy, _shared_sequences)]
+        rules += [reward_terms(config.scoring, algorithm), tail_problems(config), replay_problems(config)]
+        rules.append(asked_of_scorers(config.reward_model, algorithm, config.data.sampler.name))
+        exact_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
+        rules.append(distillation_problems(config.distillation, exact_kl, algorithm.use_kl_in_reward))
+        rules.append(profile_problems(trainer, step_phases()))
     # Name the keys that the user wrote. If several follow one key, report it once.
-    return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule(loaded.config)))
+    return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule))
 
 
 def missing_files(config: Config) -> list[str]:
@@ -176,13 +171,6 @@ def _lists(config: Config) -> Iterator[str]:
     for name, weight in config.reward.weights.items():
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
             yield f"reward.weights.{name}={weight}: give a number, such as reward.weights.{name}=0.5."
-
-
-def _words_for_steps(config: Config) -> Iterator[str]:
-    """Yield errors for keys that take a number of steps or a word."""
-    for name in ("test_freq", "save_freq"):
-        if isinstance(freq := getattr(config.trainer, name), str) and freq != EPOCH:
-            yield f"trainer.{name}={freq}: give a number of steps, {EPOCH}, or -1 for never."
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -353,23 +341,6 @@ def _shared_sequences(config: Config) -> Iterator[str]:
             f"{key}={ref}: with {why} actor and reference share the devices of a sequence. Use {key}={actor}, as the "
             "actor."
         )
-
-
-def _names(config: Config) -> Iterator[str]:
-    """Yield errors for names that are no folder names, or that lead to the folder of another name."""
-    for key in ("trainer.project_name", "trainer.experiment_name"):
-        name = get(config, key)
-        parts = name.split("/")
-        problems = {
-            "it begins or ends with white space": name != name.strip(),
-            "it has a sign that is no text, such as the end of a line": any(
-                unicodedata.category(sign) in ("Cc", "Cs") for sign in name
-            ),
-            "'.' and '..' are other folders": "." in parts or ".." in parts,
-            "a folder's name has at most 255 bytes": any(len(os.fsencode(part)) > 255 for part in parts),
-        }
-        for why in [why for why, is_so in problems.items() if is_so][:1]:
-            yield f"{key}={name!r}: {why}. The run folder is named by it; give another name."
 
 
 def _run(config: Config) -> Iterator[str]:

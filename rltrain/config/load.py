@@ -94,6 +94,11 @@ def changed(loaded: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
     return replace(loaded, config=config, explicit=loaded.explicit | changes.keys())
 
 
+def default_values() -> dict[str, Any]:
+    """Return the defaults of all keys as plain values."""
+    return to_dict(Config())
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the resolved configuration as plain values, with masked secrets."""
     return masked(asdict(config))

@@ -371,7 +371,7 @@ def chat_encoder(cfg: Config) -> ChatEncoder:
         template_kwargs=dict(cfg.data.apply_chat_template_kwargs),
         min_pixels=cfg.data.min_pixels,
         max_pixels=cfg.data.max_pixels,
-        row_tools=row_tools(cfg),
+        row_tools=row_tools(cfg.actor_rollout_ref.rollout),
     )
 
 

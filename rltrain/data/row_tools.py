@@ -11,7 +11,7 @@ from rltrain.agents.toolbox import toolbox_of
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.plugin import load_plugin
 from rltrain.config.agents import AGENT_KEY, ENVIRONMENT, LOOPS_KEY, SINGLE_TURN, TOOLS, several_turns, who_answers
-from rltrain.config.schema import Config
+from rltrain.config.schema.rollout import RolloutConfig
 
 if TYPE_CHECKING:
     from rltrain.data.rows import PromptRow, Rows
@@ -105,10 +105,9 @@ class RowTools:
         return None
 
 
-def row_tools(cfg: Config) -> RowTools:
+def row_tools(rollout: RolloutConfig) -> RowTools:
     """Return the tools of a run. Raises ConfigError if they cannot be loaded."""
-    rollout = cfg.actor_rollout_ref.rollout
-    toolbox = toolbox_of(cfg)
+    toolbox = toolbox_of(rollout.multi_turn)
     # With both, turns without tool calls go to the environment.
     usual = TOOLS if toolbox.schemas else ENVIRONMENT if toolbox.has_step else SINGLE_TURN
     return RowTools(
@@ -122,9 +121,9 @@ def row_tools(cfg: Config) -> RowTools:
     )
 
 
-def check_agents(cfg: Config, tools: RowTools, splits: Mapping[str, Rows]) -> None:
+def check_agents(rollout: RolloutConfig, tools: RowTools, splits: Mapping[str, Rows]) -> None:
     """Raise DataError if the run can reply to turns, but no row has an agent for it."""
-    rollout, all_rows = cfg.actor_rollout_ref.rollout, chain.from_iterable(splits.values())
+    all_rows = chain.from_iterable(splits.values())
     if not several_turns(rollout) or any(tools.agent_of(row) != SINGLE_TURN for row in all_rows):
         return
     paths = ", ".join(rows.paths for rows in splits.values())

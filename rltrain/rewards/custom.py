@@ -12,7 +12,7 @@ from rltrain.common.plugin import load_plugin
 from rltrain.runtime.slots.child import finished
 
 if TYPE_CHECKING:
-    from rltrain.config.schema import Config
+    from rltrain.config.schema import ScoringConfig
 
 
 # Keys that verl adds to every extra_info. A response of one turn has two messages, and no agent has scored it before. A
@@ -41,7 +41,7 @@ class CustomReward:
         return tuple(f"{name}s" for name in names) if self.batch else names
 
 
-def custom_reward(cfg: Config) -> CustomReward | None:
+def custom_reward(cfg: ScoringConfig) -> CustomReward | None:
     """Return the user's reward function, or None if the built-in scorers are used."""
     custom, batch = cfg.custom_reward_function, cfg.reward_model.reward_manager == "batch"
     return CustomReward(custom.path, custom.name, dict(custom.reward_kwargs), batch) if custom.path else None

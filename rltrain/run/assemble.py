@@ -64,7 +64,9 @@ def make_evaluation(
     models, rewards = _load(cfg, plan, data, group, pool)
     for note in models.policy.load(str(folder / "actor"), True) if folder else ():
         log.warning("note: %s", note)
-    return Validation(cfg, plan, models.policy, rewards, on_phase)
+    return Validation(
+        cfg.actor_rollout_ref.rollout, cfg.data, plan, models.policy, rewards, cfg.trainer.default_local_dir, on_phase
+    )
 
 
 def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[StepModels, Rewards]:
@@ -72,11 +74,13 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
     sizes = group.call(Models.init_models, plan.passes)[0]
     log.info("%s, %s parameters", count(group.world, "worker"), f"{int(sizes['num_parameters']):,}")
     model = RewardModel(group) if cfg.reward_model.classifies else None
-    judge = Judge(group, rollout_seed(cfg), readings_of(cfg)) if cfg.reward_model.judges else None
+    seed = rollout_seed(cfg.actor_rollout_ref.rollout, cfg.data)
+    readings = readings_of(cfg.reward_model.rollout.temperature)
+    judge = Judge(group, seed, readings) if cfg.reward_model.judges else None
     critic = Critic(group, plan.passes) if plan.passes.values else None
     reference = Reference(group) if plan.passes.reference_moves else None
     models = StepModels(Policy(group, plan.passes), critic, Frozen(group), sizes, reference)
-    return models, Rewards(cfg, data.rows, pool, model, judge)
+    return models, Rewards(cfg.scoring, cfg.data.max_response_length, data.rows, pool, model, judge)
 
 
 def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:

@@ -90,16 +90,17 @@ def build(
         if start.is_of(folder.path):
             complete(folder.path / METRICS, start.step, start.progress.metrics)
         changes = tell_changes(loaded, start)
-        owes = owes_validation(cfg, folder.path, start.step, plan)
+        owes = owes_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
         if start.step >= plan.total_steps and not owes:
             tell_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
-        size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
+        sizes = findings.num_parameters, findings.num_trained
+        size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, plan.passes, *sizes)
         check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
         reading.close()
         started = begin_ray(cfg, stop, closing)
         # A cluster that this run joined is shared with others and outlives the run.
-        closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg), kept=stop.kept))
+        closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg.cluster), kept=stop.kept))
         log.info("Ray's logs: %s", ray_logs())
         with working(), stop.telling():
             return start_run(Ready(loaded, plan, data, folder, start, find), stop, hooks, closing, deadlines)
@@ -108,8 +109,8 @@ def build(
 def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
     """Start Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
     with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
-        if started := start_ray(cfg):
-            closing.enter_context(ended_after_us(not cluster_address(cfg)))
+        if started := start_ray(cfg.cluster):
+            closing.enter_context(ended_after_us(not cluster_address(cfg.cluster)))
             closing.callback(unless_lost(stop_ray))
     return started
 

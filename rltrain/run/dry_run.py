@@ -14,6 +14,7 @@ from pathlib import Path
 from rltrain.common.errors import RltrainError, short
 from rltrain.common.logs import count
 from rltrain.common.storage import matching
+from rltrain.config.budgets import judge_lengths
 from rltrain.config.check import as_list
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
@@ -108,7 +109,8 @@ def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, fin
         tell_changes(loaded, start)
     except RltrainError as error:
         findings.problems.append(str(error))
-    size = start.size or checkpoint_bytes(cfg, findings.num_parameters, findings.num_trained)
+    sizes = findings.num_parameters, findings.num_trained
+    size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, plan.passes, *sizes)
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
     findings.problems += [problem for problem in (refusal, lacking) if problem]
     findings.notes += [note] if note else []
@@ -202,12 +204,12 @@ def _count(split: str, names: Sequence[str], findings: Findings) -> int | None:
 
 def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     """Score one row per data source with the ground truth as the response, one call each. Return the report."""
-    custom, judge, lines = custom_reward(cfg), cfg.reward.judge, []
+    custom, judge, lines = custom_reward(cfg.scoring), cfg.reward.judge, []
     if not cfg.reward_model.runs_scorers:
         return []
     judges = bool(judge.url) or cfg.reward_model.judges
-    by_judge = look_at_judge(cfg, found) if judge.url else []
-    by_judge += look_at_messages(cfg, rows, found) if cfg.reward_model.judges else []
+    by_judge = look_at_judge(judge, found) if judge.url else []
+    by_judge += look_at_messages(cfg.scoring, judge_lengths(cfg)[0], rows, found) if cfg.reward_model.judges else []
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
@@ -215,7 +217,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # The scorer of a pool worker, in this process: the pool itself would need Ray.
-        scorer = rule_scorer(cfg) if judges else make_scorer(cfg)
+        scorer = (rule_scorer if judges else make_scorer)(cfg.scoring)
         assert isinstance(scorer, ScoringSlot | RemoteScorer)
         try:
             for source, row in firsts.items():
@@ -234,7 +236,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
         finally:
             scorer.close()
         if not judges:  # with a judge, a column may come from the judge
-            check_columns(cfg, scores)
+            check_columns(cfg.algorithm, cfg.reward.weights, scores)
     except RltrainError as error:
         found.problems.append(str(error))
     if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):

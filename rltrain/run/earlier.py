@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 from rltrain.common.storage import disk_errors, lines_of, patiently
-from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.report.details import DETAILS
@@ -135,16 +134,17 @@ def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
 
-def owes_validation(cfg: Config, run: Path, step: int, plan: Plan) -> bool:
+def owes_validation(cfg: TrainerConfig, validates: bool, run: Path, step: int, plan: Plan) -> bool:
     """Return whether the run must validate ``step`` first.
 
     This holds for an evaluation, and if a signal interrupted the validation of the step that the run resumes from.
+    validates: there are validation prompts.
     """
-    due = cfg.trainer.validates_after(step, plan.total_steps, plan.steps_per_epoch)
-    due = bool(cfg.data.val_files) and step > 0 and due
+    due = cfg.validates_after(step, plan.total_steps, plan.steps_per_epoch)
+    due = validates and step > 0 and due
     # A checkpoint of another run has no line in this file.
     lines = [line for line in _lines(run / METRICS) if _step_of(line) == step] if due else []
-    return cfg.trainer.val_only or (bool(lines) and not any('"val-core/' in line for line in lines))
+    return cfg.val_only or (bool(lines) and not any('"val-core/' in line for line in lines))
 
 
 def _lines(file: Path) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from rltrain.common.errors import ConfigError
-from rltrain.config.schema import Config
-from rltrain.config.schema.algorithm import FILTER_METRICS
+from rltrain.config.schema import ScoringConfig
+from rltrain.config.schema.algorithm import FILTER_METRICS, AlgorithmConfig
 from rltrain.data.row_tools import RowTools
 from rltrain.data.rows import Rows
 from rltrain.rewards.processes.actors import PoolWatch
@@ -19,11 +19,13 @@ from rltrain.run.splits import Data
 from rltrain.runtime.failures import death_watch
 from rltrain.runtime.group import PlacementGroupSchedulingStrategy
 from rltrain.runtime.hang import Deadlines
+from rltrain.trainer.plan import Plan
 
 
 def start_pool(
-    cfg: Config,
-    num_workers: int,
+    cfg: ScoringConfig,
+    algorithm: AlgorithmConfig,
+    plan: Plan,
     splits: dict[str, Any],
     data: Data,
     groups: Sequence[Any],
@@ -41,7 +43,7 @@ def start_pool(
         return None
 
     if cfg.reward.judge.url or cfg.reward_model.judges:
-        check_judge(cfg)  # here, so that it is a single config error
+        check_judge(cfg.reward.judge)  # here, so that it is a single config error
     watch = PoolWatch(
         death_watch(),
         stopped,
@@ -50,25 +52,26 @@ def start_pool(
         deadlines.limit_s("trial"),
     )
     places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0) for group in groups]
-    pool = RewardPool(cfg, num_workers, splits, folder / "reward.log", watch, places)
+    pool = RewardPool(cfg, plan.num_reward_workers, splits, folder / "reward.log", watch, places)
     deadlines.show("scorers", pool.stacks)
     for split in splits:
         scores = pool.score_truths(split, _rows_to_try(cfg, data.rows[split], data.encoder.row_tools))
-        if split == "train" or cfg.trainer.val_only:
-            check_columns(cfg, scores, split)
+        if split == "train" or "train" not in splits:
+            check_columns(algorithm, cfg.reward.weights, scores, split)
     return pool
 
 
-def _rows_to_try(cfg: Config, rows: Rows, tools: RowTools) -> list[int]:
+def _rows_to_try(cfg: ScoringConfig, rows: Rows, tools: RowTools) -> list[int]:
     """Return the first row of every data source, except of sources whose trajectories may score themselves."""
     custom = cfg.custom_reward_function.path is not None or cfg.reward.is_elsewhere
     return [row for row in rows.data_sources().values() if custom or not tools.scores_itself(rows[row])]
 
 
-def check_columns(cfg: Config, scores: Sequence[Score], split: str = "train") -> None:
+def check_columns(
+    algorithm: AlgorithmConfig, weights: Collection[str], scores: Sequence[Score], split: str = "train"
+) -> None:
     """Raise ConfigError if the config names numbers that no scorer returns for the tried rows."""
-    algorithm = cfg.algorithm
-    columns = [("reward.weights", name) for name in cfg.reward.weights]
+    columns = [("reward.weights", name) for name in weights]
     if split == "train":
         columns += [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
         if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:

@@ -54,7 +54,7 @@ def load_data(cfg: Config) -> Data:
         sources = ", ".join(rows[split].data_sources())
         prompts_left, num_dropped = logs.count(len(prompts[split]), "prompt"), prompts[split].num_dropped
         log.info("%s: %s of %s (%d too long and left out)", split, prompts_left, sources, num_dropped)
-    check_agents(cfg, encoder.row_tools, rows)
+    check_agents(cfg.actor_rollout_ref.rollout, encoder.row_tools, rows)
     return Data(rows, prompts, encoder)
 
 

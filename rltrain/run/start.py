@@ -16,15 +16,18 @@ from rltrain.common import logs
 from rltrain.common.device import Device, get_device, threads_per_worker
 from rltrain.common.env import worker_environment
 from rltrain.common.stop import Stop
-from rltrain.config.agents import needs_rows
+from rltrain.config.agents import several_turns
+from rltrain.config.load import to_dict
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.data.rows import Rows
+from rltrain.models.weights.spec import specs_of
 from rltrain.run.assemble import make_evaluation, make_trainer
 from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, verified
+from rltrain.run.checkpoints.room import checkpoint_bytes
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.earlier import evaluation_folder, owes_validation, set_aside
 from rltrain.run.fit import Trainer
@@ -77,7 +80,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
     with logs.waiting(f"waiting for {devices} on {logs.count(cfg.trainer.nnodes, 'node')}"):
-        groups = reserve(cfg, device)
+        groups = reserve(cfg.cluster, device)
     # The stack unwinds in reverse: trackers, writer, scorers and workers end before their devices are released.
     closing.callback(unless_lost(free), groups)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
@@ -91,7 +94,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
 
     # Before models are loaded, so that a broken scorer fails early.
     with logs.waiting("trying the scorers on a row of every data source"):
-        pool = start_pool(cfg, plan.num_reward_workers, splits, data, groups, folder.path, deadlines, on_wait)
+        pool = start_pool(cfg.scoring, cfg.algorithm, plan, splits, data, groups, folder.path, deadlines, on_wait)
     rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), watchers.on_failure)
     group = WorkerGroup("hybrid", groups, device, threads, *rest)
     # After an error, an orderly stop would wait for workers that hang.
@@ -100,12 +103,13 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     closing.callback(unless_lost(lambda: pool.shutdown() if pool and not stop.at_once else None))
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
-        refuse(look_at_nodes(group, cfg, folder.path, start.folder))
+        refuse(look_at_nodes(group, cfg.trainer, specs_of(cfg, device), folder.path, start.folder))
     start = verified(start, group, folder, ready.find)
-    owes = owes_validation(cfg, folder.path, start.step, plan)
+    owes = owes_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
+    reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is large enough to be shared.
-        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if needs_rows(cfg) else None})
+        group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if reads_rows else None})
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
     ppo = validation = archive = None
@@ -121,10 +125,10 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     else:
         closing.callback((folder := evaluation_folder(cfg.trainer, folder, start.step)).release)
     write_run_files(folder, loaded, plan, group.hosts)
-    tracker = Tracker.of(cfg, folder.path, start.step, plan.total_steps)
-    if keeps_samples(cfg):
+    tracker = Tracker.of(cfg.trainer, to_dict(cfg), folder.path, start.step, plan.total_steps)
+    if keeps_samples(cfg.trainer):
         writer = WriterProcess(splits, prompts, data.encoder.backend)
-        watchers.add(archive := Archive(cfg, folder.path, writer, tracker))
+        watchers.add(archive := Archive(cfg.trainer, folder.path, writer, tracker))
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must know whether the run failed.
     closing.enter_context(tracker)
@@ -132,18 +136,18 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     watchers.add(callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
         watchers.add(closing.enter_context(Details(folder.path, plan)), Notice(stop, lambda: saver.under_way_s))
-    return Trainer(
-        cfg, plan, folder, stop, start.step, closing.pop_all(), ppo, saver, watchers, owes, validation, archive
-    )
+    parts = ppo, saver, watchers, owes, validation, archive
+    return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), *parts)
 
 
 def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> Saver:
     """Restore the training state from ``start``. Return the saver, which is registered as a watcher."""
     cfg, sizes = ready.loaded.config, ppo.model_sizes
-    total, trained = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
+    numbers = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
+    num_bytes = checkpoint_bytes(cfg.actor_rollout_ref.actor, ready.plan.passes, *numbers)
     identity = ready.data.rows["train"].identity()
     saver = Saver(
-        cfg, ready.folder, ppo.actor, ppo.critic, identity, total, trained, watchers, ready.plan.steps_per_epoch,
+        cfg, ready.folder, ppo.actor, ppo.critic, identity, num_bytes, watchers, ready.plan.steps_per_epoch,
         ppo.reference,
     )  # fmt: skip
     watchers.add(saver)

@@ -30,7 +30,7 @@ from rltrain.common.device import Device
 from rltrain.common.env import first_set, prepare_driver, ray_address, shipped, use_token
 from rltrain.common.errors import ConfigError, NodesMissing, WorkerLost, first_line
 from rltrain.common.logs import count
-from rltrain.config.schema import Config
+from rltrain.config.schema import ClusterConfig
 from rltrain.runtime import lifeline
 from rltrain.runtime.launch.files import own_token
 
@@ -50,12 +50,12 @@ _FIRST_WORD_S, _SAY_EVERY_S = 2, 10
 _KEY = "ray_kwargs.ray_init"
 
 
-def cluster_address(cfg: Config) -> str | None:
+def cluster_address(cfg: ClusterConfig) -> str | None:
     """Return the cluster to join: ``ray_kwargs.ray_init.address`` or RAY_ADDRESS. None: start a local Ray."""
     return cfg.ray_kwargs.ray_init.get("address") or ray_address()
 
 
-def ray_problems(cfg: Config) -> Iterator[str]:
+def ray_problems(cfg: ClusterConfig) -> Iterator[str]:
     """Yield problems of ``ray_kwargs``: unknown arguments of ray.init, or a missing or unreachable cluster address."""
     # ray.init takes names with an underscore from **kwargs, so its signature lacks them.
     argument_names = {
@@ -86,7 +86,7 @@ def ray_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def start_ray(cfg: Config) -> bool:
+def start_ray(cfg: ClusterConfig) -> bool:
     """Join the cluster at `cluster_address`, or start a local one.
 
     Returns False without changes if Ray already runs in this process. A worker takes one CPU slot; a local Ray gets at
@@ -258,7 +258,7 @@ def way_in(address: str | None, error: BaseException) -> str:
     )
 
 
-def num_nodes(cfg: Config, device: Device) -> int:
+def num_nodes(cfg: ClusterConfig, device: Device) -> int:
     """Return the number of cluster nodes with at least ``trainer.n_gpus_per_node`` devices; 1 at least."""
     slots = [node["Resources"].get(device.ray_resource, 0) for node in ray.nodes() if node["Alive"]]
     return max(1, sum(num_slots >= cfg.trainer.n_gpus_per_node for num_slots in slots))
@@ -276,7 +276,7 @@ def free(groups: list[PlacementGroup]) -> None:
         ray.util.remove_placement_group(group)
 
 
-def reserve(cfg: Config, device: Device, within_s: float = _RESERVE_S) -> list[PlacementGroup]:
+def reserve(cfg: ClusterConfig, device: Device, within_s: float = _RESERVE_S) -> list[PlacementGroup]:
     """Reserve one placement group per node, with one bundle per device. Raises NodesMissing after a timeout.
 
     A local Ray that lacks devices is a ConfigError at once. In a cluster, nodes may still join.
@@ -298,7 +298,7 @@ def reserve(cfg: Config, device: Device, within_s: float = _RESERVE_S) -> list[P
     return groups
 
 
-def _wait_for(groups: list[PlacementGroup], cfg: Config, name: str, within_s: float) -> None:
+def _wait_for(groups: list[PlacementGroup], cfg: ClusterConfig, name: str, within_s: float) -> None:
     nnodes, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
     waiting, started, say_at = [group.ready() for group in groups], time.monotonic(), _FIRST_WORD_S
     while waiting and (waited := time.monotonic() - started) < within_s:
@@ -339,7 +339,7 @@ def ray_logs() -> str:
     return node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs"
 
 
-def _lacking(num_missing: int, cfg: Config, resource: str) -> str:
+def _lacking(num_missing: int, cfg: ClusterConfig, resource: str) -> str:
     """Describe the devices of the cluster compared with the requested ones."""
     slots = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
     needed, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node

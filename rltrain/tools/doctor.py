@@ -23,6 +23,7 @@ from rltrain.common.stop import Stop
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
+from rltrain.models.weights.spec import specs_of
 from rltrain.run.preflight.health import Check, look_at_nodes, try_collectives
 from rltrain.run.program import explained
 from rltrain.runtime.calls import bind
@@ -68,23 +69,24 @@ def _examine(arguments: argparse.Namespace, stop: Stop) -> int:
 
 def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]:
     with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
-        if start_ray(loaded.config):
+        if start_ray(loaded.config.cluster):
             closing.callback(stop_ray)
     device = get_device(loaded.config.trainer.device)
     # If scripts/ray_start.sh started the cluster, the number of nodes is taken from it.
-    if loaded.config.trainer.nnodes == 1 and "trainer.nnodes" not in loaded.explicit and cluster_address(loaded.config):
-        loaded = changed(loaded, {"trainer.nnodes": num_nodes(loaded.config, device)})
+    cluster = loaded.config.cluster
+    if cluster.trainer.nnodes == 1 and "trainer.nnodes" not in loaded.explicit and cluster_address(cluster):
+        loaded = changed(loaded, {"trainer.nnodes": num_nodes(cluster, device)})
     cfg = loaded.config
     nodes, per_node = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
     with logs.waiting(f"waiting for {logs.count(nodes, 'node')} with {logs.count(per_node, 'device')} each"):
-        placement = reserve(cfg, device)
+        placement = reserve(cfg.cluster, device)
     closing.callback(free, placement)
     group = WorkerGroup(
         "doctor", placement, device, threads_per_worker(per_node), None, stop.raise_if_asked, Deadlines(300.0, 1.0)
     )
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     with logs.waiting("looking at the nodes"), restored_folder(Path(cfg.trainer.default_local_dir)) as folder:
-        checks = look_at_nodes(group, cfg, folder)
+        checks = look_at_nodes(group, cfg.trainer, specs_of(cfg, device), folder)
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
         # They would hang, or fail with a less specific message.
         return [*checks, Check("collectives", "not tried", notes=["mend what failed, and all devices will be tried"])]

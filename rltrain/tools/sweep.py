@@ -238,7 +238,7 @@ def _start_ray(runs: Sequence[SweepRun], stop: Stop, closing: ExitStack) -> None
     from rltrain.runtime.cluster import cluster_address, start_ray
     from rltrain.runtime.lifeline import ended_after_us, stop_ray, unless_lost
 
-    largest = max((run.loaded.config for run in runs), key=lambda config: config.trainer.n_gpus_per_node)
+    largest = max((run.loaded.config.cluster for run in runs), key=lambda cluster: cluster.trainer.n_gpus_per_node)
     with logs.session(), logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if start_ray(largest):
             closing.enter_context(ended_after_us(not cluster_address(largest)))

@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     settings: dict[str, Any] = {_key_of(options.file): options.file, "data.train_files": options.data}
     settings |= {"actor_rollout_ref.model.path": options.model} if options.model else {}
     cfg = load_config(options.settings, [settings]).config
-    toolbox, encoder = toolbox_of(cfg), chat_encoder(cfg)
+    toolbox, encoder = toolbox_of(cfg.actor_rollout_ref.rollout.multi_turn), chat_encoder(cfg)
     rows = read_rows(options.data, keys=keys_of(cfg.data))
     if not 0 <= options.row < len(rows):
         raise DataError(f"--row {options.row}: {rows.paths} has the rows 0 to {len(rows) - 1}.")

@@ -175,7 +175,7 @@ class _Judge:
         # The other settings of the run are unknown.
         if problems := [problem for problem in broken_rules(loaded) if "reward.judge" in problem]:
             raise ConfigError("\n".join(problems))
-        self._judged, self._deadline_s = JudgedScorer(loaded.config), judge.deadline_s
+        self._judged, self._deadline_s = JudgedScorer(loaded.config.scoring), judge.deadline_s
         self._questions = Questions(rows, judge.images)
 
     def score(self, position: int, call: ScorerCall) -> Scored:

@@ -20,7 +20,8 @@ from rltrain.algorithms.kl import FP32_ROUNDING, adapted_kl_coef, kl_rounding
 from rltrain.algorithms.normalisation import normalise, shaped_reward
 from rltrain.common.columns import names as c
 from rltrain.common.columns.ragged import Ragged
-from rltrain.config.schema import Config
+from rltrain.config.schema import ScoringConfig
+from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.config.step_passes import StepPasses
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.batching.balance import Ids, Layout
@@ -44,14 +45,14 @@ class Whitening:
 class Advantages:
     """Advantage estimation. Holds the KL coefficient of the reward, which an adaptive controller updates every step."""
 
-    def __init__(self, cfg: Config, passes: StepPasses) -> None:
-        self.kl_coef = cfg.algorithm.kl_ctrl.kl_coef
-        self._cfg = cfg
+    def __init__(self, cfg: AlgorithmConfig, scoring: ScoringConfig, passes: StepPasses) -> None:
+        self.kl_coef = cfg.kl_ctrl.kl_coef
+        self._cfg, self._scoring = cfg, scoring
         self._passes = passes
 
     def restore(self, progress: Progress) -> None:
         """Restore the coefficient of an adaptive controller. A fixed one follows the config, which may have changed."""
-        if progress.kl_coef is not None and self._cfg.algorithm.kl_ctrl.type == "adaptive":
+        if progress.kl_coef is not None and self._cfg.kl_ctrl.type == "adaptive":
             self.kl_coef = progress.kl_coef
 
     def mask(self, samples: Samples) -> None:
@@ -76,7 +77,7 @@ class Advantages:
             return Whitening(), {}
         # `_kl_penalty` updates `self.kl_coef` for the next step.
         coef = self.kl_coef
-        samples.update({c.REWARD: shaped_reward(samples[c.SCORE], self._cfg.algorithm)})
+        samples.update({c.REWARD: shaped_reward(samples[c.SCORE], self._cfg)})
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
         if samples[c.LEFT_OUT].all():
             samples.update({c.ADVANTAGE: np.zeros(len(samples)), c.SIGNAL: np.zeros(len(samples), dtype=bool)})
@@ -95,8 +96,8 @@ class Advantages:
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
         there = np.flatnonzero(~samples[c.UNCOMPARED])
         terms = {
-            name: torch.from_numpy(known_number(samples, name, self._cfg.reward.on_error)[there])
-            for name in self._cfg.algorithm.gdpo_reward_keys
+            name: torch.from_numpy(known_number(samples, name, self._scoring.reward.on_error)[there])
+            for name in self._cfg.gdpo_reward_keys
         }
         # Whitening covers the tokens that count in the loss.
         scores, groups, lengths = (
@@ -104,11 +105,11 @@ class Advantages:
         )
         baselines = None
         if self._passes.greedy_baseline:
-            baselines = shaped_reward(torch.from_numpy(samples[c.BASELINE][there]), self._cfg.algorithm)
+            baselines = shaped_reward(torch.from_numpy(samples[c.BASELINE][there]), self._cfg)
         rounding = torch.from_numpy(self._rounding(samples, coef)[there])
         inputs = OutcomeInputs(scores, groups, lengths, terms, baselines, rounding)
-        advantages: Tensor = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
-        advantages = normalise(advantages.double(), groups, lengths, self._cfg.algorithm.adv_norm)
+        advantages: Tensor = find_estimator(self._cfg.adv_estimator)(inputs, self._cfg)
+        advantages = normalise(advantages.double(), groups, lengths, self._cfg.adv_norm)
         values = np.zeros(len(samples))
         values[there] = advantages.numpy()
         samples.update({c.ADVANTAGE: np.where(samples[c.LEFT_OUT], 0.0, values)})
@@ -117,11 +118,11 @@ class Advantages:
     def _of_turns(self, samples: Samples, policy: Policy, layout: Layout, coef: float) -> Metrics:
         there = np.flatnonzero(~samples[c.UNCOMPARED])
         paid, states = (_ragged(samples[name][there]) for name in (c.TURN_REWARDS, c.TURN_STATES))
-        paid = paid.like(paid.values * self._cfg.algorithm.reward_scaling)
+        paid = paid.like(paid.values * self._cfg.reward_scaling)
         rewards = with_rest(paid, torch.from_numpy(samples[c.REWARD][there]))
         groups, rounding = torch.from_numpy(samples[c.GROUP][there]), self._rounding(samples, coef)[there]
         inputs = TurnInputs(rewards, states, groups, torch.from_numpy(rounding))
-        advantages = find_estimator(self._cfg.algorithm.adv_estimator)(inputs, self._cfg.algorithm)
+        advantages = find_estimator(self._cfg.adv_estimator)(inputs, self._cfg)
         moments = policy.spread_over_turns(samples, layout, _of_ranks(samples, layout, advantages, there))
         return m.token_advantage_metrics(moments, 0.0, 1.0)
 
@@ -131,7 +132,7 @@ class Advantages:
         samples.update({c.REWARD: samples[c.REWARD] - coef * samples[c.KL_SUM]})
         # Mean over responses of the mean over tokens: long responses must not dominate the controller.
         kl = float((samples[c.KL_SUM] / np.maximum(samples[c.POLICY_TOKENS], 1)).mean())
-        self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.algorithm.kl_ctrl)
+        self.kl_coef = adapted_kl_coef(coef, kl, len(samples), self._cfg.kl_ctrl)
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
     def _rounding(self, samples: Samples, coef: float) -> NDArray[np.float64]:
@@ -140,7 +141,7 @@ class Advantages:
         if self._passes.kl_in_reward:
             rounding += abs(coef) * kl_rounding(samples[c.POLICY_TOKENS])
         if c.MODEL_SCORE in samples.numbers:
-            weight = abs(self._cfg.reward_model.weight) * self._cfg.algorithm.reward_scaling
+            weight = abs(self._scoring.reward_model.weight) * self._cfg.reward_scaling
             rounding += weight * np.abs(samples[c.MODEL_SCORE]) * FP32_ROUNDING
         return rounding
 

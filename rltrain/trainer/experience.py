@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +58,10 @@ class Experience:
         self._policy = policy
         self._rewards = rewards
         self.sampler = sampler
-        self.line = PromptLine(cfg, plan)
+        self.line = PromptLine(cfg.actor_rollout_ref.rollout, plan)
         self._rollout = cfg.actor_rollout_ref.rollout
-        self._seed = rollout_seed(cfg)
+        self._sampling = partial(sampling_of, self._rollout, self._rollout, cfg.data)
+        self._seed = rollout_seed(self._rollout, cfg.data)
 
     def restore(self, progress: Progress, answers: Samples | None) -> None:
         """Restore the data position. answers: partial responses of the pending prompts, in a resumed run."""
@@ -103,7 +105,7 @@ class Experience:
     def _round(self, timer: StepTimer) -> _Round:
         started = self.line.next_prompts(self._draw)
         n = self._plan.answers_per_prompt
-        sampling = sampling_of(self._cfg, self._rollout, greedy=not self._rollout.do_sample)
+        sampling = self._sampling(greedy=not self._rollout.do_sample)
         # Created before generation, so that the first responses are scored while the last are still generated.
         arrivals = self._rewards.begin_scoring("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
@@ -188,7 +190,7 @@ class Experience:
         # One greedy response per prompt: a second one would be identical.
         rows = samples[c.ROW][::n]
         with timer("gen_max"):
-            sampling, drawn = sampling_of(self._cfg, self._rollout, greedy=True), self.batches_drawn
+            sampling, drawn = self._sampling(greedy=True), self.batches_drawn
             task = GenerateTask("train", rows, 1, sampling, self._seed, drawn, is_learnt_from=False)
             greedy, _ = self._policy.generate(task)
             refuse_failures(greedy, self._policy.failure, self._cfg.trainer.default_local_dir)

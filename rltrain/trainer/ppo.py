@@ -19,6 +19,7 @@ from rltrain.algorithms.moments import Moments, join
 from rltrain.common.columns import names as c
 from rltrain.common.seeds import stream
 from rltrain.config.agents import several_turns
+from rltrain.config.notes import compares_nothing
 from rltrain.config.passes import PASSES, UPDATES
 from rltrain.config.schema import Config
 from rltrain.data.prompts import PromptStore
@@ -82,10 +83,12 @@ class PPOTrainer:
         self.model_sizes = models.sizes
         self.rewards = rewards
         self.experience = experience
-        self.advantages = Advantages(cfg, plan.passes)
+        self.advantages = Advantages(cfg.algorithm, cfg.scoring, plan.passes)
         self.entropy_bonus = EntropyBonus(cfg.actor_rollout_ref.actor)
         self._prompts = prompts
-        self._alarms = Alarms(cfg, models.sizes["log_prob_gap_limit"])
+        rollout = cfg.actor_rollout_ref.rollout
+        stops, collapse_steps = rollout.on_log_prob_gap == "stop", cfg.trainer.collapse_steps
+        self._alarms = Alarms(models.sizes["log_prob_gap_limit"], stops, collapse_steps, not compares_nothing(cfg))
         compiled = cfg.actor_rollout_ref.actor.fsdp_config.use_torch_compile
         self._expert_load = ExpertLoad(models.sizes.get("num_experts", 0), compiled=compiled)
         self._metrics: Metrics = {}  # of the newest step
@@ -93,7 +96,8 @@ class PPOTrainer:
         sources = np.array(rewards.data_sources("train"), dtype=object)
         # A single source needs no metrics by source.
         self._sources = sources if len(set(sources.tolist())) > 1 else None
-        self.validation = Validation(cfg, plan, self.actor, rewards, on_phase)
+        folder = cfg.trainer.default_local_dir
+        self.validation = Validation(rollout, cfg.data, plan, self.actor, rewards, folder, on_phase)
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 

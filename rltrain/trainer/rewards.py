@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rltrain.common.columns import names as c
 from rltrain.common.errors import RewardError
-from rltrain.config.schema import Config
+from rltrain.config.schema import ScoringConfig
 from rltrain.config.schema.model import OverlongBufferConfig
 from rltrain.data.rows import Rows
 from rltrain.rewards.judge.server import JUDGE_COUNTS
@@ -36,12 +36,13 @@ Column = NDArray[Any]
 class Rewards:
     """Reward: weight * model + rule_weight * rule - penalty. Without rule_weight the rule is not computed.
 
-    The scored texts never pass through the driver.
+    The scored texts never pass through the driver. max_length: of responses.
     """
 
     def __init__(
         self,
-        cfg: Config,
+        cfg: ScoringConfig,
+        max_length: int,
         rows: dict[str, Rows],
         pool: RewardPool | None,
         model: RewardModel | None,
@@ -50,7 +51,7 @@ class Rewards:
         self._cfg = cfg.reward_model
         self._overlap = cfg.reward.overlap
         self._weights: dict[str, float] = {name: float(weight) for name, weight in cfg.reward.weights.items()}
-        self._max_length = cfg.reward_model.overlong_buffer.max_resp_len or cfg.data.max_response_length
+        self._max_length = cfg.reward_model.overlong_buffer.max_resp_len or max_length
         # Seconds of the newest rule rewards, summed over all scoring processes, including time hidden by generation.
         self.seconds = 0.0
         # Judge costs of the newest rewards: ``judge/calls`` and others.

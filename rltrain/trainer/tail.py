@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.common.columns import names as c
-from rltrain.config.schema import Config
+from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.runtime.samples import Request, Samples
 from rltrain.trainer.batching.balance import Ids
 from rltrain.trainer.metrics.step import Metrics
@@ -42,8 +42,7 @@ class Prompt:
 class PromptLine:
     """Queue of prompts, oldest first. Empty with ``tail=off``."""
 
-    def __init__(self, cfg: Config, plan: Plan) -> None:
-        rollout = cfg.actor_rollout_ref.rollout
+    def __init__(self, rollout: RolloutConfig, plan: Plan) -> None:
         self.stops_early = rollout.stops_early
         self._carries = rollout.tail == "carry_over"
         self._max_age = rollout.tail_max_age

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rltrain.common.columns import names as c
 from rltrain.common.stop import Stop
-from rltrain.config.schema import Config
+from rltrain.config.schema import DataConfig
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.rewards.scorers.registry import summary_of
 from rltrain.runtime.samples import Samples
@@ -42,17 +42,23 @@ _BUSY_ENGINE = 128
 
 
 class Validation:
-    """Generation and scoring of the validation prompts. on_phase(name): called at the start of a phase."""
+    """Generation and scoring of the validation prompts.
+
+    folder: of the run, for messages. on_phase(name): called at the start of a phase.
+    """
 
     def __init__(
         self,
-        cfg: Config,
+        rollout: RolloutConfig,
+        data: DataConfig,
         plan: Plan,
         policy: Policy,
         rewards: Rewards,
+        folder: str,
         on_phase: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._cfg, self._plan, self._policy, self._rewards, self._on_phase = cfg, plan, policy, rewards, on_phase
+        self._rollout, self._data, self._plan, self._policy = rollout, data, plan, policy
+        self._rewards, self._folder, self._on_phase = rewards, folder, on_phase
 
     @property
     def num_prompts(self) -> int:
@@ -62,7 +68,7 @@ class Validation:
     @property
     def num_samples(self) -> int:
         """Responses per prompt."""
-        settings = self._cfg.actor_rollout_ref.rollout.val_kwargs
+        settings = self._rollout.val_kwargs
         return 1 if settings.greedy else settings.n
 
     @property
@@ -102,7 +108,7 @@ class Validation:
         metrics |= self.summaries(columns)
         metrics |= {f"val-aux/{name}": value for name, value in self._rewards.judged.items()}
         metrics |= timer.metrics() | {"val-aux/response_length/mean": float(samples[c.RESPONSE_LENGTH].mean())}
-        most_turns = self._cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
+        most_turns = self._rollout.multi_turn.max_assistant_turns
         metrics |= {f"val-aux/{name}": value for name, value in turn_metrics(samples, most_turns).items()}
         return Answered(step, metrics, samples, num_samples)
 
@@ -130,29 +136,28 @@ class Validation:
         return samples, scores, num_samples
 
     def _generate(self, rows: Rows, step: int) -> Samples:
-        settings = self._cfg.actor_rollout_ref.rollout.val_kwargs
-        sampling, seed = sampling_of(self._cfg, settings, greedy=settings.greedy), rollout_seed(self._cfg)
+        settings = self._rollout.val_kwargs
+        sampling = sampling_of(settings, self._rollout, self._data, greedy=settings.greedy)
+        seed = rollout_seed(self._rollout, self._data)
         task = GenerateTask("val", rows, self.num_samples, sampling, seed, step, is_learnt_from=False)
         samples = self._policy.generate(task)[0]
-        refuse_failures(samples, self._policy.failure, self._cfg.trainer.default_local_dir)
+        refuse_failures(samples, self._policy.failure, self._folder)
         return samples
 
 
-def sampling_of(cfg: Config, keys: RolloutConfig | ValKwargs, *, greedy: bool) -> Sampling:
-    """Return the sampling parameters of a config section."""
-    of_training = cfg.actor_rollout_ref.rollout
-    most = (keys.max_tokens if isinstance(keys, ValKwargs) else None) or cfg.data.max_response_length
-    stop = tuple(of_training.stop if keys.stop is None else keys.stop)
+def sampling_of(keys: RolloutConfig | ValKwargs, rollout: RolloutConfig, data: DataConfig, *, greedy: bool) -> Sampling:
+    """Return the sampling parameters of ``keys``, with ``rollout`` for keys that have no value."""
+    most = (keys.max_tokens if isinstance(keys, ValKwargs) else None) or data.max_response_length
+    stop = tuple(rollout.stop if keys.stop is None else keys.stop)
     return Sampling(
-        most, keys.temperature or 1.0, keys.top_k, keys.top_p, greedy, of_training.ignore_eos, keys.min_p,
+        most, keys.temperature or 1.0, keys.top_k, keys.top_p, greedy, rollout.ignore_eos, keys.min_p,
         keys.repetition_penalty, stop,
     )  # fmt: skip
 
 
-def rollout_seed(cfg: Config) -> int:
+def rollout_seed(rollout: RolloutConfig, data: DataConfig) -> int:
     """Return the seed of all responses."""
-    seed = cfg.actor_rollout_ref.rollout.seed
-    return cfg.data.seed if seed is None else seed
+    return data.seed if rollout.seed is None else rollout.seed
 
 
 def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_samples: int) -> dict[str, float]:

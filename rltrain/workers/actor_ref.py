@@ -36,7 +36,7 @@ from rltrain.models.forward import PolicyModel, model_numbers
 from rltrain.models.weights.export import Export
 from rltrain.models.weights.lora import adapter_weights, adapters_off, write_adapter
 from rltrain.models.weights.shard import reshard
-from rltrain.models.weights.spec import actor_spec
+from rltrain.models.weights.spec import Specs, actor_spec
 from rltrain.models.weights.state import load_training_state
 from rltrain.workers.frozen import Beside, FrozenWorker, load_role, measure
 from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
@@ -56,8 +56,8 @@ _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG
 class ActorRefWorker(Actor):
     """Training side of the policy. Every method is called on all ranks, each with its local samples."""
 
-    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
-        self._cfg = cfg
+    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, residency: Residency) -> None:
+        self._cfg, self._specs = cfg, specs
         self._passes = passes
         self._model_cfg = cfg.actor_rollout_ref.model
         self._actor_cfg = cfg.actor_rollout_ref.actor
@@ -73,7 +73,7 @@ class ActorRefWorker(Actor):
 
     def _load_models(self) -> None:
         passes, fsdp = self._passes, self._actor_cfg.fsdp_config
-        self.policy: PolicyModel = load_role("actor", self._cfg, passes, self.residency)
+        self.policy: PolicyModel = load_role("actor", self._specs, passes, self.residency)
         if not passes.trains:
             self.policy.eval()
             return
@@ -81,7 +81,7 @@ class ActorRefWorker(Actor):
         self._writer = StateWriter(self.policy, self.updater.optimizer, self.updater.loss_scale, self._device)
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
-        self.frozen = FrozenWorker(self._cfg, passes, self.residency)
+        self.frozen = FrozenWorker(self._specs, passes, self.residency, self._rollout_cfg.temperature)
         # The policy with its adapters off is a reference too.
         self.reference: PolicyModel = self.frozen.models.get("ref", self.policy)
         self._exact_reference = Beside(self.reference)

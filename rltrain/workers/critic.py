@@ -11,10 +11,12 @@ from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, val
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch
 from rltrain.config.passes import updates_of
-from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import TOKEN_MEAN
+from rltrain.config.schema.model import CriticConfig
+from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.config.step_passes import StepPasses
 from rltrain.models.attention.packing import pack, per_policy_token
+from rltrain.models.weights.spec import Specs
 from rltrain.models.weights.state import load_training_state
 from rltrain.workers.frozen import load_role, measure
 from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
@@ -28,13 +30,15 @@ from rltrain.workers.updates.updater import Updater, cut, empty_loss
 class CriticWorker(SavesState, Critic):
     """Shard of the critic. Every method is called on all ranks."""
 
-    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
-        self._cfg = cfg.critic
+    def __init__(
+        self, cfg: CriticConfig, trainer: TrainerConfig, specs: Specs, passes: StepPasses, residency: Residency
+    ) -> None:
+        self._cfg = cfg
         self.residency = residency
         self._device = residency.device
-        self.model = load_role("critic", cfg, passes, residency)
-        fsdp = cfg.critic.model.fsdp_config
-        self.updater = Updater("critic", self.model, cfg.critic.optim, fsdp, cfg.trainer, self._device)
+        self.model = load_role("critic", specs, passes, residency)
+        fsdp = cfg.model.fsdp_config
+        self.updater = Updater("critic", self.model, cfg.optim, fsdp, trainer, self._device)
         self._writer = StateWriter(self.model, self.updater.optimizer, self.updater.loss_scale, self._device)
         residency.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
 

@@ -14,26 +14,25 @@ from rltrain.algorithms.moments import Moments
 from rltrain.common.columns.batch import Batch
 from rltrain.common.device import Device
 from rltrain.config.passes import PASSES, Role, passes_of, updates_of
-from rltrain.config.schema import Config
-from rltrain.config.step_passes import StepPasses, rests_on_host
+from rltrain.config.step_passes import StepPasses
 from rltrain.models.attention.packing import PackedInputs, pack, per_policy_token
 from rltrain.models.forward import PackedModel, PolicyModel, final_logits
 from rltrain.models.head import REVERSE_KL, ReferenceStates
 from rltrain.models.weights.lora import adapters_off
 from rltrain.models.weights.shard import reshard, sharded_model
-from rltrain.models.weights.spec import specs_of
+from rltrain.models.weights.spec import Specs
 from rltrain.workers.interface.results import PassNumbers
 from rltrain.workers.interface.roles import Frozen
 from rltrain.workers.state.residency import Residency
 
 
-def load_role(role: Role, cfg: Config, passes: StepPasses, residency: Residency) -> Any:
-    """Load the model of ``role``, as specified by `specs_of` (a collective). Freeze it if the role has no updates."""
-    kind, spec = specs_of(cfg, residency.device, passes)[role]
+def load_role(role: Role, specs: Specs, passes: StepPasses, residency: Residency) -> Any:
+    """Load the model of ``role`` (a collective). Freeze it if the role has no updates."""
+    kind, spec = specs[role]
     model = sharded_model(kind, spec, residency.device)
     if not updates_of(role):
         model.requires_grad_(False).eval()
-    residency.add_model(role, model, *passes.needs(role), offload=rests_on_host(cfg, role))
+    residency.add_model(role, model, *passes.needs(role), offload=spec.rests_on_host)
     return model
 
 
@@ -69,11 +68,11 @@ class FrozenWorker(Frozen):
     """``models``: frozen policies by role. Excludes the reference of an actor with adapters, and a judge, which
     generates text and runs no pass over the samples."""
 
-    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
-        self._residency, self._temperature = residency, cfg.actor_rollout_ref.rollout.temperature
+    def __init__(self, specs: Specs, passes: StepPasses, residency: Residency, temperature: float) -> None:
+        self._residency, self._temperature = residency, temperature
         self.models: dict[Role, PolicyModel] = {
-            role: load_role(role, cfg, passes, residency)
-            for role, (kind, _) in specs_of(cfg, residency.device, passes).items()
+            role: load_role(role, specs, passes, residency)
+            for role, (kind, _) in specs.items()
             if kind is PolicyModel and passes_of(role) and not updates_of(role)
         }
 

@@ -14,6 +14,8 @@ from rltrain.common.device import get_device
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import EXTERNAL_LIB, import_libraries
 from rltrain.common.versions import check_node
+from rltrain.config.budgets import budgets
+from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.rollout import RolloutConfig
@@ -21,6 +23,7 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.models.forward import model_numbers
+from rltrain.models.weights.spec import specs_of
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
 from rltrain.workers.diagnostics.full_device import device_is_full, is_out_of_memory
@@ -55,23 +58,27 @@ class HybridWorker(Models, Advantages):
         if not device.is_cpu:
             check_node(device.kind, device.name, ENGINES[self._cfg.actor_rollout_ref.rollout.name].package)
         self.residency = residency = Residency(device)
-        self.actor = actor = ActorRefWorker(self._cfg, passes, residency)
+        specs = specs_of(self._cfg, device, passes)
+        self.actor = actor = ActorRefWorker(self._cfg, specs, passes, residency)
         self.rollout = RolloutWorker(
             self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates,
             actor.text_log_probs, self._rows,
         )  # fmt: skip
         self.roles += [self.actor, self.rollout, *([self.actor.frozen] if passes.trains else [])]
         if passes.reference_moves:
-            self.roles.append(ReferenceWorker(self._cfg, actor.policy, actor.reference, residency))
+            self.roles.append(
+                ReferenceWorker(self._cfg.actor_rollout_ref.ref, actor.policy, actor.reference, residency)
+            )
         if "critic" in passes.roles:
-            self.critic = CriticWorker(self._cfg, passes, residency)
+            self.critic = CriticWorker(self._cfg.critic, self._cfg.trainer, specs, passes, residency)
             self.roles.append(self.critic)
         if "reward_model" in passes.roles:
             assert self._rows is not None
-            self.reward_model = RewardModelWorker(self._cfg, passes, residency, self._rows)
+            budget = budgets(self._cfg)["reward"]
+            self.reward_model = RewardModelWorker(budget, specs, passes, residency, self._rows)
             self.roles.append(self.reward_model)
         if "judge" in passes.roles:
-            self.judge = JudgeWorker(self._cfg, passes, residency)
+            self.judge = JudgeWorker(self._cfg, specs, passes, residency)
             self.roles.append(self.judge)
         assert passes.roles <= residency.models.keys(), f"nobody loads {passes.roles - residency.models.keys()}"
         if passes.trains:
@@ -83,7 +90,9 @@ class HybridWorker(Models, Advantages):
 
     def explain(self, error: Exception) -> Exception:
         """Convert an error for the user: an out-of-memory error lists memory by owner and the keys that reduce it."""
-        return device_is_full(error, self._cfg, self.residency) if is_out_of_memory(error) else error
+        if is_out_of_memory(error):
+            return device_is_full(error, memory_keys(self._cfg, self.residency.phase), self.residency)
+        return error
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
         """Compute token advantages and returns of this rank's samples."""

@@ -25,11 +25,12 @@ from rltrain.common.seeds import name_seed
 from rltrain.config.budgets import judge_lengths
 from rltrain.config.passes import JUDGE_PHASE
 from rltrain.config.schema import Config
+from rltrain.config.schema.model import RewardModelModelConfig
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt
-from rltrain.models.weights.spec import judge_spec
+from rltrain.models.weights.spec import Specs
 from rltrain.rewards.judge.reply import Reply
 from rltrain.workers.frozen import load_role, measure
 from rltrain.workers.interface.results import JudgeNumbers
@@ -47,9 +48,8 @@ _HELLO = [{"role": "user", "content": "Is this answer right?"}]
 _NAMES = EngineNames("the judge's engine", "reward_model.model.path", "")
 
 
-def judge_encoder(cfg: Config) -> ChatEncoder:
+def judge_encoder(model: RewardModelModelConfig) -> ChatEncoder:
     """Return the encoder of a generative reward model. Raises ConfigError without a tokenizer or chat template."""
-    model = cfg.reward_model.model
     kwargs = dict(model.apply_chat_template_kwargs)
     encoder = ChatEncoder(model.path or "", trust_remote_code=model.trust_remote_code, template_kwargs=kwargs)
     try:
@@ -62,14 +62,14 @@ def judge_encoder(cfg: Config) -> ChatEncoder:
 class JudgeWorker(Judge):
     """Shard of the judge, and an engine with all its weights."""
 
-    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency) -> None:
+    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, residency: Residency) -> None:
         self._rollout = cfg.reward_model.rollout
         # Checking for an abort costs a little per token.
         self._can_be_given_up = cfg.trainer.stop_notice_s is not None
         self._longest_message, self._longest_reply = judge_lengths(cfg)
         self.residency, device = residency, residency.device
-        self._encoder, spec = judge_encoder(cfg), judge_spec(cfg, device)
-        self.model = load_role("judge", cfg, passes, residency)
+        self._encoder, spec = judge_encoder(cfg.reward_model.model), specs["judge"][1]
+        self.model = load_role("judge", specs, passes, residency)
         self._vocabulary = spec.load_config().get_text_config().vocab_size
         rollout = self._rollout
         settings = EngineSettings(

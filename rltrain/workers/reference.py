@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from rltrain.config.schema import Config
+from rltrain.config.schema import RefConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.routing import correction_biases
 from rltrain.models.weights.state import load_training_state, weights_by_name
@@ -20,8 +20,8 @@ from rltrain.workers.state.saving import SavesState, StateWriter
 class ReferenceWorker(SavesState, Reference):
     """Shard of the reference. Every method is called on all ranks."""
 
-    def __init__(self, cfg: Config, policy: PolicyModel, reference: PolicyModel, residency: Residency) -> None:
-        self._mix = cfg.actor_rollout_ref.ref.update_mix
+    def __init__(self, cfg: RefConfig, policy: PolicyModel, reference: PolicyModel, residency: Residency) -> None:
+        self._mix = cfg.update_mix
         self._policy, self._reference, self._residency = policy, reference, residency
         self._writer = StateWriter(reference, None, None, residency.device)
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch
 from rltrain.common.errors import ConfigError, DataError, NonFiniteError
-from rltrain.config.budgets import budgets
-from rltrain.config.schema import Config
+from rltrain.config.budgets import PassBudget
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import without_parts
@@ -21,7 +20,7 @@ from rltrain.data.rows import Rows
 from rltrain.models.attention.packing import pack_whole
 from rltrain.models.load import read_score_head
 from rltrain.models.weights.shard import reshard
-from rltrain.models.weights.spec import ModelSpec, reward_model_spec
+from rltrain.models.weights.spec import ModelSpec, Specs
 from rltrain.workers.frozen import load_role
 from rltrain.workers.interface.results import Array
 from rltrain.workers.interface.roles import RewardModel
@@ -46,13 +45,15 @@ def check_reward_model(spec: ModelSpec) -> ChatEncoder:
 class RewardModelWorker(RewardModel):
     """Shard of the reward model. ``rows``: the conversations of the prompts, by split."""
 
-    def __init__(self, cfg: Config, passes: StepPasses, residency: Residency, rows: dict[str, Rows]) -> None:
-        self._cfg = cfg.reward_model
-        self._budget = budgets(cfg)["reward"]
+    def __init__(
+        self, budget: PassBudget, specs: Specs, passes: StepPasses, residency: Residency, rows: dict[str, Rows]
+    ) -> None:
+        self._budget = budget
         self._rows = rows
         self.residency = residency
-        self._encoder = check_reward_model(reward_model_spec(cfg, residency.device))
-        self._model = load_role("reward_model", cfg, passes, residency)
+        self._path = specs["reward_model"][1].path
+        self._encoder = check_reward_model(specs["reward_model"][1])
+        self._model = load_role("reward_model", specs, passes, residency)
 
     @torch.no_grad()
     def score(self, batch: Batch, split: str) -> Array:
@@ -66,7 +67,7 @@ class RewardModelWorker(RewardModel):
         reshard(self._model)
         scores = torch.cat(outputs).cpu().double().numpy()
         if not np.isfinite(scores).all():
-            raise NonFiniteError(f"the reward model {self._cfg.model.path} gave scores that are not finite.")
+            raise NonFiniteError(f"the reward model {self._path} gave scores that are not finite.")
         return scores
 
     def _encode(self, batch: Batch, split: str) -> list[list[int]]:
@@ -82,7 +83,7 @@ class RewardModelWorker(RewardModel):
         # The model's forward would read its last token instead.
         if (last := max(map(max, encoded))) >= (size := self._encoder.model_vocab_size or last + 1):
             raise ConfigError(
-                f"reward_model.model.path={self._cfg.model.path}: its tokenizer writes token {last:,}, and the model "
+                f"reward_model.model.path={self._path}: its tokenizer writes token {last:,}, and the model "
                 f"has {size:,}. Use the tokenizer of the model."
             )
         return encoded

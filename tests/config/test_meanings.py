@@ -216,10 +216,10 @@ def test_adapters_are_merged_or_not_as_verl_s_key_says():
 def test_a_metric_that_no_scorer_returns_is_told_with_those_there_are():
     metric = f"{GROUPS} algorithm.filter_groups.metric=solved"
     with pytest.raises(ConfigError, match=r"metric=solved: .* It returns score, acc, format"):
-        check_columns(load(metric).config, [Score(1.0, "ok", extras={"format": 1.0, "acc": 1.0})])
+        check_columns(load(metric).config.algorithm, {}, [Score(1.0, "ok", extras={"format": 1.0, "acc": 1.0})])
     weighed = load("trainer.val_only=True data.val_files=v.parquet reward.weights.fromat=1").config
     with pytest.raises(ConfigError, match=r"reward.weights=fromat: a scorer of data.val_files returns no"):
-        check_columns(weighed, [Score(1.0, "ok", extras={"format": 1.0})], "val")
+        check_columns(weighed.algorithm, weighed.reward.weights, [Score(1.0, "ok", extras={"format": 1.0})], "val")
     # A scorer that returned it for the first rows, and not for others.
     samples = Samples(2)
     samples.update({"score": np.ones(2), "scorer/acc": np.ones(2), "reward_failed": np.zeros(2)})

@@ -130,7 +130,7 @@ def test_the_tools_of_a_run_decide_who_leads_by_default(tmp_path):
     key = "actor_rollout_ref.rollout.multi_turn."
 
     def of(*settings):
-        found = row_tools(load_config(list(settings)).config)
+        found = row_tools(load_config(list(settings)).config.actor_rollout_ref.rollout)
         return [schema["function"]["name"] for schema in found.schemas], found.default_agent, found.enabled
 
     tools, guess = f"{key}function_tool_path={tmp_path}/tools.py", f"{key}environment={tmp_path}/guess.py:Guess"

@@ -202,7 +202,7 @@ def test_short_words_are_keys_of_the_trainer(tiny_model, arithmetic_files, tmp_p
     cfg = request.settings(request.models[0]).config
     answers = cfg.actor_rollout_ref.rollout.val_kwargs
     assert (answers.n, answers.temperature, cfg.trainer.val_only) == (4, 0.5, True)
-    drawn = sampling_of(cfg, answers, greedy=False)
+    drawn = sampling_of(answers, cfg.actor_rollout_ref.rollout, cfg.data, greedy=False)
     assert (drawn.max_tokens, drawn.min_p, drawn.repetition_penalty) == (5, 0.1, 1.2)
     assert drawn.stop == ("</answer>", "end")
     assert cfg.data.val_files == [str(file) for file in reversed(arithmetic_files)]

@@ -41,10 +41,10 @@ def main(argv: list[str]) -> int:
     try:
         cfg = load_config(argv).config
         device = get_device("cpu")
-        start_ray(cfg)
+        start_ray(cfg.cluster)
         try:
             threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
-            group = WorkerGroup("hybrid", reserve(cfg, device), device, threads)
+            group = WorkerGroup("hybrid", reserve(cfg.cluster, device), device, threads)
             group.start("tests.hosts.look:Looker", {})
             found = {"ranks": group.call(Look.look), "logs": ray_logs(), "driver": socket.gethostname()}
             sys.stdout.write(f"found {json.dumps(found)}\n")

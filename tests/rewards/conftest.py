@@ -51,7 +51,7 @@ def pool(local_ray):
         cfg.reward_model = reward_model or cfg.reward_model
         if reward:
             cfg.custom_reward_function = CustomRewardConfig(reward.path, reward.name, reward.kwargs)
-        pools.append(RewardPool(cfg, num_workers, {"train": local_ray.put(rows)}, log_file))
+        pools.append(RewardPool(cfg.scoring, num_workers, {"train": local_ray.put(rows)}, log_file))
         return pools[-1]
 
     yield make

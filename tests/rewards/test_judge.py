@@ -38,7 +38,7 @@ def judged():
             judge = JudgeConfig(**{"url": url, "model": "grader", "timeout_s": 10**6, **keys})
             custom = CustomRewardConfig(path=function or None)
             config = Config(reward=RewardConfig(judge=judge), custom_reward_function=custom)
-            scorer = JudgedScorer(config, clock=clock or VirtualClock())
+            scorer = JudgedScorer(config.scoring, clock=clock or VirtualClock())
             closing.callback(scorer.close)
             return scorer
 

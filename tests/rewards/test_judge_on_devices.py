@@ -9,7 +9,7 @@ import pytest
 
 from rltrain.common.columns import names as c
 from rltrain.common.errors import RewardError
-from rltrain.config.schema import Config, RewardConfig
+from rltrain.config.schema import RewardConfig, ScoringConfig
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import JudgeRolloutConfig, RewardModelConfig, RewardModelModelConfig
 from rltrain.rewards.judge.message import Question
@@ -35,7 +35,7 @@ def asking():
 
         def make(temperature=0.0, **keys):
             judge = JudgeConfig(**keys)
-            scorer = AskingScorer(Config(reward=RewardConfig(judge=judge), reward_model=here(temperature)))
+            scorer = AskingScorer(ScoringConfig(reward=RewardConfig(judge=judge), reward_model=here(temperature)))
             closing.callback(scorer.close)
             return scorer
 
@@ -69,7 +69,7 @@ def test_a_reply_whole_or_cut_says_the_same_in_both_kinds(asking, double, reply,
     # Its key is the server's alone: a judge on the devices asks for none.
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     judge = double(lambda *_: reply)
-    served = JudgedScorer(Config(reward=RewardConfig(judge=JudgeConfig(url=judge.url, model="grader", **keys))))
+    served = JudgedScorer(ScoringConfig(reward=RewardConfig(judge=JudgeConfig(url=judge.url, model="grader", **keys))))
     try:
         (of_server,) = served.score_all([call], [lambda: Question("What is 6 x 7?")])
         told = Reply(str(reply), "no text", isinstance(reply, Cut))

@@ -38,7 +38,7 @@ def settings(nnodes: int):
     config = small_config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node = nnodes, 2
     config.ray_kwargs.ray_init["address"] = "auto"
-    return config
+    return config.cluster
 
 
 def test_each_node_gives_its_own_devices():
@@ -82,7 +82,7 @@ def test_problems_of_ray_kwargs_are_named_at_once(monkeypatch, nodes, keys, word
     config = small_config()
     config.trainer.nnodes = nodes
     config.ray_kwargs.ray_init |= keys
-    (problem,) = ray_problems(config)
+    (problem,) = ray_problems(config.cluster)
     assert all(word in problem for word in words)
 
 

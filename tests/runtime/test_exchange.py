@@ -74,5 +74,5 @@ def test_a_start_of_ray_that_is_too_slow_is_tried_again():
     errors = [Exception("The current node timed out during startup."), None]
     # start_ray reads the source of ray.init, which inspect finds by __wrapped__.
     with patch("ray.init", side_effect=errors, __wrapped__=ray.init) as init:
-        assert start_ray(small_config())
+        assert start_ray(small_config().cluster)
     assert init.call_count == 2

@@ -63,14 +63,14 @@ def test_an_update_takes_three_times_that_and_its_fixed_times(settings):
 
 def test_passes_work_on_the_samples_that_a_run_gives_them(settings):
     cfg = settings()
-    plan = make_plan(cfg)
-    assert [len(ids) for ids in mini_batches_of("update_actor", cfg, plan, Assumptions())] == [16, 16]
-    assert [len(ids) for ids in mini_batches_of("old_log_prob", cfg, plan, Assumptions())] == [16]
-    assert [len(ids) for ids in mini_batches_of("ref", cfg, plan, Assumptions())] == [32]
+    plan, keys = make_plan(cfg), (cfg.actor_rollout_ref.actor, cfg.critic.ppo_epochs, cfg.data.seed)
+    assert [len(ids) for ids in mini_batches_of("update_actor", *keys, plan, Assumptions())] == [16, 16]
+    assert [len(ids) for ids in mini_batches_of("old_log_prob", *keys, plan, Assumptions())] == [16]
+    assert [len(ids) for ids in mini_batches_of("ref", *keys, plan, Assumptions())] == [32]
     # Without a KL an update leaves out groups without a gradient.
     cfg = settings(f"{A}use_kl_loss=False")
     half = Assumptions(silent_share=0.5)
-    assert sum(len(ids) for ids in mini_batches_of("update_actor", cfg, make_plan(cfg), half)) == 16
+    assert sum(len(ids) for ids in mini_batches_of("update_actor", *keys, make_plan(cfg), half)) == 16
 
 
 def test_phases_add_up_to_the_step(settings):

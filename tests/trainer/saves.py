@@ -18,7 +18,7 @@ GRPO = "algorithm.adv_estimator=grpo"
 def saver_of(folder: RunFolder, *settings: str, dataset="rows:1 5 rows of a.parquet", **parts) -> tuple[Saver, Config]:
     """A saver of a model of 1000 weights (16,000 bytes). parts: of `Saver`; without an actor it writes no weights."""
     cfg = load_config([f"trainer.default_local_dir={folder.path}", *settings]).config
-    return Saver(cfg, folder, parts.pop("actor", None), None, dataset, 1000, 1000, **parts), cfg
+    return Saver(cfg, folder, parts.pop("actor", None), None, dataset, 16_000, **parts), cfg
 
 
 def fit(ppo, folder: RunFolder, saver: Saver, watcher, first_step: int = 0) -> bool:

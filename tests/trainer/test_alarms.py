@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from rltrain.common.columns.ragged import Ragged
 from rltrain.common.errors import NonFiniteError, RewardError
 from rltrain.trainer.metrics.alarms import Alarms
-from tests.tiny import SPECIALS, small_config
+from tests.tiny import SPECIALS
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -85,7 +85,7 @@ def test_rewards_that_never_differ_stop_the_run(tiny_trainer):
 
 
 def test_without_a_limit_equal_rewards_are_told_once(caplog):
-    alarms = Alarms(small_config(), 1.0)
+    alarms = Alarms(1.0)
     equal, other = np.ones(4), np.arange(4.0)
     found = [alarms.collapsed(each)["reward/equal_steps"] for each in [equal] * 9 + [other] + [equal] * 25]
     assert found == [*range(1, 10), 0, *range(1, 26)]

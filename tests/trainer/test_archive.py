@@ -56,7 +56,7 @@ def make(tmp_path):
     store = PromptStore(np.concatenate(ids), offsets, np.arange(len(ids)), 0)
 
     def archive(*keys):
-        cfg = load_config([f"trainer.{key}" for key in keys]).config
+        cfg = load_config([f"trainer.{key}" for key in keys]).config.trainer
         writer = LocalWriter(dict.fromkeys(("train", "val"), rows), dict.fromkeys(("train", "val"), store),
                              Letters(), lambda reference: reference)  # fmt: skip
         shown = []

@@ -75,7 +75,7 @@ def run(tiny_trainer, tmp_path):
         ppo = tiny_trainer(**(KEYS | changes))
         folder = RunFolder(str(tmp_path / "run"))
         start = find_start(ppo.cfg, folder, "rows:1")
-        saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 1, 1)
+        saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 16)
         saver.load(start)
         ppo.restore(start.progress, start.folder)
         run.validated = []
@@ -108,7 +108,8 @@ def test_a_last_validation_that_was_cut_short_is_owed(tmp_path):
 
     def owed(step, *keys):
         config = load_config(["data.val_files=v.parquet", *keys]).config
-        return owes_validation(config, tmp_path, step, replace(make_plan(config), total_steps=3, steps_per_epoch=2))
+        plan = replace(make_plan(config), total_steps=3, steps_per_epoch=2)
+        return owes_validation(config.trainer, True, tmp_path, step, plan)
 
     assert [owed(step) for step in (0, 2, 3)] == [False, False, True]
     assert [owed(step, "trainer.test_freq=2") for step in (1, 2, 3)] == [False, True, True]

@@ -136,7 +136,7 @@ def test_a_run_saves_by_time_and_goes_on_from_there(process_group, tiny_trainer,
     ppo = tiny_trainer(trainer__total_training_steps=5, trainer__save_at_end=True)
     step = ppo.step
     ppo.step = lambda number: clock.advance(700.0) or step(number)
-    saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 1, 1, clock=clock)
+    saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 16, clock=clock)
     with Tracker([], RunInfo("p", "e", {}, folder.path), 5) as tracker:
         assert fit(ppo, folder, saver, tracker)
     assert folder.steps() == [3, 5]

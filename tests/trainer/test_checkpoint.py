@@ -15,6 +15,7 @@ from rltrain.common import storage
 from rltrain.common.errors import CheckpointError, ConfigError, DiskError, StorageError
 from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.config.step_passes import make_step_passes
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record
 from rltrain.run.checkpoints.resume import Start, find_start
@@ -192,10 +193,9 @@ def test_storage_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, cap
 
 
 def test_what_a_checkpoint_takes_follows_from_the_weights():
-    cfg = load_config([GRPO]).config
-    assert checkpoint_bytes(cfg, 100, 100) == 1600
-    assert checkpoint_bytes(cfg, 100, 10) == 520
-    assert checkpoint_bytes(load_config(["algorithm.adv_estimator=gae"]).config, 100, 100) == 2800
+    for keys, trained, size in (([GRPO], 100, 1600), ([GRPO], 10, 520), (["algorithm.adv_estimator=gae"], 100, 2800)):
+        cfg = load_config(keys).config
+        assert checkpoint_bytes(cfg.actor_rollout_ref.actor, make_step_passes(cfg), 100, trained) == size
 
 
 def test_room_is_asked_for_before_the_first_step(folder, free, caplog):

@@ -184,12 +184,12 @@ def test_memory_of_a_judge_is_estimated_with_weights_that_may_rest_on_the_host(j
 
 def test_messages_and_positions_of_a_judge_are_checked(judged, arithmetic_files):
     rows, found = {"train": read_rows(str(arithmetic_files[0]))}, Findings()
-    (line,) = look_at_messages(judged(), rows, found)
+    (line,) = look_at_messages(judged().scoring, 1048, rows, found)
     assert "reads messages of up to 1,048 tokens; with the ground truth as the answer they have" in line
     look_at_models(judged(prompt_length=100, response_length=157), found)
     assert not found.problems
     assert any("= 257 tokens, and the judge knows 256 positions" in note for note in found.notes)
-    look_at_messages(judged(prompt_length=9), rows, found)
+    look_at_messages(judged(prompt_length=9).scoring, 9, rows, found)
     look_at_models(judged("/no/judge"), found)
     message, model = found.problems
     assert message.startswith("reward_model.rollout.prompt_length=9: the message about a row of 'rltrain/arithmetic'")

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rltrain.common.device import get_device
 from rltrain.common.errors import ConfigError
 from rltrain.common.versions import fingerprint
+from rltrain.models.weights.spec import specs_of
 from rltrain.run.preflight import health
 from rltrain.run.preflight.health import Check, look_at_nodes, refuse
 from rltrain.workers.diagnostics import node
@@ -59,7 +61,8 @@ def run(model, tmp_path, monkeypatch):
         for key, value in trainer.items():
             setattr(cfg.trainer, key, value)
         (tmp_path / "run").mkdir(exist_ok=True)
-        found = {check.name: check for check in look_at_nodes(hosts, cfg, tmp_path / "run")}
+        checks = look_at_nodes(hosts, cfg.trainer, specs_of(cfg, get_device("cpu")), tmp_path / "run")
+        found = {check.name: check for check in checks}
         assert list((tmp_path / "run").iterdir()) == []
         assert not node.open_doors
         return found

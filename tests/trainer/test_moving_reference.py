@@ -55,7 +55,7 @@ def test_a_thinned_checkpoint_keeps_it_and_a_run_that_would_not_move_it_is_refus
     for step in (1, 2, 3):
         trainer.step(step)
     folder = RunFolder(trainer.cfg.trainer.default_local_dir)
-    saver = Saver(trainer.cfg, folder, trainer.actor, None, "data", 1, 1, reference=trainer.reference)
+    saver = Saver(trainer.cfg, folder, trainer.actor, None, "data", 16, reference=trainer.reference)
     saver.save(3, trainer.progress)
     saver.finish()
     with pytest.raises(CheckpointError, match=rf"{KEY}: 2 then, None now"):

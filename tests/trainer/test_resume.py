@@ -157,7 +157,7 @@ def stopped_run(make, cuts, validates: bool):
         trainer = make()
         cfg = trainer.cfg
         folder = RunFolder(cfg.trainer.default_local_dir)
-        saver = Saver(cfg, folder, trainer.actor, trainer.critic, "data", 1, 1, reference=trainer.reference)
+        saver = Saver(cfg, folder, trainer.actor, trainer.critic, "data", 16, reference=trainer.reference)
         start = find_start(cfg, folder, "data")
         assert start.step == step
         saver.load(start)

@@ -81,7 +81,8 @@ def test_a_validation_is_judged_in_parts_like_steps(make, reward_model):
     """All answers in one call would take many times as long as those of a step, and count as hung."""
     trainer = make(reward_model__enable=True, reward_model__model__path=reward_model)
     plan = replace(trainer.plan, samples_per_step=3, num_engine_replicas=0)
-    samples = Validation(trainer.cfg, plan, trainer.actor, trainer.rewards).run(0, Stop()).samples
+    rollout, data = trainer.cfg.actor_rollout_ref.rollout, trainer.cfg.data
+    samples = Validation(rollout, data, plan, trainer.actor, trainer.rewards, "run").run(0, Stop()).samples
     assert trainer.group.calls.count("RewardModel.score") == math.ceil(len(samples) / 3) > 1
     together = trainer.rewards.score("val", samples)
     assert np.allclose(samples["model_score"], together["model_score"], rtol=0, atol=1e-6)

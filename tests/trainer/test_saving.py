@@ -47,7 +47,7 @@ def saver_of(trainer, folder: RunFolder) -> Saver:
     """A saver of a trainer whose saves are written when they are waited for."""
     group, submit = trainer.group, LocalGroup.submit
     group.submit = lambda calls, ranks=None, beside=False: Later(group, calls) if beside else submit(group, calls)
-    return Saver(trainer.cfg, folder, trainer.actor, trainer.critic, "rows:1", 1, 1)
+    return Saver(trainer.cfg, folder, trainer.actor, trainer.critic, "rows:1", 16)
 
 
 def test_what_is_trained_later_is_not_in_a_checkpoint(tiny_trainer, folder):
@@ -155,7 +155,7 @@ def closing(tiny_trainer, folder, monkeypatch, clock):
     gate, reached, real = threading.Event(), threading.Event(), manifest.sync
     monkeypatch.setattr(manifest, "sync", lambda path: (reached.set(), gate.wait(PATIENCE_S), real(path))[-1])
     trainer = tiny_trainer()
-    saver = Saver(trainer.cfg, folder, trainer.actor, trainer.critic, "rows:1", 1, 1, clock=clock)
+    saver = Saver(trainer.cfg, folder, trainer.actor, trainer.critic, "rows:1", 16, clock=clock)
     trainer.step(1)
     saver.save(1, trainer.progress)
 

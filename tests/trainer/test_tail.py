@@ -201,7 +201,7 @@ def samples_of(complete: list[list[bool]], length: int = 3, unserved: tuple[int,
 def line_of(make, **changes) -> PromptLine:
     changes |= {"data__train_batch_size": 2, "actor_rollout_ref__actor__ppo_mini_batch_size": 2, ROLLOUT + "n": 2}
     trainer = make(**changes)
-    return PromptLine(trainer.cfg, trainer.plan)
+    return PromptLine(trainer.cfg.actor_rollout_ref.rollout, trainer.plan)
 
 
 def test_the_batch_is_the_oldest_prompts_that_are_complete(make):

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from rltrain.config.check import broken_rules
-from rltrain.config.load import load_config
+from rltrain.config.load import load_config, to_dict
 from rltrain.config.schema.trainer import LOGGERS
 from rltrain.run.report import tracking
 from rltrain.run.report.trackers import TRACKERS, RunInfo, Sink, markdown_table, unsent_wandb, wandb_login_lacks
@@ -158,8 +158,8 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path, recorded, caplo
 
 def test_a_run_without_a_name_has_one_of_folder_and_time_also_when_it_resumes(tmp_path, recorded):
     keys = {"actor_rollout_ref.model.path": "/m", "data.train_files": "/d", "trainer.logger": ["wandb"]}
-    for first_step, changes in ((0, {}), (2, {}), (2, {"trainer.experiment_name": "mine"})):
-        with Tracker.of(load_config([], [keys | changes]).config, tmp_path, first_step, 4):
+    for first_step, more in ((0, {}), (2, {}), (2, {"trainer.experiment_name": "mine"})):
+        with Tracker.of((cfg := load_config([], [keys | more]).config).trainer, to_dict(cfg), tmp_path, first_step, 4):
             pass
     first, resumed, named = (run.name for run, _ in recorded)
     assert re.fullmatch(rf"{tmp_path.name}-\d{{8}}-\d{{6}}", first)

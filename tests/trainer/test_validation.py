@@ -8,7 +8,8 @@ import pytest
 
 from rltrain.common.columns import names as c
 from rltrain.common.stop import Stop
-from rltrain.config.schema import Config
+from rltrain.config.schema import DataConfig
+from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.validation import Validation, summary_metrics, validation_metrics
 
@@ -32,7 +33,7 @@ def test_a_trajectory_that_could_not_go_on_has_no_score_and_ends_no_validation()
         data_sources=lambda split: ["s"] * 9,
     )  # fmt: skip
     plan = SimpleNamespace(samples_per_step=4, passes=SimpleNamespace(trains=True), num_engine_replicas=0)
-    made = Validation(Config(), plan, policy, rewards).run(1, Stop())
+    made = Validation(RolloutConfig(), DataConfig(), plan, policy, rewards, "run").run(1, Stop())
     assert made.samples[c.AGENT_FAILED].tolist() == [False] * 7 + [True, False]
     # Three of eight are right; that of the ninth is not known, whatever its scorer has found in the text.
     assert made.metrics["val-aux/s/reward/mean@1"] == made.metrics["val-core/s/acc/mean@1"] == pytest.approx(3 / 8)

@@ -10,6 +10,7 @@ from rltrain.common.device import get_device
 from rltrain.config.load import load_config
 from rltrain.config.passes import JUDGE_PHASE
 from rltrain.config.step_passes import make_step_passes
+from rltrain.models.weights.spec import specs_of
 from rltrain.workers.judge import JudgeWorker
 from rltrain.workers.state.residency import Residency
 from tests.tiny import save_scripted_judge, small_run
@@ -32,7 +33,7 @@ def judge(tiny_model, arithmetic_files, tmp_path):
         passes = make_step_passes(cfg)
         assert {"judge"} <= passes.roles
         assert "reward_model" not in passes.roles
-        return JudgeWorker(cfg, passes, Residency(get_device("cpu")))
+        return JudgeWorker(cfg, specs_of(cfg, get_device("cpu"), passes), passes, Residency(get_device("cpu")))
 
     return make
 

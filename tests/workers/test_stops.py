@@ -79,17 +79,17 @@ def test_validation_has_its_own_limit_and_the_run_s_stop_texts(tmp_path):
     changes = {R + "stop": "[end,'</a>']", R + "val_kwargs__max_tokens": 30, R + "val_kwargs__min_p": 0.1}
     changes |= {R + "val_kwargs__temperature": 1.0, R + "repetition_penalty": 1.2}
     loaded = settings(tmp_path, **changes)
-    cfg = loaded.config
+    cfg, rollout = loaded.config, loaded.config.actor_rollout_ref.rollout
     of_steps, of_validation = (
-        sampling_of(cfg, keys, greedy=False)
-        for keys in (cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs)
+        sampling_of(keys, rollout, cfg.data, greedy=False) for keys in (rollout, rollout.val_kwargs)
     )
     assert (of_steps.max_tokens, of_steps.min_p, of_steps.repetition_penalty) == (8, 0.0, 1.2)
     assert (of_validation.max_tokens, of_validation.min_p, of_validation.repetition_penalty) == (30, 0.1, 1.0)
     assert of_steps.stop == of_validation.stop == ("end", "</a>")
     assert (longest_sequence(cfg), longest_text(cfg)) == (24, 46)
     none = settings(tmp_path, **changes, **{R + "val_kwargs__stop": "[]"}).config
-    assert sampling_of(none, none.actor_rollout_ref.rollout.val_kwargs, greedy=False).stop == ()
+    rollout = none.actor_rollout_ref.rollout
+    assert sampling_of(rollout.val_kwargs, rollout, none.data, greedy=False).stop == ()
 
 
 def test_a_run_ends_answers_and_validates_longer_ones(process_group, tiny_trainer):

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from rltrain.config.schema.algorithm import REWARDED, AlgorithmConfig, KLKind
 from rltrain.config.schema.distillation import DistillationConfig
 from rltrain.config.schema.fields import key, section
-from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import (
     ACTOR,
     Aggregation,
@@ -26,6 +25,7 @@ from rltrain.config.schema.model import (
     RouterReplayConfig,
 )
 from rltrain.config.schema.policy_loss import POLICY_LOSS, PolicyLossConfig
+from rltrain.config.schema.reward import CustomRewardConfig, RewardConfig, ScoringConfig
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.config.schema.trainer import TRAINS, VALIDATES, WITH_CRITIC, TrainerConfig
 
@@ -40,7 +40,6 @@ _REFERENCE_PASS = {
     "algorithm.use_kl_in_reward or actor.kl_loss_type!=full": "kl_loss_type=full runs the reference inside the update"
 }
 _WITH_SCORER = {"reward_model.runs_scorers": "the reward model alone decides unless reward_model.rule_weight is set"}
-_REMOTE = {"url": "reward.url is not set"}
 
 
 @dataclass
@@ -305,59 +304,6 @@ class ActorRolloutRefConfig:
 
 
 @dataclass
-class CustomRewardConfig:
-    """The user's reward function."""
-
-    path: str | None = None
-    """Python file with the function; null: the built-in scorer of each data_source."""
-    name: str = "compute_score"
-    """Function (data_source, solution_str, ground_truth, extra_info) -> number, or dict with 'score'."""
-    reward_kwargs: dict[str, Any] = key({})
-    """Free-form: further keyword arguments of the function."""
-
-
-@dataclass
-class RewardConfig:
-    """Placement and limits of scorers."""
-
-    num_workers: int | None = key(None, least=1)
-    """Processes that score responses; null: one per core not used by the devices' workers, at most 16 per node and 64
-    in total."""
-    timeout_s: float = key(10.0, least=0.01)
-    """Time limit in seconds for scoring one response; then its scorer is killed and the response counts as failed."""
-    on_error: float = 0.0
-    """Score of a response that could not be scored (counted in reward/error_rate)."""
-    weights: dict[str, Any] = key({})
-    """Free-form: the rule reward as a weighted sum of numbers that the scorer returns (weights.acc=0.9
-    weights.format=0.1); {}: its score."""
-    overlap: bool = True
-    """Score the responses to a prompt as soon as the last of them has ended, while others are still being generated."""
-    memory_limit_mb: int = key(4096, least=0)
-    """Address space of a scorer's process in MiB; a response that exceeds it counts as failed. 0: no limit."""
-    allow_code_execution: bool = False
-    """Allow scorers to run programs that the model wrote. rewards.md of the documentation lists the limits."""
-    allow_unsandboxed_code: bool = False
-    """Run them even on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
-    url: str | None = None
-    """Address of a remote scorer (http://host:port/path), which scores the responses instead of local processes."""
-    url_concurrency: int = key(8, least=1, only_with=_REMOTE)
-    """Concurrent requests to reward.url of each of num_workers (null: one per node), in responses."""
-    url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
-    """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in
-    config.yaml."""
-    judge: JudgeConfig = section(
-        JudgeConfig,
-        only_with={"judge.url or reward_model.judges": "neither reward.judge.url nor a generative reward model is set"},
-    )
-    """A model that judges responses."""
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """True if scoring mostly waits for a server."""
-        return self.url is not None or self.judge.url is not None
-
-
-@dataclass
 class RayConfig:
     """Ray."""
 
@@ -365,6 +311,14 @@ class RayConfig:
     """Free-form arguments of ray.init: address (cluster to join; "auto" finds the one on this node; null: RAY_ADDRESS,
     else a local Ray), num_cpus (slots of a local Ray; null: the larger of cores and workers), _temp_dir,
     runtime_env.env_vars and others."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The sections that name the cluster and its devices."""
+
+    ray_kwargs: RayConfig
+    trainer: TrainerConfig
 
 
 @dataclass
@@ -391,3 +345,13 @@ class Config:
     """The run."""
     ray_kwargs: RayConfig = section(RayConfig)
     """Ray."""
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """The sections of the cluster."""
+        return ClusterConfig(self.ray_kwargs, self.trainer)
+
+    @property
+    def scoring(self) -> ScoringConfig:
+        """The sections of the scorers."""
+        return ScoringConfig(self.custom_reward_function, self.reward, self.reward_model)

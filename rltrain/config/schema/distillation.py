@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rltrain.config.schema.fields import key, section
@@ -12,6 +13,8 @@ EXACT = ("reverse_kl", "forward_kl", "jsd")
 # log pi - log q itself, whose gradient in pi does not depend on the teacher.
 WITHOUT_TEACHER = ("kl", "k1")
 _ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
+_D = "distillation."
+_L = _D + "distillation_loss."
 _OF_ESTIMATES = {
     f"distillation.distillation_loss.loss_mode!={'|'.join(EXACT)}": (
         "whole distributions are compared within the update, which runs the teacher"
@@ -96,3 +99,40 @@ class DistillationConfig:
     def is_alone(self) -> bool:
         """True if rewards are not a training signal."""
         return self.enabled and not self.distillation_loss.use_task_rewards
+
+
+def distillation_problems(distillation: DistillationConfig, exact_kl: bool, kl_in_reward: bool) -> Iterator[str]:
+    """Yield one line for every broken rule about a teacher.
+
+    exact_kl: the actor's loss compares whole distributions. kl_in_reward: the reward has a KL penalty.
+    """
+    loss = distillation.distillation_loss
+    if not distillation.enabled:
+        return
+    mode, gradient = f"{_L}loss_mode={loss.loss_mode}", f"{_L}use_policy_gradient"
+    if not distillation.teacher.model.path:
+        yield f"{_D}enabled=True needs a teacher: name it with {_D}teacher.model.path."
+    if loss.loss_mode.startswith("forward_kl_topk"):
+        yield f"{mode}: all tokens of the vocabulary are compared, chunk by chunk: use {_L}loss_mode=forward_kl."
+    if loss.is_exact and loss.use_policy_gradient:
+        yield (
+            f"{gradient}=True takes the distance as a cost of the token that was drawn, and {mode} is the same for "
+            f"every token. Leave {gradient} out, or use loss_mode=k1."
+        )
+    if loss.loss_mode in WITHOUT_TEACHER and not loss.use_policy_gradient:
+        yield (
+            f"{mode}: differentiated, it is log pi, which moves the policy whatever the teacher says. Set "
+            f"{gradient}=True, or use one of {', '.join(EXACT)}, k2, k3."
+        )
+    if loss.loss_mode == "jsd" and loss.jsd_beta >= 1:
+        yield f"{_L}jsd_beta={loss.jsd_beta}: it must be below 1. Near 1 it goes like loss_mode=reverse_kl."
+    if distillation.compares_all and exact_kl:
+        yield (
+            f"actor_rollout_ref.actor.kl_loss_type=full and {mode} both compare whole distributions, and an update "
+            "has room for those of one other model. Use kl_loss_type=k3+."
+        )
+    if distillation.is_alone and kl_in_reward:
+        yield (
+            f"algorithm.use_kl_in_reward=True takes the KL off a reward, and with {_L}use_task_rewards=False nothing "
+            "is learnt from rewards. Use actor_rollout_ref.actor.use_kl_loss=True."
+        )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Literal
 
 from rltrain.config.schema.algorithm import REWARDED
@@ -25,6 +29,13 @@ _OWN_HISTORY = {"hang_timeout_s=null": "trainer.hang_timeout_s is the deadline o
 _TIMED = {"hang_floor_s!=null": "trainer.hang_floor_s=null: no call is timed"}
 VALIDATES = {"data.val_files": "data.val_files is not set"}
 _BY_METRIC = {"keep_best": "trainer.keep_best names no metric"}
+
+_TRAIN, _VAL = "trainer.rollout_data_dir", "trainer.validation_data_dir"
+# Names in the run folder that the run moves, counts or removes.
+_OF_THE_RUN = (
+    ".", "samples", "tensorboard", "logs", "incidents", "objects", "global_step_*", "damaged_global_step_*",
+    "earlier_*", "evaluation_*",
+)  # fmt: skip
 
 
 @dataclass
@@ -176,3 +187,79 @@ class TrainerConfig:
 def _steps_between(freq: int | str, steps_per_epoch: int | None) -> int:
     """Return the steps between two events; 0 for never. Words other than epoch are refused earlier."""
     return (steps_per_epoch or 0) if freq == EPOCH else max(freq, 0) if isinstance(freq, int) else 0
+
+
+def word_problems(trainer: TrainerConfig) -> Iterator[str]:
+    """Yield errors for keys that take a number of steps or a word."""
+    for name in ("test_freq", "save_freq"):
+        if isinstance(freq := getattr(trainer, name), str) and freq != EPOCH:
+            yield f"trainer.{name}={freq}: give a number of steps, {EPOCH}, or -1 for never."
+
+
+def name_problems(trainer: TrainerConfig) -> Iterator[str]:
+    """Yield errors for names that are no folder names, or that lead to the folder of another name."""
+    for part in ("project_name", "experiment_name"):
+        name = getattr(trainer, part)
+        parts = name.split("/")
+        problems = {
+            "it begins or ends with white space": name != name.strip(),
+            "it has a sign that is no text, such as the end of a line": any(
+                unicodedata.category(sign) in ("Cc", "Cs") for sign in name
+            ),
+            "'.' and '..' are other folders": "." in parts or ".." in parts,
+            "a folder's name has at most 255 bytes": any(len(os.fsencode(part)) > 255 for part in parts),
+        }
+        for why in [why for why, is_so in problems.items() if is_so][:1]:
+            yield f"trainer.{part}={name!r}: {why}. The run folder is named by it; give another name."
+
+
+def profile_problems(trainer: TrainerConfig, phases: Sequence[str]) -> Iterator[str]:
+    """Yield errors for steps, phases and ranks that a run does not have. phases: of a step."""
+    last = trainer.total_training_steps
+    for step in trainer.profile_steps or ():
+        if step < 1 or (last is not None and step > last):
+            steps = f"from 1 to trainer.total_training_steps={last}" if last is not None else "counted from 1"
+            yield f"trainer.profile_steps={trainer.profile_steps}: there is no step {step}. Steps are {steps}."
+    for name in trainer.profile_phases:
+        if name not in phases:
+            yield (
+                f"trainer.profile_phases={trainer.profile_phases}: there is no phase {name!r}. A step may have "
+                f"{', '.join(phases)}."
+            )
+    devices = trainer.nnodes * trainer.n_gpus_per_node
+    for rank in trainer.profile_ranks:
+        if not 0 <= rank < devices:
+            yield (
+                f"trainer.profile_ranks={trainer.profile_ranks}: there is no rank {rank}. With "
+                f"{devices} devices (trainer.nnodes x trainer.n_gpus_per_node) ranks are 0 to {devices - 1}."
+            )
+
+
+def folder_problems(trainer: TrainerConfig, validates: bool) -> Iterator[str]:
+    """Yield errors for folders of responses whose files would overwrite each other, or files of the run.
+
+    Their files are named by the number of the step. validates: there are validation prompts.
+    """
+    named = {} if trainer.val_only or not trainer.rollout_data_dir else {_TRAIN: trainer.rollout_data_dir}
+    if validates and trainer.validation_data_dir:
+        named[_VAL] = trainer.validation_data_dir
+    if len({_real(name) for name in named.values()}) < len(named):
+        yield (
+            f"{_TRAIN}={named[_TRAIN]} and {_VAL}={named[_VAL]} are one folder, where the N.jsonl of a step and of its "
+            f"validation are one file. Give each a folder of its own, such as {_VAL}={named[_VAL].rstrip('/')}/val."
+        )
+        return
+    run = _real(trainer.default_local_dir)
+    for setting, name in named.items():
+        # The first part below the run folder: all files in a checkpoint are removed with it.
+        inside = os.path.relpath(_real(name), run).split(os.sep)[0]
+        if any(fnmatch(inside, pattern) for pattern in _OF_THE_RUN):
+            yield (
+                f"{setting}={name} is a folder that the run itself writes into (trainer.default_local_dir="
+                f"{trainer.default_local_dir}). Give one of its own, such as "
+                f"{setting}={os.path.join(trainer.default_local_dir, setting.removeprefix('trainer.'))}."
+            )
+
+
+def _real(name: str) -> str:
+    return os.path.realpath(os.path.expanduser(name))

@@ -14,7 +14,7 @@ from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.config.schema.model import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
-from rltrain.config.step_passes import StepPasses, make_step_passes
+from rltrain.config.step_passes import StepPasses, make_step_passes, rests_on_host
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.weights.lora import Lora, lora_of
@@ -54,6 +54,8 @@ class ModelSpec:
     """Mode of the vision tower, if there is one: "rests" (unused, for text prompts), "frozen" or "trained"."""
     is_copy: bool = False
     """True if its weights are the policy's initial weights."""
+    rests_on_host: bool = False
+    """Offload it in the phases that do not need it (`specs_of`)."""
 
     @property
     def section(self) -> str:
@@ -68,6 +70,9 @@ class ModelSpec:
             config.head_dtype = "float32"  # vLLM reads this from an export, too
         return config
 
+
+Specs = dict[Role, tuple[type[Any], ModelSpec]]
+"""Class and spec of each model."""
 
 # In the functions below, ``images`` is True if prompts have images.
 
@@ -128,7 +133,7 @@ def judge_spec(cfg: Config, device: Device) -> ModelSpec:
     return replace(reward_model_spec(cfg, device), longest=sum(judge_lengths(cfg)))
 
 
-def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> dict[Role, tuple[type[Any], ModelSpec]]:
+def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> Specs:
     """Return the models of a run: the policy, which an evaluation also has, and the roles in ``passes.roles``.
 
     passes: None for the passes of a run without images.
@@ -146,7 +151,8 @@ def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> d
             return PolicyModel, judge_spec(cfg, device)
         return PolicyModel, frozen_spec(cfg, device, passes.images_in_training, role)
 
-    return {role: model(role) for role in ROLES if role == "actor" or role in passes.roles}
+    kinds = {role: model(role) for role in ROLES if role == "actor" or role in passes.roles}
+    return {role: (kind, replace(spec, rests_on_host=rests_on_host(cfg, role))) for role, (kind, spec) in kinds.items()}
 
 
 def _trained(

@@ -19,7 +19,7 @@ from typing import Any
 
 from rltrain.common.env import driver_environment
 from rltrain.common.errors import AGAIN, JudgeError, RewardError, WorkerError, WorkerLost
-from rltrain.config.schema import Config
+from rltrain.config.schema import ScoringConfig
 from rltrain.rewards.processes.log import RewardLog
 from rltrain.rewards.processes.worker import RewardWorker
 
@@ -57,7 +57,7 @@ class RewardWorkers:
 
     def __init__(
         self,
-        cfg: Config,
+        cfg: ScoringConfig,
         num_workers: int,
         splits: dict[str, Any],
         log_file: Path | None = None,

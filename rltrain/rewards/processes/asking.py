@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rltrain.common.errors import RltrainError
-from rltrain.config.schema import Config
+from rltrain.config.schema import ScoringConfig
 from rltrain.rewards.judge.message import Ask
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.grader import READINGS, Grader
@@ -19,18 +19,18 @@ from rltrain.rewards.processes.judged import of_rule
 from rltrain.rewards.processes.score import UNASKED, Asked, Score, ScorerCall
 
 
-def readings_of(cfg: Config) -> int:
+def readings_of(temperature: float) -> int:
     """Return the maximum number of replies per response; a greedy judge would only repeat an unreadable reply."""
-    return READINGS if cfg.reward_model.rollout.temperature else 1
+    return READINGS if temperature else 1
 
 
 class AskingScorer:
     """Scores responses by ``reward.judge`` if a generative reward model writes the replies."""
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: ScoringConfig) -> None:
         self._grader, self._reads_by_function = Grader(cfg), cfg.reward.judge.function is not None
         self._counts: Counter[str] = Counter()
-        self._readings = readings_of(cfg)
+        self._readings = readings_of(cfg.reward_model.rollout.temperature)
 
     def ask(self, calls: Sequence[ScorerCall], questions: Sequence[Ask]) -> tuple[list[Score | Asked], list[str]]:
         """Return the scores of responses that need no judge, requests for the others, and the judge's prompts."""

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from rltrain.config.schema import Config
-from rltrain.config.schema.judge import BY_RULE
+from rltrain.config.schema import ScoringConfig
+from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 from rltrain.data.images import without_parts
 from rltrain.data.pictures import Pictures
 from rltrain.data.rows import Rows
@@ -32,11 +32,11 @@ READINGS = 3
 _REPLY_CHARS = 250
 
 
-def check_judge(cfg: Config) -> None:
+def check_judge(judge: JudgeConfig) -> None:
     """Raise ConfigError for an unusable template, expression or key. Starts nothing and sends no request."""
-    Template(cfg.reward.judge), reader(cfg.reward.judge)
-    if cfg.reward.judge.url is not None:
-        api_key(cfg.reward.judge)
+    Template(judge), reader(judge)
+    if judge.url is not None:
+        api_key(judge)
 
 
 class Grader:
@@ -45,9 +45,9 @@ class Grader:
     Raises ConfigError for an unusable template, expression or key.
     """
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: ScoringConfig) -> None:
         self._judge = judge = cfg.reward.judge
-        check_judge(cfg)  # before anything is started
+        check_judge(judge)  # before anything is started
         self._template, self._reader = Template(judge), reader(judge)
         self._slots = ThreadPoolExecutor(1, "slots")
         reward, custom = cfg.reward, custom_reward(cfg)

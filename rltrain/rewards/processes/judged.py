@@ -15,7 +15,7 @@ from typing import Any
 
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import JudgeError, RewardError, RltrainError
-from rltrain.config.schema import Config
+from rltrain.config.schema import ScoringConfig
 from rltrain.rewards.judge.cache import ReplyCache
 from rltrain.rewards.judge.message import Ask, messages_of
 from rltrain.rewards.judge.reply import Reply
@@ -31,7 +31,7 @@ class JudgedScorer:
     expression, cache or key.
     """
 
-    def __init__(self, cfg: Config, num_sharing: int = 1, clock: Clock = SYSTEM) -> None:
+    def __init__(self, cfg: ScoringConfig, num_sharing: int = 1, clock: Clock = SYSTEM) -> None:
         self._judge, self._clock = cfg.reward.judge, clock
         judge = self._judge
         self._grader = Grader(cfg)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rltrain.common.columns.answer import AnswerText
 from rltrain.common.env import adopt
-from rltrain.config.schema import Config
+from rltrain.config.schema import ScoringConfig
 from rltrain.data.rows import Rows
 from rltrain.rewards.custom import TOLD, custom_reward
 from rltrain.rewards.judge.message import Ask
@@ -31,7 +31,7 @@ CallNumber = tuple[int, int]  # (batch, index of the call in the batch)
 Scored = tuple[CallNumber, list[Score | Asked], float, Counter[str], tuple[str, str], Any]
 
 
-def make_scorer(cfg: Config, num_sharing: int = 1) -> Scorer:
+def make_scorer(cfg: ScoringConfig, num_sharing: int = 1) -> Scorer:
     """Return this process's scorer by the config. num_sharing: number of such processes in the run."""
     reward = cfg.reward
     if cfg.reward_model.judges:
@@ -43,7 +43,7 @@ def make_scorer(cfg: Config, num_sharing: int = 1) -> Scorer:
     return rule_scorer(cfg)
 
 
-def rule_scorer(cfg: Config) -> ScoringSlot:
+def rule_scorer(cfg: ScoringConfig) -> ScoringSlot:
     """Return the user's function, or else the scorers of the data sources."""
     reward = cfg.reward
     allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
@@ -54,7 +54,7 @@ class RewardWorker:
     """One scorer and the rows of every split; runs as a Ray actor."""
 
     def __init__(
-        self, cfg: Config, name: str, splits: dict[str, Any], environment: dict[str, str], num_workers: int = 1
+        self, cfg: ScoringConfig, name: str, splits: dict[str, Any], environment: dict[str, str], num_workers: int = 1
     ):
         import ray
 

@@ -14,24 +14,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rltrain.common.errors import DiskError
-from rltrain.config.passes import has_critic, has_reference
-from rltrain.config.schema import Config
+from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.config.step_passes import StepPasses
 
 log = logging.getLogger(__name__)
 # Number of kept checkpoints saved by time. If the newest is damaged, there is another.
 _BY_TIME = 2
 
 
-def checkpoint_bytes(cfg: Config, num_parameters: int, num_trained: int) -> int:
+def checkpoint_bytes(actor: ActorConfig, passes: StepPasses, num_parameters: int, num_trained: int) -> int:
     """Return the estimated size of a checkpoint in bytes.
 
-    It has float32 weights and two moments per trained weight, the exported model, and a moving reference.
+    It has float32 weights and two moments per trained weight, also of a critic, the exported model, and a moving
+    reference.
     """
-    moves = has_reference(cfg) and cfg.actor_rollout_ref.ref.update_every_steps
-    critic = 12 * num_parameters if has_critic(cfg) else 0
-    exports = "hf_model" in cfg.actor_rollout_ref.actor.checkpoint.save_contents
-    return 12 * num_trained + critic + 4 * num_parameters * (exports + bool(moves))
+    copies = ("hf_model" in actor.checkpoint.save_contents) + passes.reference_moves
+    return 12 * num_trained + 12 * num_parameters * ("critic" in passes.roles) + 4 * num_parameters * copies
 
 
 def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int, steps_per_epoch: int | None = None) -> list[int]:

@@ -31,7 +31,7 @@ from rltrain.run.checkpoints.card import model_card
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record, size_of
 from rltrain.run.checkpoints.resume import Start, files_of
-from rltrain.run.checkpoints.room import checkpoint_bytes, describe_room, free_bytes, missing_room, superfluous
+from rltrain.run.checkpoints.room import describe_room, free_bytes, missing_room, superfluous
 from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.runtime.lifeline import raise_if_lost
 from rltrain.trainer.metrics.timing import StepTimer
@@ -84,8 +84,7 @@ class Saver(Watcher):
         actor: Policy,
         critic: Critic | None,
         dataset_fingerprint: str,
-        num_parameters: int,
-        num_trained: int,
+        num_bytes: int,
         watchers: Watchers | None = None,
         steps_per_epoch: int | None = None,
         reference: Reference | None = None,
@@ -99,7 +98,7 @@ class Saver(Watcher):
         named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
         self._roles: dict[str, Policy | Critic | Reference] = {name: role for name, role in named.items() if role}
         self._fingerprint = dataset_fingerprint
-        self._bytes_needed = checkpoint_bytes(cfg, num_parameters, num_trained)  # as large as the last one
+        self._bytes_needed = num_bytes  # as large as the last one
         self.last_step = 0
         self.best = Best(cfg.trainer)
         self._saved_at = self._clock.monotonic()  # start of the last save, or of training

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from rltrain.common.device import get_device, resolve_dtype
+from rltrain.common.device import Device, resolve_dtype
 from rltrain.common.errors import ConfigError
-from rltrain.config.passes import Role
-from rltrain.config.schema import Config
+from rltrain.config.schema import ActorRolloutRefConfig
 from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES
 from rltrain.models.weights.lora import adapted_weights, beyond_language_model, first_adapters, ranks_of
@@ -30,13 +29,11 @@ def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[
         first_adapters(model, spec.lora)
 
 
-def adapters_of_engine(cfg: Config, role: Role, model: Any, config: Any) -> Iterator[str]:
-    """Yield notes on the transfer of adapters to the engine. Raises ConfigError if it cannot hold them."""
-    if role != "actor":
-        return
-    rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
+def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any, config: Any) -> Iterator[str]:
+    """Yield notes on the transfer of the policy's adapters to the engine. Raises ConfigError if it cannot hold them."""
+    rollout = roles.rollout
     engine, dtype = ENGINES[rollout.name], resolve_dtype(rollout.dtype, device)
-    if cfg.actor_rollout_ref.model.merges:
+    if roles.model.merges:
         # Below float32, an adapter that adds less than half a step of a weight is lost by rounding.
         if engine.adapters and dtype != torch.float32:
             yield (

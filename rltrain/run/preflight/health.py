@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rltrain.common.device import get_device
 from rltrain.common.errors import ConfigError, WorkerError, WorkerLost
 from rltrain.common.logs import count
 from rltrain.common.versions import differences, fingerprint
-from rltrain.config.schema import Config
-from rltrain.models.weights.spec import specs_of
+from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.models.weights.spec import Specs
 from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import ray_logs
 from rltrain.runtime.group import WorkerGroup
@@ -54,16 +53,18 @@ class Check:
     """Warnings; the run starts anyway."""
 
 
-def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path | None = None) -> list[Check]:
+def look_at_nodes(
+    group: WorkerGroup, trainer: TrainerConfig, specs: Specs, folder: Path, resumed: Path | None = None
+) -> list[Check]:
     """Check all nodes of ``group``, whose ranks are not connected yet. Takes seconds.
 
-    folder: the run folder. resumed: the checkpoint that the run resumes from.
+    specs: of the models. folder: the run folder. resumed: the checkpoint that the run resumes from.
     """
-    names, firsts, device = group.names, group.firsts, cfg.trainer.device
+    names, firsts, device = group.names, group.firsts, trainer.device
     resumed_key = [("trainer.resume_from_path", str(resumed))] if resumed else []
     with _proof(folder) as (proof, unusable):
         ranks = enumerate(names)
-        about = (proof, _models(cfg), resumed_key, ray_logs())
+        about = (proof, _models(specs), resumed_key, ray_logs())
         facts = group.ask(look, [Question(rank, name, device, rank in firsts, *about) for rank, name in ranks])
         try:
             facts_of = facts.collect(_LOOK_S)
@@ -86,7 +87,7 @@ def look_at_nodes(group: WorkerGroup, cfg: Config, folder: Path, resumed: Path |
     nodes = [facts_of[rank] for rank in firsts]
     checks = [_devices(facts_of), _network(nodes, [lines[rank] for rank in firsts])]
     checks.append(_clock([(node.name, clocks[node.rank] - middle) for node in nodes], error))
-    shared = _shared(cfg, folder, [(names[rank], why) for rank, why in unshared.items() if why])
+    shared = _shared(trainer, folder, [(names[rank], why) for rank, why in unshared.items() if why])
     if unusable:
         shared = Check("run folder", str(folder), [unusable])
     return [*checks, _versions(nodes), _models_there(nodes), shared, *_room(nodes)]
@@ -133,10 +134,9 @@ def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _models(cfg: Config) -> list[tuple[str, str]]:
-    specs = [spec for _, spec in specs_of(cfg, get_device(cfg.trainer.device)).values()]
+def _models(specs: Specs) -> list[tuple[str, str]]:
     # Roles often share a model; the policy's key is reported.
-    keys = {spec.path: f"{spec.section}.path" for spec in reversed(specs) if spec.path}
+    keys = {spec.path: f"{spec.section}.path" for _, spec in reversed(specs.values()) if spec.path}
     return [(key, path) for path, key in keys.items()]
 
 
@@ -206,14 +206,14 @@ def _models_there(nodes: Sequence[Facts]) -> Check:
     )
 
 
-def _shared(cfg: Config, folder: Path, unshared: Sequence[tuple[str, str]]) -> Check:
+def _shared(trainer: TrainerConfig, folder: Path, unshared: Sequence[tuple[str, str]]) -> Check:
     lines = [
         f"trainer.default_local_dir={folder} is not one folder for all nodes: a file was written there, and {name} "
         f"{why}. Every node writes its part of a checkpoint into this folder. Choose one on storage that all nodes "
         "mount under the same name (NFS, Lustre, …), or mount it there."
         for name, why in unshared
     ]
-    saves = not cfg.trainer.val_only and (cfg.trainer.saves_regularly or cfg.trainer.save_at_end)
+    saves = not trainer.val_only and (trainer.saves_regularly or trainer.save_at_end)
     return Check("run folder", str(folder), lines if saves else [], [] if saves else lines)
 
 

@@ -4,8 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from rltrain.common.errors import ConfigError, RltrainError, short
-from rltrain.config.budgets import judge_lengths
-from rltrain.config.schema import Config
+from rltrain.config.schema import ScoringConfig
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.data.rows import Rows
 from rltrain.rewards.judge.message import Template
@@ -18,15 +17,14 @@ _PATIENCE_S = 5.0
 _NAMED = 4
 
 
-def look_at_judge(cfg: Config, found: Findings) -> list[str]:
+def look_at_judge(judge: JudgeConfig, found: Findings) -> list[str]:
     """Check the judge's server with one cheap request (``/models``). Return a line for the report.
 
     No response is judged, because that may cost money. An unreachable server is only a note, because it may be
     reachable when the run starts.
     """
-    judge = cfg.reward.judge
     try:
-        check_judge(cfg)
+        check_judge(judge)
     except ConfigError as error:
         found.problems.append(str(error))
         return []
@@ -42,15 +40,15 @@ def look_at_judge(cfg: Config, found: Findings) -> list[str]:
     return [f"judge: {judge.url} answers and has {judge.model}; no answer was judged"]
 
 
-def look_at_messages(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
+def look_at_messages(cfg: ScoringConfig, longest: int, rows: dict[str, Rows], found: Findings) -> list[str]:
     """Check the message lengths of a judge on the devices. Return a line for the report.
 
-    For one row per data source, the message with the ground truth as response must fit the longest message.
+    For one row per data source, the message with the ground truth as response must fit the longest message, in tokens.
     """
-    longest, lines = judge_lengths(cfg)[0], {}
+    lines = {}
     try:
-        check_judge(cfg)
-        template, encoder = Template(cfg.reward.judge), judge_encoder(cfg)
+        check_judge(cfg.reward.judge)
+        template, encoder = Template(cfg.reward.judge), judge_encoder(cfg.reward_model.model)
         for split in rows.values():
             questions = Questions(split, with_images=False)
             for source, number in split.data_sources().items():

@@ -28,7 +28,6 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
 from rltrain.config.schema.model import FSDPConfig, OptimConfig
-from rltrain.config.step_passes import rests_on_host
 from rltrain.models.attention.packing import pays_to_share
 from rltrain.models.experts import parts_with_experts
 from rltrain.models.forward import PolicyModel
@@ -201,7 +200,7 @@ def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
     """Return the models of a run, with the phases in which `Residency` has them on the device."""
     roles: dict[str, _Role] = {}
     for role, (kind, spec) in specs_of(cfg, device, plan.passes).items():
-        rests = plan.passes.needs(role), rests_on_host(cfg, role), plan.num_devices
+        rests = plan.passes.needs(role), spec.rests_on_host, plan.num_devices
         learns, row = updates_of(role) if role in plan.passes.roles else (), ROLES[role]
         optimizer = (get(cfg, f"{row.fsdp}.optimizer_offload"), get(cfg, f"{row.section}.optim")) if learns else ()
         roles[role] = _Role(kind, spec, *rests, learns, *optimizer)

@@ -180,7 +180,9 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
     if spec.lora:
         findings.problems += adapter_problems(spec, packed.model, f"{row.fsdp}.use_torch_compile")
         findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
-        findings.notes += adapters_of_engine(cfg, role, packed.model, config)
+        if is_policy:
+            device = get_device(cfg.trainer.device)
+            findings.notes += adapters_of_engine(cfg.actor_rollout_ref, device, packed.model, config)
 
 
 def _unchecked(cfg: Config, untried: str | None, findings: Findings) -> None:
@@ -281,7 +283,7 @@ def _chat(cfg: Config, config: Any, findings: Findings) -> None:
 
 def _judge(cfg: Config, config: Any, findings: Findings) -> None:
     """Check the chat template and the positions of a judge on the devices."""
-    judge_encoder(cfg).try_template([_HELLO])
+    judge_encoder(cfg.reward_model.model).try_template([_HELLO])
     limit, longest = getattr(config.get_text_config(), "max_position_embeddings", None), sum(judge_lengths(cfg))
     if limit and longest > limit:
         findings.notes.append(

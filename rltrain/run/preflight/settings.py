@@ -33,7 +33,7 @@ def preflight(loaded: LoadedConfig) -> Findings:
     """Check files, packages, devices, plugins and models that the config names. Takes seconds, starts nothing."""
     cfg = loaded.config
     of_engine = [*look_at_packages(loaded), *_engine_arguments(cfg)]
-    findings = Findings([*missing_files(cfg), *of_engine, *look_at_devices(loaded), *ray_problems(cfg)])
+    findings = Findings([*missing_files(cfg), *of_engine, *look_at_devices(loaded), *ray_problems(cfg.cluster)])
     if "critic" in roles_of(cfg) and "algorithm.adv_estimator" not in loaded.explicit:
         findings.notes.append(
             "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
@@ -132,7 +132,7 @@ def _engine_arguments(cfg: Config) -> Iterator[str]:
 
 def look_at_devices(loaded: LoadedConfig) -> Iterator[str]:
     """Yield problems of requested devices that do not exist. Other nodes are not known yet."""
-    trainer, address = loaded.config.trainer, cluster_address(loaded.config)
+    trainer, address = loaded.config.trainer, cluster_address(loaded.config.cluster)
     device = get_device(trainer.device)
     if device.is_cpu:
         # A worker takes one CPU slot. rltrain sets enough of them unless the user has set a number.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rltrain.common.columns import names as c
 from rltrain.common.errors import DiskError
-from rltrain.config.schema import Config
+from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.watchers.watcher import Watcher
@@ -36,9 +36,8 @@ _LAST_WAIT_S = 60.0
 _LOOK_S = 1.0
 
 
-def keeps_samples(cfg: Config) -> bool:
+def keeps_samples(trainer: TrainerConfig) -> bool:
     """Return whether any samples are to be saved."""
-    trainer = cfg.trainer
     folders = trainer.rollout_data_dir or trainer.validation_data_dir
     return trainer.samples_freq > 0 or bool(folders) or trainer.log_val_generations > 0
 
@@ -50,8 +49,8 @@ class Archive(Watcher):
     the run lists the steps whose samples are missing.
     """
 
-    def __init__(self, cfg: Config, folder: Path, writer: WriterProcess, tracker: Tracker) -> None:
-        self._cfg = cfg.trainer
+    def __init__(self, cfg: TrainerConfig, folder: Path, writer: WriterProcess, tracker: Tracker) -> None:
+        self._cfg = cfg
         self._folder = folder / "samples"
         self._writer, self._tracker = writer, tracker
         self._bytes_through_driver = 0

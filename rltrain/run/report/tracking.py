@@ -21,8 +21,6 @@ from typing import Any
 from rltrain.common.background import Appender
 from rltrain.common.errors import first_line
 from rltrain.common.storage import disk_errors, json_lines
-from rltrain.config.load import to_dict
-from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
 from rltrain.run.report.console import Console
 from rltrain.run.report.table import METRICS
@@ -212,13 +210,15 @@ class Tracker(Watcher):
                 self._senders.append(Sender(name, lambda name=name, own=own: self._make(name, own)))  # type: ignore[misc]
 
     @classmethod
-    def of(cls, cfg: Config, folder: Path, first_step: int, total_steps: int) -> Tracker:
-        """Create the tracker of a run in ``folder`` that continues after ``first_step``."""
-        names, chosen = (cfg.trainer.project_name, cfg.trainer.experiment_name), True
+    def of(
+        cls, trainer: TrainerConfig, settings: dict[str, Any], folder: Path, first_step: int, total_steps: int
+    ) -> Tracker:
+        """Create the tracker of a run in ``folder`` that continues after ``first_step``. settings: all, to be shown."""
+        names, chosen = (trainer.project_name, trainer.experiment_name), True
         if names[1] == TrainerConfig.experiment_name:  # with the default, all runs would have the same name
             kept = read_ids(folder / IDS_FILE).get(_NAME) if first_step else None
             names, chosen = (names[0], kept or f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"), False
-        return cls(cfg.trainer.logger, RunInfo(*names, to_dict(cfg), folder, first_step, chosen=chosen), total_steps)
+        return cls(trainer.logger, RunInfo(*names, settings, folder, first_step, chosen=chosen), total_steps)
 
     def _make(self, name: str, run: RunInfo) -> Sink:
         sink = TRACKERS[name](run)

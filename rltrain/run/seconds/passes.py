@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rltrain.config.passes import PASSES
-from rltrain.config.schema import Config
+from rltrain.config.schema import ActorConfig
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import Ints
 from rltrain.trainer.batching.balance import Workload, cost_of, lay_out
@@ -73,13 +73,14 @@ def time_pass(
     return together + fixed, f"{len(slowest):,} micro-batch{'es' * (len(slowest) != 1)} of a rank: {parts}"
 
 
-def mini_batches_of(name: str, cfg: Config, plan: Plan, assumed: Assumptions) -> list[Ints]:
+def mini_batches_of(
+    name: str, actor: ActorConfig, critic_epochs: int, seed: int, plan: Plan, assumed: Assumptions
+) -> list[Ints]:
     """Return the samples of each optimizer step of an update, or all samples for another pass."""
     everything = np.arange(plan.samples_per_step)
-    actor, critic = cfg.actor_rollout_ref.actor, cfg.critic
     if name == "update_critic":
-        return cut_prompts(plan, plan.critic_prompts_per_mini_batch, critic.ppo_epochs, 1, cfg.data.seed)
-    cut = cut_prompts(plan, plan.prompts_per_mini_batch, actor.ppo_epochs, 1, cfg.data.seed if actor.shuffle else None)
+        return cut_prompts(plan, plan.critic_prompts_per_mini_batch, critic_epochs, 1, seed)
+    cut = cut_prompts(plan, plan.prompts_per_mini_batch, actor.ppo_epochs, 1, seed if actor.shuffle else None)
     if name == "old_log_prob" and plan.passes.waits_for_update(max(1, plan.passes.first_actor_step)):
         return [np.setdiff1d(everything, cut[0])]
     if name != "update_actor":

@@ -169,7 +169,8 @@ def _passes(
         if row.rate is None or not plan.passes.makes(name, plan.num_mini_batches):
             continue
         speed = pass_speed(name, cfg, plan, sizes, chip, assumed)
-        seconds, text = time_pass(name, mini_batches_of(name, cfg, plan, assumed), work, plan, sizes, speed)
+        keys = cfg.actor_rollout_ref.actor, cfg.critic.ppo_epochs, cfg.data.seed
+        seconds, text = time_pass(name, mini_batches_of(name, *keys, plan, assumed), work, plan, sizes, speed)
         moved = _moved_bytes(name, cfg, plan, sizes) / (assumed.host_gb_per_s * 1e9)
         found[name] = seconds + moved, text + (f", host memory {moved:,.2f} s" if moved else "")
     return found

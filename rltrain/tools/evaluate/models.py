@@ -17,8 +17,7 @@ from yaml import YAMLError, safe_load
 from rltrain.common.errors import CheckpointError, ConfigError, first_line
 from rltrain.common.secrets import MASK
 from rltrain.common.storage import patiently, read_json
-from rltrain.config.load import to_dict
-from rltrain.config.schema import Config
+from rltrain.config.load import default_values
 from rltrain.models.files.digest import digest_of_model
 from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
@@ -166,7 +165,7 @@ def _validation_of(run: Path, start: str) -> dict[str, Any] | None:
     """Return the settings of a run's validation that differ from the defaults."""
     try:
         text = (run / "config.yaml").read_text("utf-8")
-        given, defaults = flat(safe_load(text)), flat(to_dict(Config()))
+        given, defaults = flat(safe_load(text)), flat(default_values())
     except (FileNotFoundError, YAMLError):
         return None
     return {

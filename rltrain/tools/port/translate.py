@@ -20,7 +20,6 @@ from rltrain.config.budgets import share_of_rank
 from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.loaded import LoadedConfig
-from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.schema.keys import all_keys, followed, get, is_known
 from rltrain.config.verl.keys import classes, places_of, rename, rows_of, verdict
@@ -293,13 +292,12 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
 
 def _drop_our_defaults(ported: Ported) -> None:
     """Remove settings that equal the default. A batch switch stays, because its presence decides how sizes are read."""
-    defaults = Config()
     for key, text in list(ported.settings.items()):
         schema_key = all_keys().get(key)
         if (
             schema_key
             and not key.endswith(("use_dynamic_bsz", "loss_agg_mode"))
-            and parsed_or_text(text) == get(defaults, key)
+            and parsed_or_text(text) == schema_key.default
         ):
             del ported.settings[key]
 

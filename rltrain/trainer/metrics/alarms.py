@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.common.errors import NonFiniteError, RewardError, SyncError
 from rltrain.common.logs import count
-from rltrain.config.notes import compares_nothing
-from rltrain.config.schema import Config
 from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
@@ -25,15 +23,20 @@ _EQUAL_STEPS_TOLD = 10
 
 
 class Alarms:
-    """Checks that warn or raise. gap_limit: largest mean log-prob gap between engine and trainer per sampled token."""
+    """Checks that warn or raise. gap_limit: largest mean log-prob gap between engine and trainer per sampled token.
 
-    def __init__(self, cfg: Config, gap_limit: float) -> None:
+    stops_on_gap, collapse_steps: as configured. compares: the advantage is not the score itself.
+    """
+
+    def __init__(
+        self, gap_limit: float, stops_on_gap: bool = False, collapse_steps: int | None = None, compares: bool = True
+    ) -> None:
         # Also read by the step, which then checks before the update and not only in its report.
-        self.stops_on_gap = cfg.actor_rollout_ref.rollout.on_log_prob_gap == "stop"
-        self._collapse_steps = cfg.trainer.collapse_steps
+        self.stops_on_gap = stops_on_gap
+        self._collapse_steps = collapse_steps
         self._equal_steps = 0
         # Without a baseline the reward is the advantage, so equal rewards still move all responses, by the same amount.
-        self._equal_means = "nothing tells them apart" if compares_nothing(cfg) else "nothing is learnt from them"
+        self._equal_means = "nothing is learnt from them" if compares else "nothing tells them apart"
         self._told_damaged = False
         self._gap_limit = gap_limit
         self._skipped_in_a_row: Counter[str] = Counter()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
 from rltrain.common.errors import WorkerLost
-from rltrain.config.memory_keys import memory_keys
-from rltrain.config.schema import Config
 from rltrain.workers.state.residency import Residency
 
 
@@ -18,14 +18,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def device_is_full(error: Exception, cfg: Config, residency: Residency) -> WorkerLost:
-    """Return the error that ends the run, for the current phase of ``residency``."""
+def device_is_full(error: Exception, changes: Iterable[tuple[str, str]], residency: Residency) -> WorkerLost:
+    """Return the error that ends the run, for the current phase of ``residency``. changes: see `memory_keys`."""
     device, phase = residency.device, residency.phase
     resting = residency.resting()
     allocated = device.allocated_bytes()
     parts = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
     rest = ", ".join([*parts, f"{_gib(allocated - resting.total())} of engine, activations and gathered weights"])
-    keys = "\n  ".join(change for _, change in memory_keys(cfg, phase)) or "more devices"
+    keys = "\n  ".join(change for _, change in changes) or "more devices"
     where, size = f"rank {dist.get_rank()}, {phase}", _gib(device.total_memory_bytes())
     text = str(error).strip().splitlines()[0]
     return WorkerLost(

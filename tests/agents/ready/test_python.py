@@ -123,7 +123,8 @@ def test_nothing_runs_unless_it_was_allowed(tmp_path):
     for place in (PLACE, str(tmp_path / "tools.py")):
         keys = [f"{TURNS}function_tool_path={place}"]
         with pytest.raises(ConfigError, match=r"allow_code_execution=True, or leave the tool out") as refusal:
-            toolbox_of(load_config(keys).config)
+            toolbox_of(load_config(keys).config.actor_rollout_ref.rollout.multi_turn)
         assert f"function_tool_path={place}: the tool 'python' runs programs" in str(refusal.value)
-        (schema,) = toolbox_of(load_config([*keys, f"{TURNS}allow_code_execution=True"]).config).schemas
+        allowed = load_config([*keys, f"{TURNS}allow_code_execution=True"]).config
+        (schema,) = toolbox_of(allowed.actor_rollout_ref.rollout.multi_turn).schemas
         assert list(schema["function"]["parameters"]["properties"]) == ["code"]

@@ -1,33 +1,98 @@
-"""Rules of rewards: conflicts between scorers and reward model, and requirements of learning."""
+"""Keys under reward and custom_reward_function: scorers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
-from rltrain.config.schema import Config, RewardConfig
-from rltrain.config.schema.algorithm import FILTER_METRICS
-from rltrain.config.schema.conditions import as_text
+from rltrain.config.schema.algorithm import FILTER_METRICS, AlgorithmConfig
 from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.fields import key, section
+from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import RewardModelConfig
 
+_REMOTE = {"url": "reward.url is not set"}
 _LEAST_SCORER_MEMORY_MB = 256
 
 
-def reward_problems(config: Config) -> Iterator[str]:
+@dataclass
+class CustomRewardConfig:
+    """The user's reward function."""
+
+    path: str | None = None
+    """Python file with the function; null: the built-in scorer of each data_source."""
+    name: str = "compute_score"
+    """Function (data_source, solution_str, ground_truth, extra_info) -> number, or dict with 'score'."""
+    reward_kwargs: dict[str, Any] = key({})
+    """Free-form: further keyword arguments of the function."""
+
+
+@dataclass
+class RewardConfig:
+    """Placement and limits of scorers."""
+
+    num_workers: int | None = key(None, least=1)
+    """Processes that score responses; null: one per core not used by the devices' workers, at most 16 per node and 64
+    in total."""
+    timeout_s: float = key(10.0, least=0.01)
+    """Time limit in seconds for scoring one response; then its scorer is killed and the response counts as failed."""
+    on_error: float = 0.0
+    """Score of a response that could not be scored (counted in reward/error_rate)."""
+    weights: dict[str, Any] = key({})
+    """Free-form: the rule reward as a weighted sum of numbers that the scorer returns (weights.acc=0.9
+    weights.format=0.1); {}: its score."""
+    overlap: bool = True
+    """Score the responses to a prompt as soon as the last of them has ended, while others are still being generated."""
+    memory_limit_mb: int = key(4096, least=0)
+    """Address space of a scorer's process in MiB; a response that exceeds it counts as failed. 0: no limit."""
+    allow_code_execution: bool = False
+    """Allow scorers to run programs that the model wrote. rewards.md of the documentation lists the limits."""
+    allow_unsandboxed_code: bool = False
+    """Run them even on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
+    url: str | None = None
+    """Address of a remote scorer (http://host:port/path), which scores the responses instead of local processes."""
+    url_concurrency: int = key(8, least=1, only_with=_REMOTE)
+    """Concurrent requests to reward.url of each of num_workers (null: one per node), in responses."""
+    url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
+    """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in
+    config.yaml."""
+    judge: JudgeConfig = section(
+        JudgeConfig,
+        only_with={"judge.url or reward_model.judges": "neither reward.judge.url nor a generative reward model is set"},
+    )
+    """A model that judges responses."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if scoring mostly waits for a server."""
+        return self.url is not None or self.judge.url is not None
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    """The sections that scorers read."""
+
+    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+
+
+def reward_problems(config: ScoringConfig, max_response_length: int) -> Iterator[str]:
     """Yield one line for every broken rule about scorers and the reward model."""
-    yield from _reward_model(config)
+    yield from _reward_model(config, max_response_length)
     yield from _scorers(config)
     yield from _judge(config)
 
 
-def reward_terms(config: Config) -> Iterator[str]:
+def reward_terms(config: ScoringConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield errors for an estimator that compares a scorer's numbers one by one.
 
     It excludes every other way to combine rewards.
     """
-    algorithm, model = config.algorithm, config.reward_model
+    model = config.reward_model
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if weights is not None and len(weights) != len(keys):
         yield f"algorithm.gdpo_reward_weights={weights}: give one weight for each of gdpo_reward_keys={keys}."
@@ -42,31 +107,30 @@ def reward_terms(config: Config) -> Iterator[str]:
         "reward.weights": bool(config.reward.weights),
         "reward_model.overlong_buffer.enable": model.reward_manager == "dapo" and model.overlong_buffer.enable,
     }
-    for key in (key for key, on in other_terms.items() if on):
-        yield f"{chosen} compares gdpo_reward_keys alone, and {key} would be lost. Leave it out, or use grpo."
+    for term in (term for term, on in other_terms.items() if on):
+        yield f"{chosen} compares gdpo_reward_keys alone, and {term} would be lost. Leave it out, or use grpo."
 
 
-def asked_of_scorers(config: Config) -> Iterator[str]:
-    """Yield errors for settings that read the numbers of a scorer, without a scorer."""
-    algorithm, sampler = config.algorithm, config.data.sampler.name
+def asked_of_scorers(model: RewardModelConfig, algorithm: AlgorithmConfig, sampler: str) -> Iterator[str]:
+    """Yield errors for settings that read the numbers of a scorer, without a scorer. sampler: of the prompts."""
     metric = algorithm.filter_groups.metric
     asking = {
         f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.estimator.reward_terms,
         f"data.sampler.name={sampler}": sampler == "solve_rate",
         f"algorithm.filter_groups.metric={metric}": (algorithm.filter_groups.enable and metric not in FILTER_METRICS),
     }
-    for setting in (setting for setting, asks in asking.items() if asks and not config.reward_model.runs_scorers):
-        yield _needs_scorer(config.reward_model, setting)
+    for setting in (setting for setting, asks in asking.items() if asks and not model.runs_scorers):
+        yield _needs_scorer(model, setting)
 
 
 def _needs_scorer(model: RewardModelConfig, setting: str) -> str:
     return (
         f"{setting} needs a scorer, and beside a reward model none runs unless reward_model.rule_weight is set "
-        f"(got {as_text(model.rule_weight)})."
+        f"(got {'null' if model.rule_weight is None else model.rule_weight})."
     )
 
 
-def _reward_model(config: Config) -> Iterator[str]:
+def _reward_model(config: ScoringConfig, max_response_length: int) -> Iterator[str]:
     model, buffer = config.reward_model, config.reward_model.overlong_buffer
     if model.classifies and model.rule_weight is None and config.custom_reward_function.path:
         # verl 0.5 takes the model's score. Its main branch takes the function's, which calls the model over HTTP.
@@ -88,14 +152,14 @@ def _reward_model(config: Config) -> Iterator[str]:
     if model.enable and not model.model.path:
         kind = "a chat model" if model.judges else "a sequence classifier with one label"
         yield f"reward_model.enable=True needs reward_model.model.path, {kind}."
-    limit, named = config.data.max_response_length, "data.max_response_length"
+    limit, named = max_response_length, "data.max_response_length"
     if buffer.max_resp_len:
         limit, named = buffer.max_resp_len, "reward_model.overlong_buffer.max_resp_len"
     if model.reward_manager == "dapo" and buffer.enable and not 0 < buffer.len <= limit:
         yield f"reward_model.overlong_buffer.len={buffer.len}: it must be at least 1 and at most {named}={limit}."
 
 
-def _scorers(config: Config) -> Iterator[str]:
+def _scorers(config: ScoringConfig) -> Iterator[str]:
     reward = config.reward
     if 0 < reward.memory_limit_mb < _LEAST_SCORER_MEMORY_MB:
         least = f"0 (no limit) or at least {_LEAST_SCORER_MEMORY_MB}"
@@ -108,7 +172,7 @@ def _scorers(config: Config) -> Iterator[str]:
         yield f"reward.url={reward.url!r} is no address; write http://host:port/path."
 
 
-def _judge(config: Config) -> Iterator[str]:
+def _judge(config: ScoringConfig) -> Iterator[str]:
     judge, custom = config.reward.judge, config.custom_reward_function.path
     if judge.url is not None:
         yield from _served_judge(config.reward, judge.url)
@@ -133,11 +197,11 @@ def _judge(config: Config) -> Iterator[str]:
         )
 
 
-def _judge_on_devices(config: Config) -> Iterator[str]:
+def _judge_on_devices(config: ScoringConfig) -> Iterator[str]:
     generative, rollout = "reward_model.model.type=generative", config.reward_model.rollout
-    for key, other in (("reward.judge.url", config.reward.judge.url), ("reward.url", config.reward.url)):
+    for other_key, other in (("reward.judge.url", config.reward.judge.url), ("reward.url", config.reward.url)):
         if other is not None:
-            yield f"{key} and {generative} both say how to score; give one of them."
+            yield f"{other_key} and {generative} both say how to score; give one of them."
     if not ENGINES[rollout.name].embedded:
         yield (
             f"reward_model.rollout.name={rollout.name}: the judge's engine lives beside the policy's in every worker, "

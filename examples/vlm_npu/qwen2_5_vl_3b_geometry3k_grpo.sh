@@ -2,7 +2,7 @@
 # GRPO on Geometry3K with Qwen2.5-VL-3B, one node of 8 NPUs, vLLM (vllm-ascend). Not run on hardware yet.
 # On GPUs: trainer.device=cuda
 # Data: python -m rltrain.data_preprocess.geometry3k --output data/geometry3k
-# The hyper-parameters are those of AReaL's recipe of this name; docs/vlm.md has the table, and what is different.
+# Hyper-parameters of AReaL's recipe of this name; examples/README.md lists the differences.
 set -euo pipefail
 DATA="${DATA:-data/geometry3k}"
 MODEL="${MODEL:-models/Qwen2.5-VL-3B-Instruct}"

@@ -89,7 +89,7 @@ def test_no_wrong_answer_is_paid_and_every_right_one_that_is_not_is_known():
 def test_answers_that_a_recipe_scores_otherwise_are_known(name, otherwise):
     marked = [row for row in rows(name) if "recipe" in row]
     label = "score" if name == "clevr_count" else "correct"
-    assert len(marked) == otherwise  # docs/vlm.md has the numbers
+    assert len(marked) == otherwise  # examples/README.md has the numbers
     assert all(row["recipe"] != row[label] for row in marked)
     # Where it is the other way round, the answer is wrong.
     assert all(row["recipe"] == 0 or row["why"] for row in marked)

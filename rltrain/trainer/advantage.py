@@ -57,7 +57,7 @@ class Advantages:
 
     def mask(self, samples: Samples) -> None:
         """Add the masks `left_out` and `uncompared` to the samples."""
-        estimator, masks = self._passes.estimator, self._cfg.algorithm.mask_truncated
+        estimator, masks = self._passes.estimator, self._cfg.mask_truncated
         compares = self._passes.rewarded and (estimator.compares or not estimator.per_token)
         samples.update(left_out(samples, compares=compares, mask_truncated=masks, by_token=estimator.per_token))
 

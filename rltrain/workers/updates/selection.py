@@ -131,7 +131,7 @@ def weigh(
     rows = torch.stack([scores.double(), labels.double(), groups.double()], 1)
     there, weights = counts > 0, torch.zeros(len(counts))
     everyone, own = _everyones(rows[there], cfg.ulysses_sequence_parallel_size)
-    weights[there] = function(everyone[:, 0], everyone[:, 1], everyone[:, 2], cfg)[own].float()
+    weights[there] = function(everyone[:, 0], everyone[:, 1], everyone[:, 2].long(), cfg)[own].float()
     return weights * (counts_of_all.sequences / max(counts_of_all.groups, 1))
 
 

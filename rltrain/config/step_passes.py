@@ -91,8 +91,8 @@ class StepPasses:
     """
     balances_experts: bool = False
     """The actor's loss has a load-balancing term of experts."""
-    reference_interval: int | None = None
-    """Steps between updates of the reference from the policy. None: never."""
+    reference_moves: bool = False
+    """The reference is updated from the policy at intervals."""
     images: bool = False
     """Prompts or responses of the run may have images, so every forward of the policy calls the vision tower."""
     images_in_training: bool = False
@@ -117,11 +117,6 @@ class StepPasses:
     def ref_log_probs(self) -> bool:
         """True if the ref pass computes log-probs; with ``kl_in_reward`` it also computes the KL per token."""
         return self.sampled_kl_in_loss or (self.kl_in_reward and not self.exact_kl_in_reward)
-
-    @property
-    def reference_moves(self) -> bool:
-        """True if the reference is updated from the policy at intervals."""
-        return "ref" in self.roles and bool(self.reference_interval)
 
     @property
     def values(self) -> bool:
@@ -243,8 +238,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         rewarded=rewarded,
         # With bypass_mode and ppo_clip, the ratio of the loss is taken against the engine; additional weights would
         # count the difference twice.
-        importance_weights=bool(correction.rollout_is)
-        and (not correction.bypass_mode or (rewarded and correction.loss_type == "reinforce")),
+        importance_weights=bool(correction.rollout_is) and (_reinforces(config) or not correction.bypass_mode),
         rejects=bool(correction.rollout_rs),
         policy_loss=policy_loss,
         aggregation=_aggregation(config, loss),
@@ -258,19 +252,23 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         first_actor_step=math.ceil(config.trainer.critic_warmup) if estimator.values else 0,
         router_replay=actor.router_replay.mode,
         balances_experts=bool(actor.router_aux_loss_coef),
-        reference_interval=config.actor_rollout_ref.ref.update_every_steps,
+        reference_moves="ref" in roles_of(config) and bool(config.actor_rollout_ref.ref.update_every_steps),
         images=images or between_turns,
         images_in_training=images_in_training or between_turns,
         images_between_turns=between_turns,
     )
 
 
-def _policy_loss(config: Config) -> str:
+def _reinforces(config: Config) -> bool:
+    """Return whether the policy loss is REINFORCE, in place of the key `policy_loss.loss_mode`."""
     correction = config.algorithm.rollout_correction
+    return not config.distillation.is_alone and correction.bypass_mode and correction.loss_type == "reinforce"
+
+
+def _policy_loss(config: Config) -> str:
     if config.distillation.is_alone:
         return TEACHER_LOSS
-    reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
-    return REINFORCE_LOSS if reinforce else config.actor_rollout_ref.actor.policy_loss.loss_mode
+    return REINFORCE_LOSS if _reinforces(config) else config.actor_rollout_ref.actor.policy_loss.loss_mode
 
 
 def _estimator(config: Config) -> EstimatorTraits:
@@ -354,7 +352,7 @@ def needs_all_old_log_probs(config: Config) -> list[str]:
         # A selection over the mini-batch.
         f"{_A}policy_loss.loss_mode": loss.selects or loss.weighs_groups,
         f"{_A}top_entropy_quantile": not config.distillation.is_alone and actor.top_entropy_quantile < 1,
-        f"{_A}adaptive_entropy.enabled": actor.adaptive_entropy.enabled,
+        f"{_A}adaptive_entropy.target_entropy": actor.adaptive_entropy.enabled,
         # Load balancing of replayed experts.
         f"{_A}router_aux_loss_coef": bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2",
         # In the second epoch a sample may be on another rank.

@@ -87,8 +87,12 @@ class PPOTrainer:
         self.entropy_bonus = EntropyBonus(cfg.actor_rollout_ref.actor)
         self._prompts = prompts
         rollout = cfg.actor_rollout_ref.rollout
-        stops, collapse_steps = rollout.on_log_prob_gap == "stop", cfg.trainer.collapse_steps
-        self._alarms = Alarms(models.sizes["log_prob_gap_limit"], stops, collapse_steps, not compares_nothing(cfg))
+        self._alarms = Alarms(
+            models.sizes["log_prob_gap_limit"],
+            stops_on_gap=rollout.on_log_prob_gap == "stop",
+            collapse_steps=cfg.trainer.collapse_steps,
+            compares=not compares_nothing(cfg),
+        )
         compiled = cfg.actor_rollout_ref.actor.fsdp_config.use_torch_compile
         self._expert_load = ExpertLoad(models.sizes.get("num_experts", 0), compiled=compiled)
         self._metrics: Metrics = {}  # of the newest step

@@ -46,7 +46,7 @@ from rltrain.workers.state.residency import Residency
 from rltrain.workers.state.saving import StateWriter, told_as_disk_error
 from rltrain.workers.updates.expert_balance import ExpertBalance
 from rltrain.workers.updates.selection import look_ahead
-from rltrain.workers.updates.updater import Updater, cut, empty_loss
+from rltrain.workers.updates.updater import Updater, empty_loss, split_mini_batches
 
 # Prompts, responses and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,
@@ -219,7 +219,7 @@ class ActorRefWorker(Actor):
         }
         steps = []
         self.updater.begin(task.learning_rate)
-        for mini, micros in cut(batch, task.mini_batches):
+        for mini, micros in split_mini_batches(batch, task.mini_batches):
             self._look_ahead(micros, mini, task)
             share = self.updater.forward_backward(micros, partial(self._loss, mini=mini, task=task))
             steps.append(self.updater.optim_step(share, micros, mini, terms))

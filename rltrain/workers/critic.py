@@ -24,7 +24,7 @@ from rltrain.workers.interface.roles import Critic
 from rltrain.workers.interface.tasks import MiniBatch
 from rltrain.workers.state.residency import Residency
 from rltrain.workers.state.saving import SavesState, StateWriter
-from rltrain.workers.updates.updater import Updater, cut, empty_loss
+from rltrain.workers.updates.updater import Updater, empty_loss, split_mini_batches
 
 
 class CriticWorker(SavesState, Critic):
@@ -53,7 +53,7 @@ class CriticWorker(SavesState, Critic):
         self.residency.enter("update_critic")
         steps = []
         self.updater.begin(learning_rate)
-        for mini, micros in cut(batch, mini_batches):
+        for mini, micros in split_mini_batches(batch, mini_batches):
             share = self.updater.forward_backward(micros, partial(self._loss, mini=mini))
             steps.append(self.updater.optim_step(share, micros, mini))
         return replace(self.updater.numbers(steps), memory_gb=self.residency.memory_gb())

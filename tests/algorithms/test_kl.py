@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from rltrain.algorithms.kl import KL_ESTIMATORS, adapted_kl_coef, kl_per_token
 from rltrain.config.schema.algorithm import KLControlConfig, KLKind
@@ -12,6 +13,13 @@ from tests.algorithms import references as slow
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.load_profile("quick")
 KINDS = [kind for kind in get_args(KLKind) if kind != "full"]
+
+
+def test_tests_check_the_shapes_and_dtypes_that_signatures_state():
+    with pytest.raises(TypeCheckError, match="ref_log_probs"):
+        kl_per_token(torch.zeros(3), torch.zeros(4), "k1")
+    with pytest.raises(TypeCheckError, match="log_probs"):
+        kl_per_token(torch.zeros(3, dtype=torch.long), torch.zeros(3), "k1")
 
 
 def test_the_names_in_the_config_are_the_implemented_ones():

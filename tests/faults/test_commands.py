@@ -26,7 +26,7 @@ from tests.faults.plug import (
 from tests.tiny import small_run
 
 
-# What is said of a killed worker, without a run: tests/runtime/test_group.py.
+# The message about a killed worker is tested without a run in tests/runtime/test_group.py.
 @pytest.mark.long
 @pytest.mark.fault("A killed worker is named within seconds, exit 75; the same command goes on")
 @pytest.mark.usefixtures("own_ray")

@@ -31,7 +31,7 @@ def ray_of(host):
     return host.pids("raylet") + host.pids("gcs_server")
 
 
-# What is looked at when nodes gather, without Ray and hosts: tests/runtime/test_launch.py.
+# Checks of nodes that gather are tested without Ray and hosts in tests/runtime/test_launch.py.
 @pytest.mark.long
 def test_a_cluster_without_shared_files_gathers_and_ends_alone(hosts):
     head, worker, third = hosts

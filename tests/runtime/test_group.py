@@ -269,7 +269,7 @@ def test_a_full_host_is_told_apart_from_a_full_device(words, died):
 
 
 @pytest.mark.long
-@pytest.mark.fault("A worker that dies because its host has no memory, even for an error, is told as such")
+@pytest.mark.fault("A worker that dies because its host has no memory, even for an error, is reported as such")
 @pytest.mark.parametrize("words", ["terminate called after throwing an instance of 'std::bad_alloc'", "MemoryError"])
 def test_a_process_that_dies_of_no_memory_is_told_by_its_last_words(words):
     class Dying:

@@ -214,7 +214,7 @@ def test_weights_are_written_as_safetensors_writes_them(tmp_path):
     assert digests == {str(file): xxhash.xxh3_128(file.read_bytes()).hexdigest()}
 
 
-@pytest.mark.fault("A file that outgrows its limit is told as such, although torch says something else")
+@pytest.mark.fault("A file that outgrows its limit is reported as such, although torch says something else")
 def test_the_limit_of_a_file_is_named(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))

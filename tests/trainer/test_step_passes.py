@@ -5,7 +5,8 @@ import pytest
 from rltrain.common.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
-from rltrain.config.step_passes import make_step_passes
+from rltrain.config.notes import without_effect
+from rltrain.config.step_passes import make_step_passes, needs_all_old_log_probs
 from rltrain.run.preflight.settings import check_plugins
 
 A, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
@@ -68,6 +69,31 @@ def steps_of(*overrides: str) -> str:
 )  # fmt: skip
 def test_a_step_makes_the_passes_that_something_needs(overrides, steps):
     assert steps_of(*overrides) == steps.replace("OLD", "old_log_prob")
+
+
+# Key that needs the old log-probs of all samples -> settings under which it does.
+NEEDS_ALL = {
+    "algorithm.use_kl_in_reward": ["algorithm.use_kl_in_reward=True"],
+    "algorithm.adv_estimator": ["algorithm.adv_estimator=optimal_token_baseline"],
+    f"{CORRECTION}rollout_rs": [f"{CORRECTION}rollout_rs=token_k1", f"{CORRECTION}rollout_rs_threshold=2"],
+    f"{CORRECTION}rollout_is_batch_normalize": [
+        f"{CORRECTION}rollout_is=token", f"{CORRECTION}rollout_is_batch_normalize=True"
+    ],
+    f"{A}policy_loss.loss_mode": [f"{A}policy_loss.loss_mode=kl_cov"],
+    f"{A}top_entropy_quantile": [f"{A}top_entropy_quantile=0.2"],
+    f"{A}adaptive_entropy.target_entropy": [f"{A}adaptive_entropy.target_entropy=0.5"],
+    f"{A}router_aux_loss_coef": [f"{A}router_aux_loss_coef=0.1", f"{A}router_replay.mode=R2"],
+    f"{A}ppo_epochs": [f"{A}ppo_epochs=2"],
+    "actor_rollout_ref.rollout.on_log_prob_gap": ["actor_rollout_ref.rollout.on_log_prob_gap=stop"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NEEDS_ALL)
+def test_the_pass_covers_all_samples_and_a_note_names_the_key_that_needs_them(key):
+    loaded = load_config([*BASE, *NEEDS_ALL[key], f"{A}recompute_old_log_prob=auto"])
+    assert needs_all_old_log_probs(loaded.config) == [key]
+    assert make_step_passes(loaded.config).old_log_probs == "all"
+    assert any(f"covers all samples because of {key}" in note for note in without_effect(loaded))
 
 
 def test_during_critic_warmup_the_pass_covers_every_sample():

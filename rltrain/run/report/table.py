@@ -1,4 +1,4 @@
-"""Report of a run from its metrics.jsonl: the phase table, and what was learnt."""
+"""Report of a run from its metrics.jsonl: the phase table, and rewards and validation before and after."""
 
 from __future__ import annotations
 

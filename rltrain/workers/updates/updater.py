@@ -165,7 +165,7 @@ class Updater:
         return "In float16 a number beyond 65,504 may be the cause, which bfloat16 and float32 hold. "
 
 
-def cut(batch: Batch, mini_batches: Sequence[MiniBatch]) -> Iterator[tuple[MiniBatch, list[Batch]]]:
+def split_mini_batches(batch: Batch, mini_batches: Sequence[MiniBatch]) -> Iterator[tuple[MiniBatch, list[Batch]]]:
     """Yield each mini-batch with its micro-batches. ``batch`` holds their samples in order of the micro-batches."""
     micros = iter(batch.split([size for mini in mini_batches for size in mini.micro_sizes]))
     for mini in mini_batches:

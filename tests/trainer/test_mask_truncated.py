@@ -56,6 +56,13 @@ def test_the_loss_is_that_of_the_others_over_their_counts(make, mode):
     assert answered.metrics["response/truncated_masked"] == len(CUT)
 
 
+def test_whitening_counts_no_token_of_a_cut_answer(make):
+    changes = MASK | ONE_STEP | NO_KL | {ESTIMATOR: "reinforce_plus_plus_baseline"}
+    samples = stepped(make, CUT, **changes)[2].samples
+    lengths = samples[c.RESPONSE_LENGTH] * ~np.isin(np.arange(16), CUT)
+    assert np.average(samples[c.ADVANTAGE], weights=lengths) == pytest.approx(0, abs=1e-9)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("changes", [{}, GAE, CORRECTED, {ESTIMATOR: "optimal_token_baseline"}, {LOSS: "real"}])
 def test_weights_do_not_depend_on_the_cut_into_micro_batches(make, changes):

@@ -104,6 +104,7 @@ def test_an_update_moves_the_actor_and_not_the_reference(worker):
     batch = scored(worker)
     numbers = worker.update(batch, one_step(batch, 1e-3))
     assert numbers.grad_norm[0] > 0
+    assert all(parameter.grad is None for parameter in worker.policy.parameters())  # none is left for the next step
     again = worker.log_probs(batch, [16])[0].ragged("old_log_probs").values
     good = batch.dense("advantage").repeat_interleave(batch.ragged("response").lengths) > 0
     change = again - batch.ragged("old_log_probs").values

@@ -116,6 +116,20 @@ def test_runs_that_differ_in_seeds_alone_are_one_line(make, compare):
     assert set(found["settings"]) == {"data.seed", "data.shuffle"}
 
 
+def test_rewards_that_equal_the_scores_are_not_shown_twice(make, compare):
+    """Without a KL penalty they are equal in every run. A metric that the command names is always shown."""
+    reward = "critic/rewards/mean"
+    runs = make("a", [0.5, 0.7]), make("b", [0.6, 0.8])
+    for run in runs:
+        file = run / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(line | {reward: line[SCORE]}) + "\n" for line in lines))
+    assert {metric for metric, _ in compare(*runs)[2]["metrics"]} == {SCORE}
+    assert {metric for metric, _ in compare(*runs, "--metrics", reward)[2]["metrics"]} == {reward}
+    file.write_text(file.read_text().replace(f'"{reward}": 0.8', f'"{reward}": 0.7'))
+    assert {metric for metric, _ in compare(*runs)[2]["metrics"]} == {SCORE, reward}
+
+
 def test_bad_input_is_one_sentence(make, compare, tmp_path):
     run, late = make("a", [1.0]), make("b", [1.0], first=5, settings={"data": {"x": 1}})
     (empty := tmp_path / "empty").mkdir()

@@ -196,6 +196,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[str]:
     """Return the metrics that match the patterns, in their order; without patterns, `METRICS`.
 
+    Without patterns, the reward is left out if it equals the score in every run, as it does without a KL penalty.
     Raises DataError if no run has a metric that matches a pattern.
     """
     names = sorted({str(name) for run in runs for name in run.metrics})
@@ -204,6 +205,9 @@ def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[st
             near = ", ".join(difflib.get_close_matches(pattern, names, n=3))
             hint = f"Near: {near}." if near else "metrics.jsonl of a run has all names."
             raise DataError(f"--metrics {pattern}: no run has this metric. {hint}")
+    score, reward = METRICS[:2]
+    if not patterns and all(_column(run.metrics, score).equals(_column(run.metrics, reward)) for run in runs):
+        names = [name for name in names if name != reward]
     return list(dict.fromkeys(n for pattern in patterns or METRICS for n in names if fnmatchcase(n, pattern)))
 
 

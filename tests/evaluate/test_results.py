@@ -12,6 +12,7 @@ from rltrain.common.errors import ConfigError, DataError
 from rltrain.tools.evaluate.evaluation import summary
 from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.page import write_page
+from rltrain.tools.evaluate.paired import differences
 from rltrain.tools.evaluate.report import show
 
 
@@ -107,6 +108,27 @@ def test_a_model_is_a_column_of_statistics_and_several_are_rows(capsys):
     show([result("base"), result("step_10")])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [line.split()[1] for line in lines] == ["base", "step_10"]
+
+
+def test_two_models_are_compared_prompt_by_prompt(capsys):
+    """B answers a quarter of the prompts better; 39 prompts of A are too long for it, and its row numbers differ."""
+    rights = np.tile([[0, 0], [1, 1]], (60, 1))
+    questions = {"question": np.repeat(np.arange(120).astype(str), 2), "ground_truth": "1"}
+    first = pd.concat([answers(rights=rights, **questions), answers("b", ((1, 0),), question="x", ground_truth="1")])
+    better = answers(rights=np.maximum(rights, np.arange(120)[:, None] % 4 == 0), **questions)[78:]
+    other = pd.concat([better.assign(row=better["row"] - 39), answers("b", ((0, 0),), question="x", ground_truth="1")])
+    results = [result("A", frame=first), result("B", frame=other)]
+    (found,) = differences(results, [first, other.sample(frac=1, random_state=0)])
+    assert (found["model"], found["minus"], found["sources"]["a"]["prompts"]) == ("B", "A", 81)
+    figure = found["sources"]["a"]
+    assert figure["value"] == pytest.approx(20 / 81)
+    # The standard error of a share of 20 / 81; the scores themselves vary by 0.5 between prompts.
+    assert figure["high"] - figure["low"] == pytest.approx(2 * 1.96 * np.sqrt(20 / 81 * 61 / 81 / 81), rel=0.1)
+    assert found["average"]["value"] == pytest.approx((20 / 81 - 0.5) / 2)
+    show(results, [found])
+    told = capsys.readouterr().out.splitlines()
+    assert [line for line in told if line.startswith("B - A (a): 24.7 points [") and line.endswith("by prompt (81)")]
+    assert "B - A (b): -50.0 points [-50.0, -50.0], paired by prompt (1)" in told
 
 
 def test_the_page_has_means_and_pass_at_k(tmp_path):

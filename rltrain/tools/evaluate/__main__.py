@@ -40,12 +40,15 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     read_words(arguments.overrides, arguments.problems)
     # Imported here, so that --help and errors of the arguments do not wait for it.
     with logs.session(), logs.waiting(IMPORTING):
+        from pandas import read_parquet
+
         from rltrain.api import look_over
         from rltrain.common.storage import write_json
         from rltrain.run.build import begin_ray
         from rltrain.tools.evaluate.evaluation import evaluate_model, folder_of
         from rltrain.tools.evaluate.kept import PAGE, RESULT, RESULTS
         from rltrain.tools.evaluate.page import write_page
+        from rltrain.tools.evaluate.paired import differences
         from rltrain.tools.evaluate.report import show
         from rltrain.tools.evaluate.request import read_request
 
@@ -71,10 +74,15 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
                 results.append(evaluate_model(request, model, stop))
     folder = request.root if several else request.folder(request.models[0])
     file = folder / (RESULTS if several else RESULT)
+    paired = []
     if several:
-        write_json(file, {"evaluations": results})
+        files = (
+            request.folder(model) / result["answers"] for model, result in zip(request.models, results, strict=True)
+        )
+        paired = differences(results, map(read_parquet, files))
+        write_json(file, {"evaluations": results, "differences": paired})
     write_page(folder / PAGE, results)
-    show(results)
+    show(results, paired)
     sys.stdout.write(f"{file}\nanswers: rltrain view {request.folder(request.models[0])} --val\n")
     return 0
 

@@ -107,8 +107,8 @@ def summary(answers: pd.DataFrame) -> dict[str, Any]:
     average = statistics.average([each["figures"] for each in sources.values()], drawn)
     return {
         "answers_per_prompt": num_answers,
-        "sources": {name: each | {"figures": _plain(each["figures"])} for name, each in sources.items()},
-        "average": _plain(average),
+        "sources": {name: each | {"figures": to_json(each["figures"])} for name, each in sources.items()},
+        "average": to_json(average),
         "notes": notes,
     }
 
@@ -170,7 +170,7 @@ def _failed(by_prompt: Mapping[str, Any]) -> np.ndarray:
     return failed | (by_prompt["agent_failed"] != "") if "agent_failed" in by_prompt else failed
 
 
-def _plain(figures: Mapping[str, Figure]) -> dict[str, dict[str, float | None]]:
+def to_json(figures: Mapping[str, Figure]) -> dict[str, dict[str, float | None]]:
     """Convert statistics to JSON: NaN becomes null."""
     return {
         name: {part: None if np.isnan(value) else value for part, value in asdict(figure).items()}

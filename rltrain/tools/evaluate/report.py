@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -19,8 +19,8 @@ _SHARES = ("truncated", "failed")
 _AVERAGE = "Avg."
 
 
-def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print one table per model, and a table over all models if there are several.
+def show(results: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Print one table per model, and a table over all models with their `differences` if there are several.
 
     Benchmarks with published numbers per model always get the second table.
     """
@@ -33,6 +33,8 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         for result in results:
             for name, value in result.get("whole_sets", {}).items():
                 console.print(Text(plain(f"{result['model']['name']}: {name} {100 * value:.1f} %")))
+        for line in _difference_lines(differences):
+            console.print(Text(plain(line)), soft_wrap=True)
         for note in dict.fromkeys(note for result in results for note in result["notes"]):
             console.print(Text(plain(f"note: {note}")), soft_wrap=True)
         console.print(Text("[ ]: 95 % of bootstrap draws over prompts"))
@@ -79,6 +81,21 @@ def _of_all(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
     return [name, *columns], rows
 
 
+def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence per model and source: ``B - A: -0.4 points [-4.1, 3.3], paired by prompt (500)``."""
+    for each in differences:
+        parts = each["sources"]
+        if "average" in each:
+            sums = {"prompts": sum(part["prompts"] for part in parts.values())}
+            parts = parts | {_AVERAGE: each["average"] | sums | {"binary": all(p["binary"] for p in parts.values())}}
+        for source, part in parts.items():
+            where = f" ({source})" if len(parts) > 1 else ""
+            value, low, high = _numbers(part, part["binary"])
+            unit = " points" if part["binary"] else ""
+            paired = f"paired by prompt ({part['prompts']})"
+            yield f"{each['model']} - {each['minus']}{where}: {value}{unit} [{low}, {high}], {paired}"
+
+
 def main_figure(result: Mapping[str, Any]) -> str:
     """Return the name of the mean over responses."""
     return f"avg@{result['answers_per_prompt']}"
@@ -99,8 +116,10 @@ def _cell(part: Mapping[str, Any] | None, name: str) -> str:
     if not part or not figure or figure["value"] is None:
         return ""
     is_share = name in _SHARES or (part["binary"] and name != "length")
-    value, low, high = (
-        f"{100 * number:.1f}" if is_share else f"{number:.4g}"
-        for number in (figure["value"], figure["low"], figure["high"])
-    )
+    value, low, high = _numbers(figure, is_share)
     return f"{value}{' %' if is_share else ''} [{low}, {high}]"
+
+
+def _numbers(figure: Mapping[str, Any], is_share: bool) -> list[str]:
+    numbers = [figure[name] for name in ("value", "low", "high")]
+    return [f"{100 * number:.1f}" if is_share else f"{number:.4g}" for number in numbers]

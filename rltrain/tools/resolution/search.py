@@ -15,7 +15,8 @@ from rltrain.common import logs
 from rltrain.common.stop import Stop
 from rltrain.common.storage import write_json
 from rltrain.tools.evaluate import statistics
-from rltrain.tools.evaluate.evaluation import evaluate_model, values_of
+from rltrain.tools.evaluate.evaluation import evaluate_model
+from rltrain.tools.evaluate.paired import prompt_means
 from rltrain.tools.evaluate.report import console_of, show, write_table
 from rltrain.tools.evaluate.statistics import Floats
 from rltrain.tools.resolution.request import SearchRequest
@@ -70,9 +71,7 @@ def _values(request: SearchRequest, folder: str, setting: Setting, stop: Stop, *
     """Return the mean over the responses to each prompt [p], NaN if none has a score."""
     result = _evaluate(request, folder, setting, stop, *words)
     answers = pd.read_parquet(request.on(folder, setting.bounds).folder(request.model) / result["answers"])
-    num_answers = int(answers["sample"].max()) + 1
-    ordered = (rows.sort_values(["row", "sample"]) for _, rows in answers.groupby("data_source"))
-    return np.concatenate([statistics.mean_of(values_of(rows, num_answers)[0]) for rows in ordered])
+    return np.concatenate([means.to_numpy() for means in prompt_means(answers).values()])
 
 
 def _figure(values: Floats) -> dict[str, float | None]:

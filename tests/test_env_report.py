@@ -1,7 +1,10 @@
 """What a bug report says of the machine."""
 
 import json
+import re
 import sys
+
+import yaml
 
 import rltrain
 from rltrain.config.load import masked_command
@@ -35,3 +38,23 @@ def test_the_report_names_versions_and_devices(capsys, monkeypatch):
     argv[1:] = ["a.reward_kwargs.x=1", "b={env_vars: {}}", "c=2"]
     assert model_card(Config(), 1).endswith("```bash\npython c=2\n```\n")
     assert found["driver"] is None or found["devices"]
+
+
+def test_a_card_names_base_model_data_license_and_versions_without_secrets(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: qwen\n---\n")
+    cfg = Config()
+    cfg.actor_rollout_ref.model.path = str(tmp_path)
+    cfg.data.train_files = ["s3://me:abc@host/a.parquet"]
+    cfg.data.apply_chat_template_kwargs = {"api_key": "abc", "thinking": True}
+    card = model_card(cfg, 7, ["openai/gsm8k", "rltrain/arithmetic"])
+    head, text = card.split("---\n", 1)
+    assert yaml.safe_load(head) == {
+        "datasets": ["openai/gsm8k"], "license": "other", "license_name": "qwen",
+        "tags": ["rltrain", "reinforcement-learning", cfg.algorithm.adv_estimator],
+    }  # fmt: skip
+    assert "abc" not in card
+    assert "thinking=True" in text
+    assert "| data sources | openai/gsm8k, rltrain/arithmetic |" in text
+    assert re.search(r"\| versions \| rltrain \S+, torch \S+, transformers \S+", text)
+    cfg.actor_rollout_ref.model.path = "Qwen/Qwen3-0.6B"
+    assert model_card(cfg, 7).startswith("base_model: Qwen/Qwen3-0.6B\ntags:")

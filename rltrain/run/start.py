@@ -145,10 +145,10 @@ def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> 
     cfg, sizes = ready.loaded.config, ppo.model_sizes
     numbers = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
     num_bytes = checkpoint_bytes(cfg.actor_rollout_ref.actor, ready.plan.passes, *numbers)
-    identity = ready.data.rows["train"].identity()
+    rows = ready.data.rows["train"]
     saver = Saver(
-        cfg, ready.folder, ppo.actor, ppo.critic, identity, num_bytes, watchers, ready.plan.steps_per_epoch,
-        ppo.reference,
+        cfg, ready.folder, ppo.actor, ppo.critic, rows.identity(), num_bytes, watchers, ready.plan.steps_per_epoch,
+        ppo.reference, sorted(set(rows.sources())),
     )  # fmt: skip
     watchers.add(saver)
     # With the sizes of the loaded weights and of the verified checkpoint.

@@ -9,18 +9,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rltrain.common.errors import CheckpointError, ConfigError, command, plain
-from rltrain.common.storage import run_folder
+from rltrain.common.storage import json_lines, run_folder
 from rltrain.config.load import load_config
 from rltrain.models.files.folder import new_folder
 from rltrain.models.files.verl import shard_files
 from rltrain.models.weights.average import DTYPES, Average, read_part, read_shards
 from rltrain.run.checkpoints.best import Best
+from rltrain.run.checkpoints.card import scores
 from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
-from rltrain.run.checkpoints.manifest import has_digests, is_thinned, size_of
+from rltrain.run.checkpoints.manifest import has_digests, is_thinned, read_record, size_of
 from rltrain.run.checkpoints.model_folder import find_step, whole_export
 from rltrain.run.checkpoints.room import sized
 from rltrain.run.checkpoints.thin import damage, optimizer_bytes, thin
+from rltrain.run.report.table import METRICS
 from rltrain.tools.evaluate.kept import RESULT
 
 
@@ -32,7 +34,7 @@ def export(name: str, out: str, dtype: str | None = None) -> None:
     """
     place = Path(name).expanduser()
     source = next((folder for folder in (place, place / "actor") if shard_files(folder)), None)
-    is_foreign = source is not None
+    is_foreign, step = source is not None, None
     if source is None:
         step = find_step(place)
         if step is None:
@@ -44,7 +46,10 @@ def export(name: str, out: str, dtype: str | None = None) -> None:
             Average([part], [1.0], DTYPES[dtype] if dtype else None).write(folder, {})
         else:
             shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    sys.stdout.write(f"{source} -> {Path(out).expanduser().resolve()}\n")
+        if step and (card := source / "README.md").is_file():
+            metrics = scores(json_lines(step.parent / METRICS), read_record(step)["global_step"])
+            (folder / card.name).write_text(card.read_text("utf-8") + metrics, "utf-8")
+    sys.stdout.write(f"{source} -> {Path(out).expanduser().resolve()}\nto publish it: hf upload USER/NAME {out}\n")
 
 
 def verify(name: str) -> int:

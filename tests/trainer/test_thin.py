@@ -160,6 +160,17 @@ def test_an_export_is_the_model_folder_of_the_step(run, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+def test_the_card_of_an_export_has_the_scores_before_and_after(run, tmp_path, capsys):
+    lines = [{"step": step, "val-core/a/acc/mean@4": 0.1 * step, "val-aux/x": 1.0} for step in range(4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 2, "x": 1.0}]))
+    assert main(["export", str(run / "global_step_2"), str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    table = "| validation | step 0 | step 2 |\n| --- | --- | --- |\n| val-core/a/acc/mean@4 | 0 | 0.2 |\n"
+    assert card == (run / "global_step_2/huggingface/README.md").read_text() + f"\n## Scores\n\n{table}"
+    assert f"hf upload USER/NAME {tmp_path / 'out'}" in capsys.readouterr().out
+    assert find_damage(run / "global_step_2") is None
+
+
 @pytest.mark.parametrize("program", ["thin", "verify", "export"])
 def test_a_folder_without_checkpoints_is_refused(program, tmp_path, capsys):
     (tmp_path / "empty").mkdir()

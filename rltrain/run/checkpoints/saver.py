@@ -15,7 +15,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,9 +88,10 @@ class Saver(Watcher):
         watchers: Watchers | None = None,
         steps_per_epoch: int | None = None,
         reference: Reference | None = None,
+        sources: Sequence[str] = (),
         clock: Clock = SYSTEM,
     ) -> None:
-        self._clock = clock
+        self._clock, self._sources = clock, sources
         self._cfg, self._steps_per_epoch = cfg, steps_per_epoch
         self._watchers = watchers or Watchers()
         self._folder = folder
@@ -301,7 +302,7 @@ class Saver(Watcher):
                 self._actor.save_answers(progress.answers, str(folder / ANSWERS))
         tasks = {name: SaveTask(str(folder / name), asynchronous) for name in self._roles}
         if exports and "actor" in tasks:
-            export, card = str(folder / "huggingface"), model_card(self._cfg, step)
+            export, card = str(folder / "huggingface"), model_card(self._cfg, step, self._sources)
             tasks["actor"] = replace(tasks["actor"], export=export, card=card)
         parts = [role.begin_save(tasks[name]) for name, role in self._roles.items()]
         if asynchronous and not all(part.copied for part in parts) and not self._told:

@@ -93,6 +93,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
         ),
         ("algorithm.gdpo_reward_keys=[style] algorithm.adv_estimator=gdpo", "returns no number of that name"),
         ("model.override_config.layer_types=[full_attention,conv]", "has layers of kind conv"),
+        ("model.enable_gradient_checkpointing=99", "gradient_checkpointing=99: the model has"),
         ("model.override_config.mine=1", "mine: Qwen3Config has no such"),
         (f"{SEVERAL} critic.model.override_config.mine=1", "critic.model.override_config.mine: Qwen3Config has no"),
         (f"{SEVERAL} critic.model.path=/no/critic", "critic.model.path=/no/critic: there is no such folder"),

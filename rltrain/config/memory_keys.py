@@ -46,7 +46,7 @@ def memory_keys(config: Config, phase: str) -> Iterator[tuple[str, str]]:
 
 def _own(config: Config, key: str) -> Iterator[str]:
     value = get(config, key)
-    if value is False:
+    if value is False or (value is not True and key.endswith("enable_gradient_checkpointing")):
         yield f"{key}=True"
     elif value is not True and value > 1:
         yield _less(config, key)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -20,6 +21,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rltrain.common.errors import ConfigError
 from rltrain.common.logs import count
@@ -30,7 +32,7 @@ from rltrain.models.attention.scores import count_places_here
 from rltrain.models.files.entries import NoEntries, read_entries
 from rltrain.models.files.safe import UNREADABLE
 from rltrain.models.files.source import model_problem
-from rltrain.models.vision import takes_images
+from rltrain.models.vision import takes_images, tower
 
 _HEAD = "score.weight"
 
@@ -176,11 +178,14 @@ def _give_ours(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
     return args, kwargs | vars(attention).pop("of_layer")
 
 
-def recompute_activations(model: PreTrainedModel, section: str, *, offload: bool = False) -> None:
-    """Enable gradient checkpointing of every decoder layer (transformers renamed the method between 5.5 and 5.23).
+def recompute_activations(
+    model: PreTrainedModel, section: str, layers: bool | int | str = True, *, offload: bool = False
+) -> None:
+    """Enable gradient checkpointing of decoder layers (transformers renamed the method between 5.5 and 5.23).
 
-    offload: keep a layer's input in host memory until recomputation. section: config section of the model. Raises
-    ConfigError for a model that does not support it.
+    layers: True, a number (the first layers of the decoder, and a vision tower), or "selective" (all, but the outputs
+    of attention kernels are kept). offload: keep a layer's input in host memory until recomputation. section: config
+    section of the model. Raises ConfigError for a model that does not support it.
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
@@ -192,9 +197,33 @@ def recompute_activations(model: PreTrainedModel, section: str, *, offload: bool
     # states have none. Every dropout is 0, so no random state has to be restored.
     enable({"use_reentrant": False, "preserve_rng_state": False})
     module: Any
-    for module in model.modules() if offload else ():
+    for module in model.modules() if offload or layers == "selective" else ():
         if recompute := getattr(module, "_gradient_checkpointing_func", None):
-            module._gradient_checkpointing_func = partial(_from_host, recompute)
+            if layers == "selective":
+                recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, _is_kept))
+            module._gradient_checkpointing_func = partial(_from_host, recompute) if offload else recompute
+    if not isinstance(layers, bool | str):
+        _recompute_first(model, f"{section}.enable_gradient_checkpointing={layers}", layers)
+
+
+def _recompute_first(model: PreTrainedModel, key: str, number: int) -> None:
+    """Disable the recomputation of decoder layers after the first ``number``."""
+    aside = {id(module) for part in tower(model) for module in part.modules()}
+    blocks: list[Any] = [layer for layer in decoder_layers(model) if id(layer) not in aside]
+    if number > len(blocks):
+        raise ConfigError(f"{key}: the model has {len(blocks)} layers. Use at most {len(blocks)}, or True for all.")
+    for block in blocks[number:]:
+        if not isinstance(block, GradientCheckpointingLayer):
+            raise ConfigError(f"{key}: {type(model).__name__} recomputes all layers or none. Use True or False.")
+        block.gradient_checkpointing = False
+
+
+def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the outputs of attention kernels, whatever the device calls them. They are the costliest to recompute per
+    byte: the cost of a pair of tokens grows with the square of the length, and the output only with the length.
+    """
+    kernel = any(word in str(operator) for word in ("attention", "attn"))
+    return CheckpointPolicy.PREFER_SAVE if kernel else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _from_host(recompute: Callable[..., Any], layer: Callable[..., Any], *inputs: Tensor, **others: Any) -> Any:

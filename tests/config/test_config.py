@@ -157,7 +157,8 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         ("model.lora_rank=8 model.exclude_modules=[3]", "model.exclude_modules=[3]: give a name"),
         ("model.lora_rank=8 model.lora.merge=False rollout.name=sglang", "rollout.name=hf or rollout.name=vllm"),
         ("model.fp32_head=True rollout.name=sglang", "rollout.name=sglang computes its head in half precision"),
-        ("model.enable_gradient_checkpointing=6", "every layer is recomputed or none is"),
+        ("model.enable_gradient_checkpointing=some", "gradient_checkpointing=some: use True, False, selective, or"),
+        ("model.enable_gradient_checkpointing=-1", "gradient_checkpointing=-1: use True, False, selective, or"),
         (
             "rollout.name=hf rollout.tensor_model_parallel_size=2",
             "an engine of rollout.name=hf runs on one device. Use 1, or rollout.name=vllm or rollout.name=sglang",

@@ -94,7 +94,7 @@ def test_no_number_is_infinite(word):
     assert any(line.startswith("algorithm.gdpo_reward_weights=") for line in lines)
 
 
-SWITCHES = [key.name for key in all_keys().values() if key.type_name.startswith("bool")]
+SWITCHES = [key.name for key in all_keys().values() if key.type_name == "bool"]
 
 
 @pytest.mark.parametrize("word", ["6", "-1", "2", "0.5", "1.0", "64", "t", "enable", "[true]", "'5'", "inf", "true #x"])
@@ -104,8 +104,8 @@ def test_a_switch_takes_nothing_but_true_and_false(word, tmp_path):
     # After this sign stands a comment, in a file.
     if "#" not in word:
         file = tmp_path / "c.yaml"
-        file.write_text(f"{GRADIENT_CHECKPOINTING}: {word}\n")
-        assert GRADIENT_CHECKPOINTING in refused(files=(str(file),))
+        file.write_text(f"{SWITCHES[0]}: {word}\n")
+        assert SWITCHES[0] in refused(files=(str(file),))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,14 @@ def test_a_switch_takes_nothing_but_true_and_false(word, tmp_path):
 )
 def test_words_of_a_switch(word, on):
     assert value(GRADIENT_CHECKPOINTING, word) is on
+    assert value(f"{A}actor.use_kl_loss", word) is on
+
+
+@pytest.mark.parametrize(("word", "layers"), [("6", 6), ("'6'", 6), ("selective", "selective"), ("1", True)])
+def test_words_of_recomputed_layers(word, layers):
+    found = value(GRADIENT_CHECKPOINTING, word)
+    assert (type(found), found) == (type(layers), layers)
+    assert all("use True, False, selective" in refused(f"{GRADIENT_CHECKPOINTING}={word}") for word in ("2.5", "[2]"))
 
 
 @pytest.mark.parametrize(

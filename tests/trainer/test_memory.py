@@ -9,9 +9,10 @@ from rltrain.common.device import get_device
 from rltrain.config.budgets import PassBudget
 from rltrain.config.load import load_config
 from rltrain.config.memory_keys import memory_keys
+from rltrain.config.schema.model import OptimConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight.fake_run import fake_model, forward_only, peak_of
+from rltrain.run.preflight.fake_run import fake_model, forward_only, peak_of, update
 from rltrain.run.preflight.memory import forecast, fullest
 from rltrain.run.preflight.memory_room import look_at_memory, no_cache, too_large
 from rltrain.trainer.plan import make_plan
@@ -82,6 +83,26 @@ def test_a_model_whose_first_layers_are_dense_is_estimated_as_if_all_its_layers_
         (whole,) = work(packed, ledger, inputs)
     estimated = peak_of(PolicyModel, spec, device, 8, batch, work)
     assert {owner: estimated[owner] for owner in whole} == pytest.approx(dict(whole), rel=0.02)
+
+
+SMALL = SHAPE | {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 10, "num_attention_heads": 4, "vocab_size": 256,
+}  # fmt: skip
+
+
+def test_recomputed_layers_are_estimated_as_if_all_layers_were_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    cfg = load_config(small_run(tmp_path, (tmp_path, tmp_path), tmp_path)).config
+    batch, work = fullest(cfg, PassBudget(None, 4), 4), update(OptimConfig(), 1, False, False)
+    totals = []
+    for way in (False, True, 3, "selective"):
+        spec = ModelSpec(str(tmp_path), compute_dtype=torch.bfloat16, gradient_checkpointing=way)
+        with fake_model(PolicyModel, spec, get_device("npu"), 8, None, batch) as (packed, ledger, inputs):
+            whole = max(work(packed, ledger, inputs), key=lambda owners: owners.total())
+        estimated = peak_of(PolicyModel, spec, get_device("npu"), 8, batch, work)
+        assert estimated["activations"] == pytest.approx(whole["activations"], rel=0.05), way
+        totals.append(estimated["activations"])
+    assert totals[0] > totals[2] > totals[3] > totals[1]
 
 
 def test_the_keys_that_are_named_reduce_the_owner_in_the_phase(planned):

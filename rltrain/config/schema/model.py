@@ -121,8 +121,10 @@ class TrainedModelConfig:
     """Run Python code of the model's repository."""
     override_config: dict[str, Any] = key({})
     """Free-form: fields of the model's config to replace."""
-    enable_gradient_checkpointing: bool = True
-    """Recompute each layer in the backward pass."""
+    enable_gradient_checkpointing: bool | int | str = True
+    """Recompute layers in the backward pass instead of keeping their activations: True (all), False (none), a number N
+    of 2 or more (the first N layers of the decoder; 1 and 0 are True and False), or selective (all, except the outputs
+    of attention kernels, which are kept). The log-probs and gradients are the same bit for bit."""
     enable_activation_offload: bool = key(False, only_with=_ON_DEVICE | _RECOMPUTED)
     """Keep the input of each layer (one vector per token of a micro-batch) in host memory until the layer is recomputed
     from it. This allows longer micro-batches, at the cost of copies that layers wait for; unverified on hardware."""

@@ -95,6 +95,8 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
     kinds = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
     model = empty_model(without_dropout(config), attention.NAME, spec.master_dtype, **kinds)
     decoder_layers(model)
+    if how := spec.gradient_checkpointing:
+        recompute_activations(model, spec.section, how, offload=spec.activation_offload)
     if spec.lora:
         add_adapters(model, spec.lora)
     if spec.tower != "trained":
@@ -213,9 +215,7 @@ def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: Slic
 
 
 def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
-    """Shard the weights over ``mesh``, on any device, and enable activation recomputation."""
-    if spec.gradient_checkpointing:
-        recompute_activations(packed.model, spec.section, offload=spec.activation_offload)
+    """Shard the weights over ``mesh``, on any device."""
     precision = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
     held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
     if mesh.experts:

@@ -35,9 +35,9 @@ class ModelSpec:
     """Sharding settings."""
     master_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | int | str = False
     activation_offload: bool = False
-    """See `recompute_activations`."""
+    """Recomputed layers: all, a number or "selective"; and where their inputs wait (`recompute_activations`)."""
     sequence_parallel_size: int = 1
     """Number of ranks that share each sequence."""
     lora: Lora | None = None

@@ -256,19 +256,21 @@ def layer_lists(packed: PackedModel) -> list[nn.ModuleList]:
     return [each for each in lists if {type(layer).__name__.removeprefix("FSDP") for layer in each} <= names]
 
 
-class _Attention(torch.autograd.Function):
+# An operator, so that selective recomputation recognises its outputs.
+@torch.library.custom_op(
+    "rltrain::fusion_attention", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"
+)
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Memory of npu_fusion_attention: its inputs, the output, and two values of 8 x fp32 per row."""
+    rows = query.new_empty(2, *query.shape[:-1], 8, dtype=torch.float32)
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), rows
 
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        rows = query.new_empty(2, *query.shape[:-1], 8, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, rows)
-        return output
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
+_attention.register_fake(_attention._init_fn)
+_attention.register_autograd(
+    lambda ctx, *gradients: tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
 
 
 class _Kernels:
@@ -276,7 +278,7 @@ class _Kernels:
 
     @staticmethod
     def npu_fusion_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> tuple[Tensor]:
-        return (_Attention.apply(query, key, value),)
+        return (_attention(query, key, value)[0],)
 
 
 # -- memory of passes --------------------------------------------------------------------------------------------------
@@ -312,13 +314,13 @@ def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, ba
 
 
 def _kinds(layers: nn.ModuleList) -> list[list[int]]:
-    """Return the indices of layers whose weights have equal names and sizes. The first layers of many families are
-    dense.
+    """Return the indices of layers whose weights have equal names and sizes, and that are recomputed or not alike. The
+    first layers of many families are dense.
     """
     places: dict[object, list[int]] = {}
     for place, layer in enumerate(layers):
         sizes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
-        places.setdefault(sizes, []).append(place)
+        places.setdefault((sizes, getattr(layer, "gradient_checkpointing", None)), []).append(place)
     return list(places.values())
 
 

@@ -164,11 +164,13 @@ def _passes(
     n = plan.answers_per_prompt
     pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
     work = Workload.of_groups(prompts.repeat(n), answers.ravel(), np.arange(len(prompts)).repeat(n), pair_cost)
+    everyone = np.arange(answers.size)
+    outside = work.tokens(everyone) / work.cost(everyone)
     found = {}
     for name, row in PASSES.items():
         if row.rate is None or not plan.passes.makes(name, plan.num_mini_batches):
             continue
-        speed = pass_speed(name, cfg, plan, sizes, chip, assumed)
+        speed = pass_speed(name, cfg, plan, sizes, chip, assumed, outside)
         keys = cfg.actor_rollout_ref.actor, cfg.critic.ppo_epochs, cfg.data.seed
         seconds, text = time_pass(name, mini_batches_of(name, *keys, plan, assumed), work, plan, sizes, speed)
         moved = _moved_bytes(name, cfg, plan, sizes) / (assumed.host_gb_per_s * 1e9)
@@ -176,12 +178,17 @@ def _passes(
     return found
 
 
-def pass_speed(name: str, cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, assumed: Assumptions) -> PassSpeed:
-    """Return the speed of the devices of a rank in the pass ``name``."""
+def pass_speed(
+    name: str, cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, assumed: Assumptions, outside: float
+) -> PassSpeed:
+    """Return the speed of the devices of a rank in the pass ``name``.
+
+    outside: share of a forward's FLOPs outside of attention.
+    """
     role, learns = PASSES[name].role, PASSES[name].updates
     spec = _spec(role, cfg, plan)
-    # Recomputed activations are one more forward, in addition to the update's three.
-    again = 4 / 3 if learns and spec.gradient_checkpointing else 1.0
+    # Recomputed activations are up to one more forward, in addition to the update's three.
+    again = 1 + _recomputed(spec, outside) / 3 if learns else 1.0
     share = assumed.update_share if learns else assumed.forward_share
     shards = devices_per_copy(spec.fsdp.fsdp_size, plan.num_devices)
     weight_bytes = _of(role, "num_parameters", sizes) * spec.compute_dtype.itemsize
@@ -197,6 +204,15 @@ def pass_speed(name: str, cfg: Config, plan: Plan, sizes: Sizes, chip: Chip, ass
         sample_s=assumed.sample_us / 1e6,
         optimizer_s=assumed.optimizer_ms / 1e3,
     )
+
+
+def _recomputed(spec: ModelSpec, outside: float) -> float:
+    """Return the share of a forward that the backward pass repeats."""
+    if isinstance(spec.gradient_checkpointing, str):
+        return outside
+    if isinstance(spec.gradient_checkpointing, bool):
+        return float(spec.gradient_checkpointing)
+    return float(spec.gradient_checkpointing / spec.load_config().get_text_config().num_hidden_layers)
 
 
 def _traffic(spec: ModelSpec) -> float:

@@ -67,7 +67,14 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     # Every rule must accept values that another rule refuses, because all of them run.
     config = loaded.config
     trainer, actor, algorithm = config.trainer, config.actor_rollout_ref.actor, config.algorithm
-    rules = [_each_key(config), _lists(config), word_problems(trainer), uneven(config), _lora(config)]
+    rules = [
+        _each_key(config),
+        _lists(config),
+        word_problems(trainer),
+        uneven(config),
+        _lora(config),
+        _recomputation(config),
+    ]
     rules += [budget_problems(config), reward_problems(config.scoring, config.data.max_response_length)]
     rules += [engine_problems(config), folder_problems(trainer, bool(config.data.val_files))]
     rules += [name_problems(trainer), _run(config)]
@@ -305,6 +312,14 @@ def _lora(config: Config) -> Iterator[str]:
             f"{_A}ref.update_every_steps={every}: with LoRA the reference is the policy without its adapters, which "
             "cannot move. Leave it out, or train all weights (model.lora_rank=0)."
         )
+
+
+def _recomputation(config: Config) -> Iterator[str]:
+    """Yield errors for layers to recompute that are neither a switch, a word nor a number."""
+    for section in (_A + "model", "critic.model"):
+        value = get(config, key := f"{section}.enable_gradient_checkpointing")
+        if not (isinstance(value, bool) or value == "selective" or (isinstance(value, int) and value > 0)):
+            yield f"{key}={as_text(value)}: use True, False, selective, or the number of layers to recompute."
 
 
 def _mixing(config: Config) -> Iterator[str]:

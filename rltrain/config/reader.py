@@ -23,7 +23,7 @@ from rltrain.config.budgets import share_of_rank
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text, is_off
 from rltrain.config.schema.keys import Key, all_keys, free_form_parent, is_known, sections, similar_keys
-from rltrain.config.verl.hydra import OPENINGS, parsed
+from rltrain.config.verl.hydra import OPENINGS, SWITCHES, parsed, unquoted
 from rltrain.config.verl.keys import aliases, classes, leaves_of, refused_null, rename, verdict
 from rltrain.config.verl.others import own_name, recipes_named
 from rltrain.config.verl.references import repoint, target
@@ -31,9 +31,6 @@ from rltrain.config.verl.spellings import OVERRIDES, is_old, read_by_version, si
 from rltrain.config.verl.table import releases_with, rows, sentence
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
-_SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
-# The type of enable_gradient_checkpointing.
-_SWITCH_OR_MORE = "bool | int | str"
 # Text keys that hold numbers.
 _NUMBERS_AS_TEXT = (".rollout_is_threshold", ".rollout_rs_threshold")
 
@@ -337,10 +334,8 @@ def _plain(key: Key, value: Any) -> Any:
     """Return a value in the form of the schema."""
     if value is False and key.name.endswith("_freq"):
         return -1  # never
-    if key.type_name == _SWITCH_OR_MORE and (word := as_text(value).lower()) in _SWITCHES:
-        return _SWITCHES.index(word) % 2 == 0
-    if key.type_name.endswith("int | str") and isinstance(value, str) and value.isdecimal():
-        return int(value)  # quoted in a file
+    if key.type_name.endswith("int | str"):
+        value = unquoted(value, switches=key.type_name.startswith("bool"))
     if isinstance(value, float) and str(value) in key.choices:
         return str(value)
     # A list of one is often typed without brackets.
@@ -351,11 +346,8 @@ def _plain(key: Key, value: Any) -> Any:
 
 def _other_type(key: Key, value: Any) -> str:
     """Return the expected type of a value that OmegaConf would silently convert; "" if it would not."""
-    if key.type_name == _SWITCH_OR_MORE:
-        fits = isinstance(value, bool) or (isinstance(value, int) and value > 0) or value in ("selective", None)
-        return "" if fits or target(value) else "use True, False, selective, or the number of layers to recompute"
-    if key.type_name.startswith("bool") and value is not None and not (isinstance(value, str) and "${" in value):
-        return "" if as_text(value).lower() in _SWITCHES else "expected true or false"
+    if key.type_name.removesuffix(" | None") == "bool" and value is not None and "${" not in str(value):
+        return "" if as_text(value).lower() in SWITCHES else "expected true or false"
     if key.type_name.startswith("list") and isinstance(value, list) and any(isinstance(x, list | dict) for x in value):
         return f"expected {key.type_name.replace('None', 'null')}, without lists and mappings in it"
     is_text = key.type_name.startswith("str") and not key.choices and not key.name.endswith(_NUMBERS_AS_TEXT)

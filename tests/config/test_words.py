@@ -120,7 +120,7 @@ def test_words_of_a_switch(word, on):
 def test_words_of_recomputed_layers(word, layers):
     found = value(GRADIENT_CHECKPOINTING, word)
     assert (type(found), found) == (type(layers), layers)
-    assert all("use True, False, selective" in refused(f"{GRADIENT_CHECKPOINTING}={word}") for word in ("2.5", "[2]"))
+    assert all(GRADIENT_CHECKPOINTING in refused(f"{GRADIENT_CHECKPOINTING}={word}") for word in ("2.5", "[2]"))
 
 
 @pytest.mark.parametrize(

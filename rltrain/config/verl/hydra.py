@@ -26,6 +26,8 @@ Tree = dict[str, Any]
 _WORDS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.DOTALL)
 # First characters of values that are parsed as YAML instead of by Hydra's rules.
 OPENINGS = ("{", "[", "'", '"')
+# Words of a switch, on and off in turn.
+SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _WORDS_WITH_A_VALUE = {
     "": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False,
 }  # fmt: skip
@@ -115,6 +117,14 @@ def parsed(text: str) -> Any:
         raise YAMLError(f"{rest} would be a comment")
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(word)}"]), resolve=False)
     return tree["value"]
+
+
+def unquoted(value: Any, *, switches: bool) -> Any:
+    """Return the number in a quoted text of a file and, with ``switches``, the switch that a word such as 1 stands for."""
+    word = str(value).lower()
+    if switches and word in SWITCHES:
+        return SWITCHES.index(word) % 2 == 0
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _scalar(word: str) -> Any:

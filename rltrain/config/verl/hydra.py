@@ -120,7 +120,7 @@ def parsed(text: str) -> Any:
 
 
 def unquoted(value: Any, *, switches: bool) -> Any:
-    """Return the number in a quoted text of a file and, with ``switches``, the switch that a word such as 1 stands for."""
+    """Return the number in a quoted text of a file and, with ``switches``, the switch that a word such as 1 means."""
     word = str(value).lower()
     if switches and word in SWITCHES:
         return SWITCHES.index(word) % 2 == 0

@@ -14,7 +14,7 @@ from rltrain.common import __version__
 
 if TYPE_CHECKING:
     from rltrain.agents.marks import tool
-    from rltrain.api import RunResult, build, evaluate, train
+    from rltrain.api import RunResult, build, evaluate, sft, train
     from rltrain.common.errors import RltrainError
     from rltrain.config.load import load_config
     from rltrain.config.loaded import LoadedConfig
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config",
-    "read_metrics", "read_samples", "tool", "train",
+    "read_metrics", "read_samples", "sft", "tool", "train",
 ]  # fmt: skip
 # Imported when asked for: a worker, or --help, needs none of it.
-_HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "train"), "rltrain.api") | {
+_HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "sft", "train"), "rltrain.api") | {
     "LoadedConfig": "rltrain.config.loaded",
     "RltrainError": "rltrain.common.errors",
     "Trainer": "rltrain.run.fit",

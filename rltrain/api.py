@@ -110,6 +110,16 @@ def train(
     return RunResult(folder, 0)
 
 
+def sft(config: Settings, *, callbacks: Sequence[Any] = ()) -> RunResult:
+    """Train on the assistant's turns of conversations, as ``rltrain sft`` does: ``rltrain.sft(["model.path=…", …])``.
+
+    config: in one of the forms that `train` takes, or ``key=value`` arguments of the command, with verl's SFT keys.
+    """
+    from rltrain.tools.sft import as_training
+
+    return train(config if isinstance(config, LoadedConfig) else list(as_training(config)), callbacks=callbacks)
+
+
 def build(
     config: Settings,
     *,

@@ -12,6 +12,7 @@ from types import CodeType, ModuleType
 
 COMMANDS = {
     "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
+    "sft": ("rltrain.tools.sft", "supervised fine-tuning on conversations (rltrain sft --help)"),
     "supervise": (
         "rltrain.runtime.launch.supervise",
         "restart a command that was killed or may be retried: -- COMMAND ...",
@@ -56,7 +57,7 @@ class _Loader(importlib.abc.Loader):
     """Loader of a command's module, so that its classes are the same under both names."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name in ("rltrain.evaluate", "rltrain.train"):  # functions: see rltrain.__init__
+        if spec.name in ("rltrain.evaluate", "rltrain.sft", "rltrain.train"):  # functions: see rltrain.__init__
             raise ImportError(f"{spec.name} is a function; the module of the command is {home(spec.name)}.")
         if sentence := REMOVED.get(spec.name.removeprefix("rltrain.")):
             raise ImportError(sentence)

@@ -150,7 +150,7 @@ def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
     worker = HybridWorker(cfg, data.prompts, data.rows)
     group, pool = LocalGroup(worker), LocalPool(data.rows)
     pool.twist = twist or pool.twist
-    scorers = pool if cfg.reward_model.runs_scorers else None  # as `start_pool` has it
+    scorers = pool if cfg.reward_model.runs_scorers and not cfg.sft.enabled else None  # as in `start_run`
     trainer = make_trainer(cfg, make_plan(cfg, len(data.prompts["train"]), images=data.images), data, group, scorers)
     policy = trainer.actor
     policy._calls = 1_000_000 * next(_RUNS)

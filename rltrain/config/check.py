@@ -82,6 +82,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     if "actor" in roles_of(config):
         rules += [rule(config) for rule in (_mixing, _precision, _comparison, _correction, _entropy, _shared_sequences)]
         rules += [reward_terms(config.scoring, algorithm), tail_problems(config), replay_problems(config)]
+        rules.append(_supervised(config))
         rules.append(asked_of_scorers(config.reward_model, algorithm, config.data.sampler.name))
         exact_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
         rules.append(distillation_problems(config.distillation, exact_kl, algorithm.use_kl_in_reward))
@@ -248,7 +249,7 @@ def _comparison(config: Config) -> Iterator[str]:
             f"algorithm.adv_estimator={algorithm.adv_estimator} reads the old policy at every token, and "
             "algorithm.rollout_correction.bypass_mode=True makes no pass for it. Leave bypass_mode out."
         )
-    if config.distillation.is_alone or not (filtering or estimator.compares):
+    if not config.learns_from_rewards or not (filtering or estimator.compares):
         return
     needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if estimator.per_turn and not several_turns(rollout):
@@ -336,6 +337,27 @@ def _mixing(config: Config) -> Iterator[str]:
         yield f"data.mixing and data.sampler.name={sampler} both choose the prompts of a batch. Keep one of them."
 
 
+def _supervised(config: Config) -> Iterator[str]:
+    """Yield errors for settings that need generated responses, in supervised fine-tuning."""
+    rollout, data, enabled = config.actor_rollout_ref.rollout, config.data, "sft.enabled=True"
+    if not config.sft.enabled:
+        return
+    if rollout.n > 1 or rollout.val_kwargs.n > 1:
+        key = f"{_R}n={rollout.n}" if rollout.n > 1 else f"{_R}val_kwargs.n={rollout.val_kwargs.n}"
+        yield f"{key}: with {enabled} a row has one response. Leave it out."
+    if data.truncation not in ("error", "right"):
+        yield f"data.truncation={data.truncation}: with {enabled} use right, or data.filter_overlong_prompts=True."
+    refused = {
+        "distillation.enabled": config.distillation.enabled, "data.custom_cls": data.custom_cls is not None,
+        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+        f"{_R}tail": rollout.tail != "off", "reward_model.enable": config.reward_model.enable,
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+    }  # fmt: skip
+    for key in (key for key, is_set in refused.items() if is_set):
+        why = f"it needs generated responses, and {enabled} learns from the data"
+        yield f"{key}={as_text(get(config, key))}: {why}. Leave it out."
+
+
 def _shared_sequences(config: Config) -> Iterator[str]:
     """Yield errors for models that compute together with the actor and divide sequences differently."""
     roles, key = config.actor_rollout_ref, _A + "ref.ulysses_sequence_parallel_size"
@@ -366,6 +388,9 @@ def _run(config: Config) -> Iterator[str]:
     if not trainer.val_only and not as_list(config.data.train_files):
         maker = "python -m rltrain.data_preprocess.jsonl makes them"
         yield f"data.train_files is not set. Give one or more data files ({maker})."
+    if trainer.val_only and config.sft.enabled:
+        why = "with sft.enabled=True a run validates while it trains"
+        yield f"trainer.val_only=True: {why}. Use rltrain evaluate model=RUN."
     if trainer.val_only and not as_list(config.data.val_files):
         yield "trainer.val_only=True has nothing to do: data.val_files is not set."
     if "critic" in roles_of(config) and steps is not None and trainer.critic_warmup > steps:

@@ -81,7 +81,7 @@ def join_by_reason(notes: Sequence[str]) -> list[str]:
 
 def compares_nothing(config: Config) -> bool:
     """Return whether the advantage is the score itself, because a prompt has only one response."""
-    takes_one = config.algorithm.estimator.takes_one and not config.distillation.is_alone
+    takes_one = config.algorithm.estimator.takes_one and config.learns_from_rewards
     return takes_one and config.actor_rollout_ref.rollout.n < 2
 
 

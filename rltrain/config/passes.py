@@ -43,7 +43,7 @@ def has_reference(config: Config) -> bool:
 
 def has_critic(config: Config) -> bool:
     """Return whether the advantages need a value function."""
-    return config.algorithm.needs_critic and not config.distillation.is_alone
+    return config.algorithm.needs_critic and config.learns_from_rewards
 
 
 ROLES: dict[Role, ModelRole] = {

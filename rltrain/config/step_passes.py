@@ -102,6 +102,8 @@ class StepPasses:
     """
     images_between_turns: bool = False
     """Tools, environments and agents may return images."""
+    supervised: bool = False
+    """The responses come from the data: there is no engine, and the update compares with no engine's log-probs."""
 
     @property
     def trains(self) -> bool:
@@ -168,7 +170,11 @@ class StepPasses:
         # Without its adapters it is the reference. An exact KL needs the policy's distribution.
         if role == "actor":
             is_reference = self.trains and self.reference and "ref" not in self.roles
-            phases = ("sync", *phases, *(("ref",) if self.exact_kl_in_reward or is_reference else ()))
+            phases = (
+                *(() if self.supervised else ("sync",)),
+                *phases,
+                *(("ref",) if self.exact_kl_in_reward or is_reference else ()),
+            )
         if (role == "ref" and self.exact_kl_in_loss) or (role == "teacher" and self.exact_teacher):
             phases += updates_of("actor")
         return phases
@@ -180,11 +186,12 @@ class StepPasses:
         uses["rejection"] = self.rejects
         some = self.old_log_probs != "all"
         remarks = {
+            "gen": "responses from the data" if self.supervised else "",
             "gen_max": "greedy answers",
             "old_log_prob": f"{num_mini_batches - 1} of {num_mini_batches} mini-batches" if some else "",
             "update_actor": ", ".join(name for name, happens in uses.items() if happens),
         }
-        others = {"gen": True, "reward": True, "gen_max": self.greedy_baseline, "adv": True}
+        others = {"gen": True, "reward": not self.supervised, "gen_max": self.greedy_baseline, "adv": True}
         return ", ".join(
             f"{name} ({remarks[name]})" if remarks.get(name) else name
             for name in step_phases()
@@ -215,7 +222,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
     prompts have images (None: as ``images``).
     """
     actor, algorithm, correction = config.actor_rollout_ref.actor, config.algorithm, config.algorithm.rollout_correction
-    distillation, rewarded = config.distillation, not config.distillation.is_alone
+    distillation, rewarded = config.distillation, config.learns_from_rewards
     estimator, policy_loss = _estimator(config), _policy_loss(config)
     loss = loss_traits(policy_loss)
     if images_in_training is None or config.trainer.val_only:
@@ -256,24 +263,31 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         images=images or between_turns,
         images_in_training=images_in_training or between_turns,
         images_between_turns=between_turns,
+        supervised=config.sft.enabled,
     )
 
 
 def _reinforces(config: Config) -> bool:
     """Return whether the policy loss is REINFORCE, in place of the key `policy_loss.loss_mode`."""
     correction = config.algorithm.rollout_correction
-    return not config.distillation.is_alone and correction.bypass_mode and correction.loss_type == "reinforce"
+    return config.learns_from_rewards and correction.bypass_mode and correction.loss_type == "reinforce"
 
 
 def _policy_loss(config: Config) -> str:
     if config.distillation.is_alone:
         return TEACHER_LOSS
-    return REINFORCE_LOSS if _reinforces(config) else config.actor_rollout_ref.actor.policy_loss.loss_mode
+    # Of supervised fine-tuning too, with an advantage of 1: the negative log-likelihood.
+    return (
+        REINFORCE_LOSS
+        if _reinforces(config) or config.sft.enabled
+        else config.actor_rollout_ref.actor.policy_loss.loss_mode
+    )
 
 
 def _estimator(config: Config) -> EstimatorTraits:
-    alone = config.distillation.is_alone
-    return EstimatorTraits(reads=()) if alone else estimator_traits(config.algorithm.adv_estimator)
+    if not config.learns_from_rewards:
+        return EstimatorTraits(reads=())
+    return estimator_traits(config.algorithm.adv_estimator)
 
 
 def _learns_entropy(config: Config) -> bool:
@@ -329,7 +343,7 @@ def _old_log_probs(config: Config) -> OldLogProbs:
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     rows: tuple[tuple[bool, OldLogProbs], ...] = (
         # The engine's log-probs are the old ones, even if a setting would need them early.
-        (correction.bypass_mode, "none"),
+        (correction.bypass_mode or config.sft.enabled, "none"),
         (actor.recompute_old_log_prob == "always" or bool(needs_all_old_log_probs(config)), "all"),
         (_reads_old_log_probs(config), "all but the first mini-batch"),
         (True, "none"),
@@ -351,7 +365,7 @@ def needs_all_old_log_probs(config: Config) -> list[str]:
         and correction.rollout_is_batch_normalize,
         # A selection over the mini-batch.
         f"{_A}policy_loss.loss_mode": loss.selects or loss.weighs_groups,
-        f"{_A}top_entropy_quantile": not config.distillation.is_alone and actor.top_entropy_quantile < 1,
+        f"{_A}top_entropy_quantile": config.learns_from_rewards and actor.top_entropy_quantile < 1,
         f"{_A}adaptive_entropy.target_entropy": actor.adaptive_entropy.enabled,
         # Load balancing of replayed experts.
         f"{_A}router_aux_loss_coef": bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2",

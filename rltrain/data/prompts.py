@@ -27,6 +27,25 @@ _SEARCH_S = 5.0
 
 
 @dataclass(frozen=True)
+class Responses:
+    """Token ids of a response per prompt, concatenated, with a mask of the tokens to learn."""
+
+    values: np.ndarray
+    mask: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Responses:
+        """Join the tokens [t] and masks [t] of all rows."""
+        tokens, masks = zip(*rows, strict=True)
+        return cls(np.concatenate(tokens), np.concatenate(masks), np.cumsum([0, *map(len, tokens)]))
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        part = slice(self.offsets[i], self.offsets[i + 1])
+        return self.values[part], self.mask[part]
+
+
+@dataclass(frozen=True)
 class PromptStore:
     """Token ids of prompts, concatenated. Text prompts are readable without torch or a tokenizer.
 
@@ -44,6 +63,8 @@ class PromptStore:
     encoder: ChatEncoder | None = None
     placeholder: int | None = None
     """Token id of image placeholders. This and the three fields above are None if no prompt has images."""
+    responses: Responses | None = None
+    """Responses from the data, for supervised fine-tuning."""
 
     def __len__(self) -> int:
         return len(self.row_index)

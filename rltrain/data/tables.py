@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -20,7 +20,7 @@ from rltrain.common.errors import DataError, RltrainError, first_line, host_erro
 from rltrain.common.seeds import stream
 from rltrain.common.storage import patiently
 from rltrain.data.checks import VIDEOS, Keys, check_columns, check_schema
-from rltrain.data.files import MAX_EXPANSION, MAX_FILE_BYTES, kind_of, records
+from rltrain.data.files import MAX_EXPANSION, MAX_FILE_BYTES, files_of, kind_of, records
 from rltrain.data.pictures import PictureFile, PictureTable
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,26 @@ class Pickled(Table):
 def open_table(path: str, keys: Keys) -> Table:
     """Open all rows of a file. Raises DataError if it is unreadable or misses a column, and StorageError."""
     return _asked(path, partial(_read, path, _local(path), keys))
+
+
+def plain_records(path: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield file, row number and all columns of each row of the files that ``path`` names.
+
+    Raises like `open_table`, except that no column is required.
+    """
+
+    def read(name: str, file: Path) -> list[dict[str, Any]]:
+        if (kind := kind_of(name, file)) != "parquet":
+            return list(records(name, file, kind))
+        with pq.ParquetFile(file, page_checksum_verification=True) as source:
+            _check_sizes(name, file, set(source.schema_arrow.names))
+            return source.read().to_pylist()
+
+    for name in files_of(path):
+        for number, record in enumerate(_asked(name, partial(read, name, _local(name)))):
+            if not isinstance(record, dict):
+                raise DataError(f"{name!r} row {number} is a {type(record).__name__}; each must be an object.")
+            yield name, number, record
 
 
 def num_rows(path: str) -> int:

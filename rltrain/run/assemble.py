@@ -50,7 +50,8 @@ def make_trainer(
     models, rewards = _load(cfg, plan, data, group, pool)
     log.info("%s parameters are trained", f"{int(models.sizes['trained_parameters']):,}")
     experience = Experience(cfg, plan, models.policy, rewards, sampler_of(cfg, plan, data.rows["train"]))
-    return PPOTrainer(cfg, plan, models, rewards, experience, data.prompts["train"], on_phase)
+    prompts = data.prompts
+    return PPOTrainer(cfg, plan, models, rewards, experience, prompts["train"], on_phase, prompts.get("val"))
 
 
 def make_evaluation(

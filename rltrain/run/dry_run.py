@@ -124,7 +124,7 @@ def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None,
     Problems are added to ``findings``.
     """
     data = cfg.data
-    if data.custom_cls:  # only the class knows how many rows it makes
+    if data.custom_cls or cfg.sft.enabled:  # only the class knows how many rows it makes
         try:
             read = _load(cfg, findings) if findings.tokenizer_works else None
         except RltrainError as error:
@@ -205,7 +205,7 @@ def _count(split: str, names: Sequence[str], findings: Findings) -> int | None:
 def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     """Score one row per data source with the ground truth as the response, one call each. Return the report."""
     custom, judge, lines = custom_reward(cfg.scoring), cfg.reward.judge, []
-    if not cfg.reward_model.runs_scorers:
+    if not cfg.reward_model.runs_scorers or cfg.sft.enabled:
         return []
     judges = bool(judge.url) or cfg.reward_model.judges
     by_judge = look_at_judge(judge, found) if judge.url else []
@@ -268,7 +268,7 @@ def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
     Only built-in scorers grade them, because a user's function may cost money.
     """
     first = [split.select(range(min(_GRADED_ROWS, len(split)))) for split in rows.values()]
-    if not first:
+    if not first or cfg.sft.enabled:
         return []
     by_rule = cfg.reward.judge.runs_rule or not (cfg.reward.judge.url or cfg.reward_model.judges)
     grade = cfg.reward_model.runs_scorers and by_rule and not (cfg.custom_reward_function.path or cfg.reward.url)

@@ -9,12 +9,14 @@ from typing import Any
 
 from rltrain.common import logs
 from rltrain.common.errors import DataError
+from rltrain.config.budgets import longest_sequence
 from rltrain.config.schema import Config
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.custom import custom_rows
 from rltrain.data.prompts import PromptStore, check_limit_images, check_vocabulary, encode_prompts
 from rltrain.data.row_tools import check_agents
 from rltrain.data.rows import Rows, keys_of, read_rows
+from rltrain.data.turns.demonstrations import encode_demonstrations, read_demonstrations
 from rltrain.trainer.plan import ImageSizes
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,9 @@ def load_data(cfg: Config) -> Data:
         if not files:
             continue
         log.info("reading data.%s_files=%s", split, files)
-        if data.custom_cls:
+        if cfg.sft.enabled:
+            rows_read = read_demonstrations(files, cfg.sft, data, limit)
+        elif data.custom_cls:
             rows_read = custom_rows(data, files, encoder.tokenizer, limit)
         else:
             rows_read = read_rows(files, keys=keys_of(data), max_rows=limit, seed=data.seed if data.shuffle else None)
@@ -69,7 +73,11 @@ def splits_of(cfg: Config) -> list[tuple[str, Any, int]]:
 def encode_split(cfg: Config, split: str, found: Rows, encoder: ChatEncoder) -> tuple[Rows, PromptStore]:
     """Return the tokenised prompts that pass the filter, and their rows. Raises DataError."""
     data = cfg.data
-    store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
+    if cfg.sft.enabled:
+        most = longest_sequence(cfg)
+        store = encode_demonstrations(found, encoder, most, data.filter_overlong_prompts, data.truncation)
+    else:
+        store = encode_prompts(found, encoder, data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
     if not len(store):
         raise DataError(
             f"{found.paths}: no prompt is left for data.{split}_files. Raise "

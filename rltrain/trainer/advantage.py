@@ -64,16 +64,17 @@ class Advantages:
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
         """Compute A(x, y) of every sample, as ``advantage`` [n].
 
-        It is 0 for masked samples (``left_out``), which ``layout`` does not contain, and 0 for all samples if the step
-        does not learn from rewards. Outcome and turn estimators compute their baseline over all samples that are not
-        ``uncompared``, including masked ones.
+        It is 0 for masked samples (``left_out``), which ``layout`` does not contain. If the step does not learn from
+        rewards, it is 1 for all samples in supervised fine-tuning, and otherwise 0. Outcome and turn estimators compute
+        their baseline over all samples that are not ``uncompared``, including masked ones.
 
         Token estimators also write the columns ``advantages`` and ``returns``, turn estimators ``advantages``.
         ``advantage`` is then the mean over the response, and the loss applies the returned whitening to the advantages.
         """
         samples.update({c.LOSS_TOKENS: np.where(samples[c.LEFT_OUT], 0, samples[c.LOSS_TOKENS])})
         if not self._passes.rewarded:
-            samples.update({c.ADVANTAGE: np.zeros(len(samples))})
+            # With the plain policy gradient, an advantage of 1 maximises the likelihood of the responses.
+            samples.update({c.ADVANTAGE: np.full(len(samples), float(self._passes.supervised))})
             return Whitening(), {}
         # `_kl_penalty` updates `self.kl_coef` for the next step.
         coef = self.kl_coef

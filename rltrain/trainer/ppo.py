@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, StepModels
+from rltrain.trainer.supervised import LossValidation, supervised_metrics
 from rltrain.trainer.validation import Validation
 from rltrain.workers.interface.results import UpdateNumbers
 from rltrain.workers.interface.tasks import UpdateTask
@@ -75,6 +77,7 @@ class PPOTrainer:
         experience: Experience,
         prompts: PromptStore | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
+        val_prompts: PromptStore | None = None,
     ) -> None:
         self.cfg = cfg
         self.plan = plan
@@ -101,7 +104,10 @@ class PPOTrainer:
         # A single source needs no metrics by source.
         self._sources = sources if len(set(sources.tolist())) > 1 else None
         folder = cfg.trainer.default_local_dir
-        self.validation = Validation(rollout, cfg.data, plan, self.actor, rewards, folder, on_phase)
+        parts = (rollout, cfg.data, plan, self.actor, rewards, folder, on_phase)
+        self.validation = Validation(*parts)
+        if plan.passes.supervised:
+            self.validation = LossValidation(*parts, lay_out=partial(self._cut_validation, val_prompts))
 
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
@@ -267,7 +273,7 @@ class PPOTrainer:
         metrics |= self._alarms.gap(metrics)
         # The phase adv runs no model, so it has no FLOPs.
         costs = {
-            phase: cost_of(layout, self._workload(samples, updates=phase in UPDATES))
+            phase: cost_of(layout, self._workload(samples, self._prompts, updates=phase in UPDATES))
             for phase, layout in record.layouts.items()
             if phase != "adv"
         }
@@ -289,11 +295,12 @@ class PPOTrainer:
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)
         through_driver, between_nodes = ((self._bytes() - record.bytes_before) / len(samples)).tolist()
         metrics |= {"perf/node_bytes_per_sample": between_nodes} if plan.num_nodes > 1 else {}
-        return metrics | {
+        metrics |= {
             "training/global_step": float(record.step),
             "training/epoch": float(self.experience.epoch),
             "perf/driver_bytes_per_sample": through_driver,
         }
+        return supervised_metrics(metrics) if plan.passes.supervised else metrics
 
     # -- layouts of a batch --------------------------------------------------------------------------------------------
 
@@ -303,8 +310,12 @@ class PPOTrainer:
         record.layouts[name] = layout
         return layout
 
-    def _cut(self, samples: Samples, name: str, mini_batches: list[Ids]) -> Layout:
-        ranks, work = self.plan.ranks[PASSES[name].role], self._workload(samples, updates=PASSES[name].updates)
+    def _cut_validation(self, prompts: PromptStore | None, samples: Samples) -> Layout:
+        return self._cut(samples, "old_log_prob", [np.arange(len(samples))], prompts)
+
+    def _cut(self, samples: Samples, name: str, mini_batches: list[Ids], prompts: PromptStore | None = None) -> Layout:
+        ranks, updates = self.plan.ranks[PASSES[name].role], PASSES[name].updates
+        work = self._workload(samples, prompts or self._prompts, updates=updates)
         return lay_out(mini_batches, work, ranks, self.plan.budgets[name], self.actor.nodes(ranks))
 
     @staticmethod
@@ -317,10 +328,11 @@ class PPOTrainer:
         seed = self.cfg.data.seed if cfg.shuffle else None
         return cut_prompts(self.plan, self.plan.prompts_per_mini_batch, cfg.ppo_epochs, step, seed)
 
-    def _workload(self, samples: Samples, *, updates: bool = False) -> Workload:
+    def _workload(self, samples: Samples, prompts: PromptStore | None, *, updates: bool = False) -> Workload:
         """Return the workload. A token costs 2 FLOPs per matmul weight, a (query, key) pair 4 x heads x head size.
 
-        updates: include the backward pass; a frozen vision tower has none (`tower_numbers`).
+        prompts: of the samples, for their image sizes. updates: include the backward pass; a frozen vision tower has
+        none (`tower_numbers`).
         """
         # Ratio of the two costs above. The actor's ratio is used for every pass: with a different critic model the
         # balance is only an estimate, which costs time and changes no number.
@@ -337,8 +349,8 @@ class PPOTrainer:
             share = sizes["backward_share"] if updates else 1.0
             return share * flops / (2 * sizes["matmul_parameters"])
 
-        if self._prompts is not None and self._prompts.has_images:
-            rows, number = (values[samples[c.ROW]] for values in (self._prompts.image_rows, self._prompts.num_images))
+        if prompts is not None and prompts.has_images:
+            rows, number = (values[samples[c.ROW]] for values in (prompts.image_rows, prompts.num_images))
             work = work.with_images(groups, rows, cost(rows, number))
         if self.plan.passes.images_between_turns and c.ANSWER_IMAGE_ROWS in samples.numbers:
             own = samples[c.ANSWER_IMAGE_ROWS]

@@ -133,6 +133,7 @@ class ActorRefWorker(Actor):
         columns |= {c.ENTROPY: entropy} if self._passes.masks_certain else {}
         columns |= routed
         per_sample = {c.LOSS_TOKENS: columns[c.LOSS_MASK].sum().numpy()} if self._rules else {}
+        per_sample |= {c.LOG_PROB_SUM: log_probs.sum().double().numpy()} if self._passes.supervised else {}
         there = ~entropy.broadcast(batch.dense(c.AGENT_FAILED)).values.bool() if c.AGENT_FAILED in batch else ...
         moments["entropy"] = Moments.of(entropy.values[there])
         return Batch({c.OLD_LOG_PROBS: log_probs, **columns}), PassNumbers(per_sample, moments)
@@ -240,7 +241,7 @@ class ActorRefWorker(Actor):
         beside = self._beside.states(inputs) if self._beside else None
         temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
         # If no earlier pass compared actor and engine, the update's forward pass does.
-        measures = not mini.has_old_log_probs or self._passes.bypass
+        measures = (not mini.has_old_log_probs or self._passes.bypass) and not self._passes.supervised
         log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, beside)
         if not len(micro):
             return empty_loss(log_probs, outputs.balance_loss)

@@ -20,12 +20,14 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.config.step_passes import StepPasses
+from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.models.forward import model_numbers
 from rltrain.models.weights.spec import specs_of
 from rltrain.workers.actor_ref import ActorRefWorker
 from rltrain.workers.critic import CriticWorker
+from rltrain.workers.demonstrations import DemonstrationWorker
 from rltrain.workers.diagnostics.full_device import device_is_full, is_out_of_memory
 from rltrain.workers.diagnostics.links import LinksWorker
 from rltrain.workers.diagnostics.profiling import Profiler
@@ -56,14 +58,16 @@ class HybridWorker(Models, Advantages):
         device = get_device(self._cfg.trainer.device)
         device.activate()
         if not device.is_cpu:
-            check_node(device.kind, device.name, ENGINES[self._cfg.actor_rollout_ref.rollout.name].package)
+            engine = None if passes.supervised else ENGINES[self._cfg.actor_rollout_ref.rollout.name].package
+            check_node(device.kind, device.name, engine)
         self.residency = residency = Residency(device)
         specs = specs_of(self._cfg, device, passes)
         self.actor = actor = ActorRefWorker(self._cfg, specs, passes, residency)
-        self.rollout = RolloutWorker(
-            self._cfg, passes, residency, self._prompts, actor.policy, lambda: actor.num_updates,
-            actor.text_log_probs, self._rows,
-        )  # fmt: skip
+        self.rollout = (
+            DemonstrationWorker(self._prompts, chat_encoder(self._cfg), images=passes.images)
+            if passes.supervised
+            else self._make_rollout(passes)
+        )
         self.roles += [self.actor, self.rollout, *([self.actor.frozen] if passes.trains else [])]
         if passes.reference_moves:
             self.roles.append(
@@ -81,12 +85,19 @@ class HybridWorker(Models, Advantages):
             self.judge = JudgeWorker(self._cfg, specs, passes, residency)
             self.roles.append(self.judge)
         assert passes.roles <= residency.models.keys(), f"nobody loads {passes.roles - residency.models.keys()}"
-        if passes.trains:
+        if passes.trains and not passes.supervised:
             check_room(self._cfg.actor_rollout_ref.rollout, residency)
         sizes = self.actor.sizes()
         for role, model in residency.models.items():
             sizes |= {f"{role}_{name}": number for name, number in model_numbers(model).items()}
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
+
+    def _make_rollout(self, passes: StepPasses) -> RolloutWorker:
+        actor = self.actor
+        return RolloutWorker(
+            self._cfg, passes, self.residency, self._prompts, actor.policy, lambda: actor.num_updates,
+            actor.text_log_probs, self._rows,
+        )  # fmt: skip
 
     def explain(self, error: Exception) -> Exception:
         """Convert an error for the user: an out-of-memory error lists memory by owner and the keys that reduce it."""

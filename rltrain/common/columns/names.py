@@ -141,6 +141,7 @@ REF_LOG_PROBS = _add("ref_log_probs", PER_POLICY_TOKEN, "float32", "ref pass", "
 REF_KL = _add("ref_kl", PER_POLICY_TOKEN, "float32", "ref pass, KL in the reward", "token advantages")
 KL_SUM = _add("kl_sum", PER_SAMPLE, "float64", "ref pass, KL in the reward", "reward of the answer")
 TEACHER_LOG_PROBS = _add("teacher_log_probs", PER_POLICY_TOKEN, "float32", "teacher pass", "teacher's part of the loss")
+LOG_PROB_SUM = _add("log_prob_sum", PER_SAMPLE, "float64", "old_log_prob pass of supervised validation", "validation")
 VALUES = _add("values", PER_POLICY_TOKEN, "float32", "values pass", "token advantages, critic loss")
 
 # -- advantages --------------------------------------------------------------------------------------------------------

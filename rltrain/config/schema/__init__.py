@@ -322,6 +322,23 @@ class ClusterConfig:
 
 
 @dataclass
+class SFTConfig:
+    """Supervised fine-tuning: the responses come from the data, and nothing is generated or scored."""
+
+    enabled: bool = False
+    """Learn the assistant's turns of conversations in the data (rltrain sft sets it)."""
+    messages_key: str = key("messages", only_with="enabled")
+    """Column with conversations: messages of the roles system, user, assistant and tool. Rows without it need
+    data.prompt_key and response_key. A dot selects a field of a column, in every key of a column here."""
+    response_key: str = key("response", only_with="enabled")
+    """Column with the response as text, for rows without messages_key."""
+    tools_key: str = key("tools", only_with="enabled")
+    """Column with the JSON schemas of the tools that a conversation may call: a list, or its JSON text."""
+    turns: Literal["all", "last"] = key("all", only_with="enabled")
+    """Assistant turns that are learned: all, or last (earlier ones belong to the prompt)."""
+
+
+@dataclass
 class Config:
     """All settings of a run."""
 
@@ -333,6 +350,8 @@ class Config:
     """Advantages."""
     distillation: DistillationConfig = section(DistillationConfig, only_with=TRAINS)
     """A teacher."""
+    sft: SFTConfig = section(SFTConfig, only_with=TRAINS)
+    """Supervised fine-tuning."""
     critic: CriticConfig = section(CriticConfig, only_with=WITH_CRITIC)
     """Value function (gae)."""
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig, only_with=_WITH_SCORER)
@@ -345,6 +364,11 @@ class Config:
     """The run."""
     ray_kwargs: RayConfig = section(RayConfig)
     """Ray."""
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """False if a teacher or the responses in the data are the only training signal."""
+        return not (self.distillation.is_alone or self.sft.enabled)
 
     @property
     def cluster(self) -> ClusterConfig:

@@ -20,7 +20,8 @@ _DEFAULT_ROUNDS = 100
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 _ADAPTIVE = "type=adaptive"
 REWARDED = {
-    "distillation.is_alone=False": "distillation.distillation_loss.use_task_rewards=False learns from the teacher alone"
+    "distillation.is_alone=False": "distillation.distillation_loss.use_task_rewards=False learns from the teacher only",
+    "sft.enabled=False": "sft.enabled=True learns from the responses in the data",
 }
 _WEIGHS = {
     "bypass_mode=False or loss_type=reinforce": (

@@ -169,6 +169,8 @@ def forecast(
     phases = device_phases() if phases is None else phases
     if not plan.passes.trains:
         phases = [phase for phase in ("sync", "gen", JUDGE_PHASE, "reward") if phase in phases]
+    if plan.passes.supervised:  # there is no engine
+        phases = [phase for phase in PASSES if phase in phases]
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:
         resting = sum((role.resting(phase) for role in roles.values()), Counter())
@@ -233,7 +235,7 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
 
     def update_actor() -> Owners:
         learns = passes.learns_entropy
-        measures = learns or passes.bypass or passes.old_log_probs != "all"
+        measures = learns or passes.bypass or (passes.old_log_probs != "all" and not passes.supervised)
         own = Counter(learn("update_actor", plan.samples_per_mini_batch, measures, learns))
         if passes.exact_kl_in_loss:
             # The reference's embedding and head stay gathered during the update.

@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 # Metrics shown for a step, in this order. A narrow terminal omits the last ones.
 SHOWN = {
-    "critic/score/mean": "score", "reward/error_rate": "reward_errors", "actor/kl_loss": "kl",
+    "train/loss": "loss", "critic/score/mean": "score", "reward/error_rate": "reward_errors", "actor/kl_loss": "kl",
     "actor/reward_kl_penalty": "kl_in_reward", "response_length/mean": "length", "actor/entropy": "entropy",
     "perf/throughput": "tok/s/device", "actor/grad_norm": "grad_norm", "actor/pg_loss": "pg_loss", "actor/lr": "lr",
-    "timing_s/step": "step_s",
+    "train/grad_norm": "grad_norm", "train/lr": "lr", "timing_s/step": "step_s",
 }  # fmt: skip
 _ONLY_IF_NOT_ZERO = {"reward/error_rate"}
 # Number of recent steps from which the remaining time is estimated.
@@ -114,7 +114,9 @@ def validation_lines(metrics: dict[str, float]) -> dict[str, list[str]]:
     """Return (data source and variable) -> its measured numbers."""
     lines: dict[str, list[str]] = {}
     for key, value in metrics.items():
-        if match := _VALIDATION.fullmatch(key):
+        if key.startswith("val/loss"):
+            lines.setdefault(key.removeprefix("val/"), []).append(f"{value:.4g}")
+        elif match := _VALIDATION.fullmatch(key):
             lines.setdefault(match[1], []).append(f"{match[2]}={value:.4g}")
     return lines
 

@@ -73,6 +73,8 @@ def learning(frame: pd.DataFrame) -> Section:
     section = Section("Learning", "Bands are 95 % intervals of a mean over prompts.")
     score = _lines(frame, {"critic/score/mean": "score"}, {"critic/score/mean": "critic/score/sem"})
     section.charts += [line_chart("Training reward", score)] if score else []
+    names = {name: name.replace("/", " ", 1) for name in frame.columns if re.match(r"(train|val)/loss", name)}
+    section.charts += [line_chart("Loss per token", _lines(frame, names))] if names else []
     core: dict[str, dict[str, str]] = {}
     for name in frame.columns:
         if match := _CORE.fullmatch(name):

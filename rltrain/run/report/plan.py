@@ -29,8 +29,8 @@ def describe(plan: Plan, config: Config) -> str:
         *([("between nodes", _between_nodes(plan, config))] if plan.num_nodes > 1 else []),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
         ("samples per step", f"{plan.samples_per_step:,} ({count(plan.answers_per_prompt, 'answer')} to each prompt)"),
-        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
-         f"{count(rollout.tensor_model_parallel_size, 'device')}, with about {plan.samples_per_replica:,} samples)"),
+        *([] if plan.passes.supervised else [("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
+         f"{count(rollout.tensor_model_parallel_size, 'device')}, with about {plan.samples_per_replica:,} samples)")]),
         ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of "
          f"{count(plan.prompts_per_mini_batch, 'prompt')} = {count(plan.samples_per_mini_batch, 'sample')})"),
         ("a step runs", plan.passes.describe(plan.num_mini_batches)),
@@ -49,6 +49,9 @@ def _algorithm(plan: Plan, config: Config) -> str:
     """Return a text on the training signal."""
     actor, teacher = config.actor_rollout_ref.actor, config.distillation.distillation_loss
     distance = f"{teacher.loss_mode} to the teacher" + " as a cost of each token" * teacher.use_policy_gradient
+    if config.sft.enabled:
+        turns = "the last assistant turn" if config.sft.turns == "last" else "all assistant turns"
+        return f"supervised: negative log-likelihood of {turns}, {actor.loss_agg_mode or TOKEN_MEAN}"
     if config.distillation.is_alone:
         return f"{distance} alone, {actor.loss_agg_mode or TOKEN_MEAN}"
     alone = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
@@ -156,6 +159,8 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
 
 def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Return rows on the scorers."""
+    if plan.passes.supervised:
+        return []
     rows = [("reward", _reward(config))] if config.reward_model.classifies else []
     if config.reward_model.runs_scorers:
         judge, where, limit_s = config.reward.judge, "", f"{config.reward.timeout_s:g} s an answer"
@@ -241,6 +246,7 @@ def _validation(plan: Plan, config: Config) -> list[tuple[str, str]]:
     joint = ", " if trainer.tests_regularly else " and "
     when = joint.join(part for part in (before, every) if part)
     how = "greedy" if val.greedy else f"{count(val.n, 'answer')} to each prompt at temperature {val.temperature:g}"
+    how = "loss per token" if config.sft.enabled else how
     how = how if trainer.val_only else f"{when}: {how}"
     return [("validation", how)] if config.data.val_files and (when or trainer.val_only) else []
 

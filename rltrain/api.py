@@ -24,6 +24,7 @@ from rltrain.config.check import check
 from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.notes import join_by_reason, without_effect
+from rltrain.config.verl.sft import as_training
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,8 +116,6 @@ def sft(config: Settings, *, callbacks: Sequence[Any] = ()) -> RunResult:
 
     config: in one of the forms that `train` takes, or ``key=value`` arguments of the command, with verl's SFT keys.
     """
-    from rltrain.tools.sft import as_training
-
     return train(config if isinstance(config, LoadedConfig) else list(as_training(config)), callbacks=callbacks)
 
 

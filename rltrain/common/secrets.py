@@ -21,7 +21,7 @@ _SECRET = re.compile(
 # Names of columns and of keys in data files, of tokens of a tokenizer, and of numbers of tokens.
 _COLUMNS = re.compile(
     r"(prompt|image|images|video|videos|audio|reward_fn|reward|answer|response|label|input|output|messages|group|sort"
-    r"|own|gdpo_reward|chosen|rejected)_keys?|(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_tokens?"
+    r"|own|tools|gdpo_reward|chosen|rejected)_keys?|(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_tokens?"
     r"|(\w+_)?(max|min|num|draft|new)(_\w+)?_tokens",
     re.IGNORECASE,
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from rltrain.common import logs
 from rltrain.common.errors import ConfigError
 from rltrain.config.schema import ScoringConfig
 from rltrain.config.schema.algorithm import FILTER_METRICS, AlgorithmConfig
@@ -35,13 +36,12 @@ def start_pool(
 ) -> RewardPool | None:
     """Start the rule scorers on the nodes of ``groups`` and try them on one row per data source.
 
-    Returns None if only a reward model scores. splits: references to the rows of ``data``. Output of scorers goes to
+    Returns None if only a reward model scores, or nothing is scored. splits: references to the rows of ``data``. Output of scorers goes to
     ``reward.log`` in ``folder``. deadlines: the trial's deadlines; they also collect the scorers' stacks. stopped():
     raises an error to end a wait.
     """
-    if not cfg.reward_model.runs_scorers:
+    if plan.passes.supervised or not cfg.reward_model.runs_scorers:
         return None
-
     if cfg.reward.judge.url or cfg.reward_model.judges:
         check_judge(cfg.reward.judge)  # here, so that it is a single config error
     watch = PoolWatch(
@@ -54,10 +54,11 @@ def start_pool(
     places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0) for group in groups]
     pool = RewardPool(cfg, plan.num_reward_workers, splits, folder / "reward.log", watch, places)
     deadlines.show("scorers", pool.stacks)
-    for split in splits:
-        scores = pool.score_truths(split, _rows_to_try(cfg, data.rows[split], data.encoder.row_tools))
-        if split == "train" or "train" not in splits:
-            check_columns(algorithm, cfg.reward.weights, scores, split)
+    with logs.waiting("trying the scorers on a row of every data source"):
+        for split in splits:
+            scores = pool.score_truths(split, _rows_to_try(cfg, data.rows[split], data.encoder.row_tools))
+            if split == "train" or "train" not in splits:
+                check_columns(algorithm, cfg.reward.weights, scores, split)
     return pool
 
 

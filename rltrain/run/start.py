@@ -92,11 +92,8 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         watchers.on_wait()
         stop.raise_if_asked()
 
-    pool = None
-    if not plan.passes.supervised:
-        # Before models are loaded, so that a broken scorer fails early.
-        with logs.waiting("trying the scorers on a row of every data source"):
-            pool = start_pool(cfg.scoring, cfg.algorithm, plan, splits, data, groups, folder.path, deadlines, on_wait)
+    # Before models are loaded, so that a broken scorer fails early.
+    pool = start_pool(cfg.scoring, cfg.algorithm, plan, splits, data, groups, folder.path, deadlines, on_wait)
     rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), watchers.on_failure)
     group = WorkerGroup("hybrid", groups, device, threads, *rest)
     # After an error, an orderly stop would wait for workers that hang.
@@ -115,8 +112,8 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
     ppo = validation = archive = None
-    engine = "" if plan.passes.supervised else f", with the {cfg.actor_rollout_ref.rollout.name} engine"
-    with logs.waiting(f"loading {weights} on {workers}{engine}"):
+    engine = "no" if plan.passes.supervised else f"the {cfg.actor_rollout_ref.rollout.name}"
+    with logs.waiting(f"loading {weights} on {workers}, with {engine} engine"):
         if plan.passes.trains:
             ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase)
         else:

@@ -11,12 +11,14 @@ from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.stop import Stop
 from rltrain.config.check import check
 from rltrain.config.load import load_config
+from rltrain.config.schema import DataConfig, SFTConfig
+from rltrain.config.verl.sft import as_training
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.turns.demonstrations import encode_demonstrations, read_demonstrations
 from rltrain.run.splits import load_data
-from rltrain.tools.sft import as_training
 from tests.distance import distance
 from tests.local import local_trainer
+from tests.tiny_tools import CALL, save_calling_tokenizer
 
 STEPS, LR, EPS = 3, 1e-2, 1e-2
 
@@ -162,7 +164,7 @@ def moved(words):
     return losses, {name: weight.full_tensor() for name, weight in weights.items()}, trainer
 
 
-@pytest.mark.smoke("supervised fine-tuning equals a plain loop")
+@pytest.mark.smoke("Supervised fine-tuning equals a plain loop")
 @pytest.mark.usefixtures("process_group")
 def test_loss_and_weights_equal_a_plain_loop_for_any_cut(words):
     rows = [conversation(number) for number in range(12)]
@@ -193,3 +195,27 @@ def test_validation_reports_the_loss_per_token_of_each_source(words, tmp_path):
     later = trainer.validation.run(1, Stop()).metrics
     assert later["val/loss"] < metrics["val/loss"]
     assert not {name for name in step if name.startswith(("critic/", "reward/", "rollout/"))}
+
+
+def test_calls_are_learned_and_results_are_not(tmp_path):
+    """The tokens of the call, of its result and of the next turn are those of a rollout."""
+    save_calling_tokenizer(tmp_path / "model")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    turns = [
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "5"},
+    ]
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns, "tools": [schema]}))
+    sft, data = SFTConfig(enabled=True), DataConfig()
+    rows = read_demonstrations(str(tmp_path / "rows.jsonl"), sft, data, -1)
+    encoder = ChatEncoder(str(tmp_path / "model"))
+    store = encode_demonstrations(rows, encoder, 512, False, "error")
+    tokens, mask = store.responses[0]
+    whole = encoder.encode_batch([turns], answered=True, tools=[schema])[0]
+    assert [*store.prompt(0), *tokens] == whole[:-1]  # without the newline after the end token
+    parts = ["".join(encoder.tokenizer.convert_ids_to_tokens(part.tolist())) for part in (tokens[mask], tokens[~mask])]
+    assert parts[0] == f"\n{CALL}<|im_end|>5<|im_end|>"
+    assert parts[1] == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"

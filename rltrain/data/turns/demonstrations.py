@@ -1,8 +1,8 @@
 """Demonstrations for supervised fine-tuning: rows of conversations, and their tokens with a mask of assistant turns.
 
 Problem: a model that is trained on a rendered conversation may learn other tokens than it samples later, because a
-template may render past turns differently (it drops their reasoning, or ends them otherwise). Choice: the tokens are
-those of a rollout in which the policy says what the assistant says. Each turn is rendered after the generation prompt
+template may render past turns differently (it drops their reasoning, or ends them otherwise). Choice: the tokens equal
+a rollout in which the policy writes the assistant's turns. Each turn is rendered after the generation prompt
 and ends with its end token, and `Seam` writes the tokens between turns. Left out: videos, images after the prompt, and
 token ids or masks from the data.
 """

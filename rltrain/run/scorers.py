@@ -36,9 +36,9 @@ def start_pool(
 ) -> RewardPool | None:
     """Start the rule scorers on the nodes of ``groups`` and try them on one row per data source.
 
-    Returns None if only a reward model scores, or nothing is scored. splits: references to the rows of ``data``. Output of scorers goes to
-    ``reward.log`` in ``folder``. deadlines: the trial's deadlines; they also collect the scorers' stacks. stopped():
-    raises an error to end a wait.
+    Returns None if only a reward model scores, or nothing does. splits: references to the rows of ``data``. Output of
+    scorers goes to ``reward.log`` in ``folder``. deadlines: the trial's deadlines; they also collect the scorers'
+    stacks. stopped(): raises an error to end a wait.
     """
     if plan.passes.supervised or not cfg.reward_model.runs_scorers:
         return None

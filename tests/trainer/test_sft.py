@@ -217,5 +217,5 @@ def test_calls_are_learned_and_results_are_not(tmp_path):
     whole = encoder.encode_batch([turns], answered=True, tools=[schema])[0]
     assert [*store.prompt(0), *tokens] == whole[:-1]  # without the newline after the end token
     parts = ["".join(encoder.tokenizer.convert_ids_to_tokens(part.tolist())) for part in (tokens[mask], tokens[~mask])]
-    assert parts[0] == f"\n{CALL}<|im_end|>5<|im_end|>"
-    assert parts[1] == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert parts[0] == f"{CALL}<|im_end|>5<|im_end|>"
+    assert parts[1] == "\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"

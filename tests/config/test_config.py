@@ -309,7 +309,7 @@ def test_secrets_are_masked_and_lengths_are_not(monkeypatch):
     assert config.reward.url_headers == {"Authorization": "Bearer abc", "X-Me": "me"}
     text = to_yaml(config)
     command = masked_command([*secrets, *headers, "--api-key", "abc", "next"])
-    for secret in ("abc", "3141592", "2718281", ": me", "=me"):
+    for secret in ("abc", "3141592", "2718281", ": me\n", "=me"):
         assert secret not in text + command
     assert masked_command(PLAIN) == " ".join(PLAIN)
     assert command.endswith(" --api-key '***' next")

@@ -17,7 +17,7 @@ from rltrain.common.plugin import is_plugin, plugin_file
 from rltrain.common.storage import converter_hint, matching
 from rltrain.config.agents import several_turns
 from rltrain.config.budgets import budget_problems
-from rltrain.config.engine_rules import engine_problems, replay_problems, tail_problems
+from rltrain.config.engine_rules import engine_problems, replay_problems, supervised_problems, tail_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.passes import has_critic, has_reference, step_phases
 from rltrain.config.schema import Config
@@ -82,7 +82,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     if "actor" in roles_of(config):
         rules += [rule(config) for rule in (_mixing, _precision, _comparison, _correction, _entropy, _shared_sequences)]
         rules += [reward_terms(config.scoring, algorithm), tail_problems(config), replay_problems(config)]
-        rules.append(_supervised(config))
+        rules.append(supervised_problems(config))
         rules.append(asked_of_scorers(config.reward_model, algorithm, config.data.sampler.name))
         exact_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
         rules.append(distillation_problems(config.distillation, exact_kl, algorithm.use_kl_in_reward))
@@ -335,27 +335,6 @@ def _mixing(config: Config) -> Iterator[str]:
         yield f"data.mixing={as_text(mixing)}: every weight is 0, so no prompt is left. Give one that is more."
     if mixing and sampler != "shuffle":
         yield f"data.mixing and data.sampler.name={sampler} both choose the prompts of a batch. Keep one of them."
-
-
-def _supervised(config: Config) -> Iterator[str]:
-    """Yield errors for settings that need generated responses, in supervised fine-tuning."""
-    rollout, data, enabled = config.actor_rollout_ref.rollout, config.data, "sft.enabled=True"
-    if not config.sft.enabled:
-        return
-    if rollout.n > 1 or rollout.val_kwargs.n > 1:
-        key = f"{_R}n={rollout.n}" if rollout.n > 1 else f"{_R}val_kwargs.n={rollout.val_kwargs.n}"
-        yield f"{key}: with {enabled} a row has one response. Leave it out."
-    if data.truncation not in ("error", "right"):
-        yield f"data.truncation={data.truncation}: with {enabled} use right, or data.filter_overlong_prompts=True."
-    refused = {
-        "distillation.enabled": config.distillation.enabled, "data.custom_cls": data.custom_cls is not None,
-        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
-        f"{_R}tail": rollout.tail != "off", "reward_model.enable": config.reward_model.enable,
-        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
-    }  # fmt: skip
-    for key in (key for key, is_set in refused.items() if is_set):
-        why = f"it needs generated responses, and {enabled} learns from the data"
-        yield f"{key}={as_text(get(config, key))}: {why}. Leave it out."
 
 
 def _shared_sequences(config: Config) -> Iterator[str]:

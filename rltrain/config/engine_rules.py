@@ -212,3 +212,24 @@ def _engine(config: Config) -> Iterator[str]:
             f"data.max_prompt_length={data.max_prompt_length} tokens. Leave it out, or set it to at least "
             f"{data.max_prompt_length + data.max_response_length}."
         )
+
+
+def supervised_problems(config: Config) -> Iterator[str]:
+    """Yield errors for settings that need generated responses, in supervised fine-tuning."""
+    rollout, data, enabled = config.actor_rollout_ref.rollout, config.data, "sft.enabled=True"
+    if not config.sft.enabled:
+        return
+    if rollout.n > 1 or rollout.val_kwargs.n > 1:
+        key = f"{_R}n={rollout.n}" if rollout.n > 1 else f"{_R}val_kwargs.n={rollout.val_kwargs.n}"
+        yield f"{key}: with {enabled} a row has one response. Leave it out."
+    if data.truncation not in ("error", "right"):
+        yield f"data.truncation={data.truncation}: with {enabled} use right, or data.filter_overlong_prompts=True."
+    refused = {
+        "distillation.enabled": config.distillation.enabled, "data.custom_cls": data.custom_cls is not None,
+        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+        f"{_R}tail": rollout.tail != "off", "reward_model.enable": config.reward_model.enable,
+        "algorithm.use_kl_in_reward": config.algorithm.use_kl_in_reward,
+    }  # fmt: skip
+    for key in (key for key, is_set in refused.items() if is_set):
+        why = f"it needs generated responses, and {enabled} learns from the data"
+        yield f"{key}={as_text(get(config, key))}: {why}. Leave it out."

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import pkgutil
 import sys
 
-from rltrain import data_preprocess
-from rltrain.commands import COMMANDS, REMOVED
+from rltrain.commands import COMMANDS, REMOVED, converters
 from rltrain.common.errors import lenient_output
 
 # Commands of other programs.
@@ -20,25 +18,31 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     lenient_output()
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in ("-h", "--help") or words == ["help"]:
         sys.stdout.write(_usage())
         return 0
+    helps = words[0] == "help"
+    words = words[helps:]
     if words[0] in ("--version", "version"):
         words = ["train", "--version"]
     # Two words first, so that `rewards try` is not parsed as a command `rewards`.
     two = " ".join(words[:2])
     command, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
+    if helps:  # of a converter the name comes first
+        rest = [*rest, "--help"] if command == "data" else ["--help", *rest]
     if command in REMOVED:
         sys.stderr.write(f"error: {REMOVED[command]}\n")
         return 2
-    if command == "data" and rest and rest[0] in _converters():
+    if command == "data" and rest and rest[0] in converters():
         command = f"data {rest.pop(0)}"
-        module = f"{data_preprocess.__name__}.{command.removeprefix('data ')}"
+        module = f"rltrain.data_preprocess.{command.removeprefix('data ')}"
     elif command == "data" and rest and rest[0] in ("-h", "--help"):
-        sys.stdout.write(f"usage: rltrain data CONVERTER ...\n\nconverters: {', '.join(_converters())}\n")
+        sys.stdout.write(
+            f"usage: rltrain data CONVERTER ...\n\nMake data files. Converters: {', '.join(converters())}.\n"
+        )
         return 0
     elif command == "data":
-        sys.stderr.write(f"error: rltrain data needs the name of a converter: {', '.join(_converters())}.\n")
+        sys.stderr.write(f"error: rltrain data needs the name of a converter: {', '.join(converters())}.\n")
         return 2
     elif command in COMMANDS:
         module = COMMANDS[command][0]
@@ -55,15 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     return importlib.import_module(module).main(rest)
 
 
-def _converters() -> list[str]:
-    helpers = {"benchmark", "common", "messages", "sources", "lint"}
-    return [module.name for module in pkgutil.iter_modules(data_preprocess.__path__) if module.name not in helpers]
-
-
 def _usage() -> str:
     lines = [f"  {name:<12} {text}\n" for name, (_, text) in COMMANDS.items()]
     lines.append(f"  {'data':<12} make a data file (rltrain data gsm8k --help)\n")
-    return "usage: rltrain COMMAND ...\n\n" + "".join(lines) + "\nEach is also a module: python -m rltrain.view ...\n"
+    what = "usage: rltrain COMMAND ...\n\nTrain language and vision-language models with PPO, GRPO and others.\n\n"
+    return (
+        what + "".join(lines) + "\nrltrain help COMMAND explains one. Each is also a module: python -m rltrain.view …\n"
+    )
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import CodeType, ModuleType
 
 COMMANDS = {
@@ -37,6 +39,7 @@ COMMANDS = {
     "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),
     "agents try": ("rltrain.tools.try_agent", "try tools, an environment or an agent on a row"),
     "collect": ("rltrain.tools.collect", "collect the files of a run for a bug report"),
+    "completion": ("rltrain.tools.completion", "tab completion for bash and zsh: source <(rltrain completion)"),
     "env": ("rltrain.run.report.env_report", "versions, machine and devices, for a bug report"),
 }
 # Commands of earlier versions -> error message.
@@ -45,6 +48,13 @@ REMOVED: dict[str, str] = {
     "sync": "rltrain sync was removed: type wandb sync RUN/wandb/offline-run-* (docs/logging.md).",
 }
 _OTHER_NAMES = {"env_report": "env"}
+
+
+def converters() -> list[str]:
+    """Return the names that ``rltrain data`` takes."""
+    helpers = {"benchmark", "common", "messages", "sources", "lint"}
+    folder = str(Path(__file__).with_name("data_preprocess"))
+    return [module.name for module in pkgutil.iter_modules([folder]) if module.name not in helpers]
 
 
 def home(name: str) -> str | None:

@@ -106,7 +106,8 @@ def _message(error: RltrainError) -> str:
 
 def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.help is not None:
-        _write(help_text(arguments.help))
+        # Several words: --help learning rate.
+        _write(help_text(" ".join([arguments.help, *(arguments.overrides if arguments.help else ())])))
         return 0
     if arguments.version:
         from rltrain.run.report.env_report import short_facts

@@ -48,6 +48,22 @@ def test_help_finds_keys_and_sections_by_the_end_of_their_names():
     assert "clip_grad (float)" in help_text("actor_rollout_ref.actor.grad_clip"), "verl's older name"
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [("learning rate", "actor.optim.lr"), ("resume", "trainer.resume_mode"), ("KL", "actor.use_kl_loss"),
+     ("eval", "trainer.test_freq"), ("batch size", "data.train_batch_size"), ("early stopping", "trainer.patience"),
+     ("Early-stopping patience", "trainer.patience")],
+)  # fmt: skip
+def test_help_searches_names_and_sentences(words, key, capsys):
+    assert main(["--help", *words.split()]) == 0
+    assert f"{key}: " in capsys.readouterr().out
+
+
+def test_help_of_words_that_are_a_name_is_that_name():
+    assert "use_kl_loss (bool)" in help_text("use kl loss")
+    assert "hf upload" in help_text("push to hub")
+
+
 def test_help_for_what_is_not_there_names_what_is():
     with pytest.raises(ConfigError, match=r"--help algorithm\.adv_estimator"):
         help_text("adv_estimatr")

@@ -270,6 +270,12 @@ def short(value: object, most: int = 100) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def usage_text(doc: str) -> str:
+    """Return the help text of a docstring that begins with ``COMMAND``: and a sentence; other texts unchanged."""
+    head, mark, rest = doc.removeprefix("``").partition("``: ")
+    return f"usage: {head}\n\n{rest}" if mark and doc.startswith("``") else doc
+
+
 def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
     """Decorate a program's ``main(argv)``: print an RltrainError (see `system_error`) and return its exit code."""
 

@@ -5,6 +5,7 @@ It reads only the schema, so it is fast and needs no network.
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -14,15 +15,17 @@ from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import Key, all_keys, nearest, sections
 from rltrain.config.verl.keys import rename, verdict
+from rltrain.config.verl.others import names_elsewhere
 
 _START = """\
-usage: python -m rltrain.main_ppo [--config FILE]... [key=value]...
+usage: rltrain train [--config FILE]... [key=value]...
 
 Train a language model with PPO or GRPO. The keys are verl's. Later settings
 win: defaults < --config files < key=value.
 
   --help             this page. --help rollout: the keys of a section;
-                     --help lr: one key, wherever it is; --help all: everything
+                     --help lr: one key, wherever it is; --help learning rate:
+                     keys by words; --help all: everything
   --dry-run          print the plan, keys without effect and errors, and stop;
                      exit code 2 if a run would refuse or lack memory. With
                      --device H100 --nodes 8: seconds of a step there
@@ -32,8 +35,8 @@ win: defaults < --config files < key=value.
   --version          versions of rltrain and of the packages it uses
 
 Examples:
-  python -m rltrain.main_ppo --config base.yaml data.train_batch_size=256
-  python -m rltrain.main_ppo algorithm.adv_estimator=grpo \\
+  rltrain train --config base.yaml data.train_batch_size=256
+  rltrain train algorithm.adv_estimator=grpo \\
       data.train_files=train.parquet data.max_response_length=1024 \\
       actor_rollout_ref.model.path=/models/Qwen3-0.6B \\
       actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1 --dry-run
@@ -45,13 +48,13 @@ Sections, with the number of their keys:
 def help_text(topic: str = "") -> str:
     """Return the output of ``--help topic``.
 
-    topic: empty, "all", a section, a key, or the end of the name of one. Raises ConfigError.
+    topic: empty, "all", a section, a key, the end of the name of one, or words to search for. Raises ConfigError.
     """
     if not topic:
         return "\n".join([_START.rstrip("\n"), *map(_index_line, sections())]) + "\n"
     if topic == "all":
         return "\n".join(_section(name, _keys_of(name)) for name in sections())
-    topic = rename(topic)
+    topic = rename("_".join(topic.split()))
     names = [*sections(), *all_keys()]
     matches = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
     # The common prefix of a model's keys is often omitted.
@@ -59,6 +62,9 @@ def help_text(topic: str = "") -> str:
         # `...` is a value that no row contains.
         if ruling := verdict(key, ...):
             return f"{key}: {'refused' if ruling.forbids else 'accepted, and has no effect'}: {ruling.why}\n"
+    if not matches and (found := _search(topic)):
+        lines = [_wrapped(f"  {key.name}: {' '.join(key.help.split()).partition('. ')[0]}", 6) for key in found]
+        return "\n".join([f"Keys about {topic.replace('_', ' ')} (--help KEY explains one):", *lines]) + "\n"
     if not matches:
         near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
         raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")
@@ -66,6 +72,21 @@ def help_text(topic: str = "") -> str:
         return _layer(matches[0])
     lines = [_index_line(name, "") if name in sections() else _entry(all_keys()[name], name) for name in matches]
     return "\n".join(lines) + "\n"
+
+
+def _search(topic: str) -> list[Key]:
+    """Return the keys whose names and help texts have all words of ``topic``: keys that are named so come first."""
+    # Without endings, so that "stopping" finds "stops".
+    words = [
+        re.sub(r"(?:(?<=([a-z]))\1)?(?:ing|ed|e|s)$", "", word) for word in re.split(r"[\W_]+", topic.lower()) if word
+    ]
+
+    def has_all(text: str) -> bool:
+        return all(re.search(rf"(?<![a-z]){re.escape(word)}", text.lower()) for word in words)
+
+    named = {key.name: " ".join([key.name, *names_elsewhere(key.name)]) for key in all_keys().values()}
+    found = [key for key in all_keys().values() if words and has_all(f"{named[key.name]} {key.help}")]
+    return sorted(found, key=lambda key: not has_all(named[key.name]))
 
 
 def _layer(section: str) -> str:

@@ -194,10 +194,17 @@ def write_splits(output: str | Path, splits: Splits) -> dict[str, Path]:
     return written
 
 
+class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that omits empty defaults."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 def arguments(description: str, *, output: str) -> argparse.ArgumentParser:
     """Return a parser with the options that every converter has."""
     lenient_output()
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=description.replace("``", ""), formatter_class=_WithDefaults)
     parser.add_argument("--output", default=output, help="folder for train.parquet and test.parquet")
     return parser
 

@@ -239,7 +239,7 @@ def describe(findings: Findings) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m rltrain.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="rltrain lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help="parquet files of one run, so that duplicates are seen"

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from rltrain.common.errors import ConfigError
+from rltrain.common.errors import ConfigError, usage_text
 from rltrain.common.stop import Stop
 
 Program = Callable[[argparse.Namespace, Stop], int]
@@ -24,7 +24,7 @@ def explained(usage: str, program: Program, *, estimates: bool = False) -> Progr
 
     def explained_program(arguments: argparse.Namespace, stop: Stop) -> int:
         if arguments.help is not None:
-            sys.stdout.write(usage)
+            sys.stdout.write(usage_text(usage))
             return 0
         for flag in ("print_config", "version", *(() if estimates else ESTIMATE_FLAGS)):
             if getattr(arguments, flag) not in (None, False):

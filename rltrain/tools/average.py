@@ -93,7 +93,7 @@ def _shares(text: str | None, num_models: int) -> Shares:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rltrain.average", description="Average the weights of models.")
+    parser = argparse.ArgumentParser(prog="rltrain average", description="Average the weights of models.")
     parser.add_argument("out", metavar="OUT", help="the folder to make")
     models = "a run folder (its newest checkpoint), global_step_N, a model folder, a name on the hub, or an adapter"
     parser.add_argument("models", metavar="MODEL", nargs="+", help=models)

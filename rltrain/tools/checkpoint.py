@@ -136,7 +136,7 @@ def _steps(name: str) -> list[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rltrain.checkpoint", description="Work on checkpoints of a run.")
+    parser = argparse.ArgumentParser(prog="rltrain checkpoint", description="Work on checkpoints of a run.")
     programs = parser.add_subparsers(dest="program", required=True, metavar="PROGRAM")
     exporting = programs.add_parser("export", help="the model of a checkpoint, as a folder of its own")
     exporting.add_argument(

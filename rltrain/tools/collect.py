@@ -145,7 +145,7 @@ def _masked(text: str, secrets: list[str]) -> str:
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m rltrain.collect",
+        prog="rltrain collect",
         description="Pack what a bug report needs of a run into one archive: configuration, plan, versions, logs, "
         "metrics, incidents, the newest answers and Ray's logs, but no weights. Values of keys that name a secret are "
         f"masked, large files are cut to their ends, and it holds at most {MOST_BYTES >> 20} MiB. Look through it "

@@ -272,7 +272,7 @@ def _lines(metric: str, groups: Sequence[Group]) -> Iterator[Line]:
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m rltrain.compare",
+        prog="rltrain compare",
         description="Compare runs with the first one: first, last, best and mean values of metrics, paired differences "
         "with 95 % intervals, settings and versions that differ, and a page with the curves. Runs that differ only in "
         "their seeds are one line.",

@@ -33,11 +33,11 @@ from rltrain.runtime.hang import Deadlines
 from rltrain.runtime.lifeline import stop_ray
 from rltrain.workers.interface.roles import Links
 
-_USAGE = """usage: python -m rltrain.doctor [--config FILE] key=value ...
+_USAGE = """usage: rltrain doctor [--config FILE] key=value ...
 
-{0}
+Test a cluster before training. Prints a table, and causes and fixes.
 
-The keys are those of training (python -m rltrain.main_ppo --help); these matter here:
+The keys are those of training (rltrain train --help); these matter here:
   ray_kwargs.ray_init.address=auto   the cluster that scripts/ray_start.sh has started; else this machine alone
   trainer.nnodes=N                   default: all nodes of the cluster
   trainer.n_gpus_per_node=N          default: what this machine shows
@@ -55,8 +55,7 @@ _SLOW = 1 / 3
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    usage = _USAGE.format(str(__doc__).splitlines()[0].partition(": ")[2])
-    return guarded(argv, explained(usage, _examine))
+    return guarded(argv, explained(_USAGE, _examine))
 
 
 def _examine(arguments: argparse.Namespace, stop: Stop) -> int:

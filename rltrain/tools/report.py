@@ -13,7 +13,7 @@ from rltrain.run.report.table import show_report
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m rltrain.report",
+        prog="rltrain report",
         description="Show a run by its metrics.jsonl: the seconds of each phase of a step, throughput, the training "
         "reward at the start and at the end, every validation before and after, and the exported model. On a terminal "
         "also each phase's share of the step and the slowest step; elsewhere in a fixed layout for scripts.",

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     defaults = {each.name: "" if each.default is MISSING else as_text(each.default) for each in fields(ServeSettings)}
     keys = "".join(f"  {name}={default}\n      {texts[name]}\n" for name, default in defaults.items())
     parser = argparse.ArgumentParser(
-        prog="python -m rltrain.serve",
+        prog="rltrain serve",
         description="Start vLLM's OpenAI-compatible server of a model: chat and text completions, /v1/models, /health.",
         epilog=f"keys, with their defaults:\n{keys}\n{API_KEY}: if this variable is set, requests need this API key.\n"
         "Arguments after -- are passed to `vllm serve`.",

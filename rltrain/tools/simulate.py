@@ -1,12 +1,12 @@
-"""``rltrain simulate key=value ...``: short for ``rltrain train key=value ... --dry-run --device CHIP``.
+"""``rltrain simulate key=value ...``: Estimate the seconds of a step, as rltrain train … --dry-run --device CHIP.
 
-  key=value            any key of training; only config.json of the model is read, and nothing of the data
-  --device CHIP        such as H100, H20, 910B3 (default: the device of this machine)
-  --nodes N            trainer.nnodes=N
-  --lengths LENGTHS    mean:10426,max:27648 (with spread:, alike:, prompt:), or the folder of a run for the lengths of
-                       its saved samples (default: half of data.max_response_length on average)
-  --assume A=X,B=Y     other assumptions; all are printed with the result
-  --config FILE        settings of a file
+key=value            any key of training; only config.json of the model is read, and nothing of the data
+--device CHIP        such as H100, H20, 910B3 (default: the device of this machine)
+--nodes N            trainer.nnodes=N
+--lengths LENGTHS    mean:10426,max:27648 (with spread:, alike:, prompt:), or the folder of a run for the lengths of
+                     its saved samples (default: half of data.max_response_length on average)
+--assume A=X,B=Y     other assumptions; all are printed with the result
+--config FILE        settings of a file
 Exit code 0: estimated; 2: an argument is wrong, or a device would be out of memory.
 """
 

@@ -33,9 +33,9 @@ from rltrain.main_ppo import main as guarded
 from rltrain.models.files.digest import digest_of_files, digest_of_model, digests_of_values
 from rltrain.run.program import explained
 
-_USAGE = """usage: python -m rltrain.sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
+_USAGE = """usage: rltrain sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
 
-{0}
+Make a run for every combination of values, one after the other.
 
   key=a,b        a run with each; several such keys make all combinations. A comma in brackets or quotes makes no list.
   --out FOLDER   where the runs' folders, sweep.json and the comparison are (default: trainer.default_local_dir)
@@ -273,8 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         runs, out = load_runs(arguments, own.out)
         return _dry_run(runs) if arguments.dry_run else sweep(runs, out, stop)
 
-    usage = _USAGE.format(str(__doc__).splitlines()[0].partition(": ")[2])
-    return guarded(words, explained(usage, program))
+    return guarded(words, explained(_USAGE, program))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Try tools, an environment or an agent on a row of a data file, in this process: prints are shown, breakpoint() works.
 
-    python -m rltrain.agents.try tools.py train.parquet --turns turns.txt     # or a module, or verl's YAML file
-    python -m rltrain.agents.try shop.py:Shop train.parquet                   # a class: turns are typed
-    python -m rltrain.agents.try agent.py:agent train.parquet --model MODEL   # a model generates, greedily
+    rltrain agents try tools.py train.parquet --turns turns.txt     # or a module, or verl's YAML file
+    rltrain agents try shop.py:Shop train.parquet                   # a class: turns are typed
+    rltrain agents try agent.py:agent train.parquet --model MODEL   # a model generates, greedily
 
 A turn is the policy's text with its tool calls; a line --- ends it. With --model, its chat template formats prompt and
 tool results. Other settings are those of a run: actor_rollout_ref.rollout.multi_turn.environment_kwargs='{most: 3}'.
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m rltrain.agents.try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "rltrain agents try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", help="tools (FILE.py, package.module, FILE.yaml), or FILE.py:NAME of a class or agent")
     parser.add_argument("data", help="a file with rows of the run")

@@ -1,8 +1,8 @@
 """Try a reward function on rows of a parquet file, in this process: its prints are shown, and breakpoint() works.
 
-    python -m rltrain.rewards.try my_reward.py train.parquet
-    python -m rltrain.rewards.try my_reward.py train.parquet --answers answers.txt --kwargs scale=2
-    python -m rltrain.rewards.try judge train.parquet --kwargs url=http://host:8000/v1 model=NAME
+    rltrain rewards try my_reward.py train.parquet
+    rltrain rewards try my_reward.py train.parquet --answers answers.txt --kwargs scale=2
+    rltrain rewards try judge train.parquet --kwargs url=http://host:8000/v1 model=NAME
 
 Without --answers the responses to a row are its ground truth in the forms that scorers read, a wrong response, and a
 list of numbers that contains the ground truth. A scorer that rewards such a list teaches a policy to guess.
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m rltrain.rewards.try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "rltrain rewards try", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("reward", help="custom_reward_function.path of the run, or judge")
     parser.add_argument("data", help="a parquet file with rows of the run")

@@ -99,7 +99,7 @@ def is_over(run: Path) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m rltrain.watch",
+        prog="rltrain watch",
         description="Watch a run by its folder, from any machine that sees it: on a terminal its step and phase, the "
         "newest numbers and warnings, the time left; elsewhere the lines of its train.log as they come. Ends with the "
         "run's last step.",

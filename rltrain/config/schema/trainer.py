@@ -99,7 +99,7 @@ class TrainerConfig:
     keep_best_mode: Literal["max", "min"] = key("max", only_with=_BY_METRIC)
     """Best value: the largest (max) or the smallest (min)."""
     patience: int | None = key(None, least=1, only_with=_BY_METRIC | TRAINS)
-    """Stop after this number of validations in a row without a better keep_best; null: never."""
+    """Early stopping: end after this number of validations in a row without a better keep_best; null: never."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto (the newest checkpoint in the run folder), disable, or resume_path. The last two apply to the first start
     only: rerunning the same command resumes from the newest checkpoint of its folder."""

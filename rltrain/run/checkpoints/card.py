@@ -22,6 +22,7 @@ from rltrain.run.report.env_report import command_line
 _NOT_SHOWN = ("reward_kwargs", "env_vars", "url_headers")
 # Names of data sets on the hub, which are also the data sources of verl's converters.
 _ON_HUB = re.compile(r"(?!rltrain/)[\w.-]+/[\w.-]+")
+_SCORE = re.compile("val-core/")
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-ascend", "sglang")
 
 
@@ -83,13 +84,9 @@ def scores(lines: Sequence[Mapping[str, Any]], step: int) -> str:
 
     lines: of metrics.jsonl.
     """
-    validations = [line for line in lines if line.get("step", step + 1) <= step and any(map(_is_score, line))]
+    validations = [line for line in lines if line.get("step", step + 1) <= step and any(map(_SCORE.match, line))]
     ends = [validations[0], *validations[1:][-1:]] if validations else []
-    names = [name for name in dict.fromkeys(name for line in ends for name in line) if _is_score(name)]
+    names = [name for name in dict.fromkeys(name for line in ends for name in line) if _SCORE.match(name)]
     rows = [["validation", *(f"step {line['step']}" for line in ends)], ["---"] * (len(ends) + 1)]
     rows += [[name, *(f"{line[name]:.4g}" if name in line else "" for line in ends)] for name in names]
     return "\n## Scores\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows) if names else ""
-
-
-def _is_score(name: str) -> bool:
-    return name.startswith("val-core/")

@@ -1,10 +1,11 @@
-"""``python -m rltrain.env_report``: facts about the machine for a bug report.
+"""``rltrain env``: facts about the machine for a bug report.
 
 Every run writes these facts into its env.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -86,10 +87,7 @@ def short_facts() -> str:
 @command
 def main(argv: list[str] | None = None) -> int:
     """Print facts about this machine, then the report of torch.utils.collect_env."""
-    if words := sys.argv[1:] if argv is None else argv:
-        asked = words[0] in ("-h", "--help")
-        (sys.stdout if asked else sys.stderr).write(f"usage: python -m rltrain.env\n\n{main.__doc__}\n")
-        return 0 if asked else 2
+    argparse.ArgumentParser("rltrain env", description=main.__doc__).parse_args(argv)
     from torch.utils.collect_env import get_pretty_env_info
 
     parts = [json.dumps(facts() | device_facts(), indent=1), get_pretty_env_info()]

@@ -256,7 +256,7 @@ def _labelled(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rltrain.view", description="Show the answers that a run has kept.")
+    parser = argparse.ArgumentParser(prog="rltrain view", description="Show the answers that a run has kept.")
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--val", action="store_true", help="answers of validation instead of training")

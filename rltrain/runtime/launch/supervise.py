@@ -242,9 +242,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
-        usage="python -m rltrain.supervise [OPTION ...] -- COMMAND ...", allow_abbrev=False,
-        description="Runs COMMAND again when it ends with exit code 75 (try again) or is killed by a signal. Ends with "
-        "its exit code; SIGTERM and SIGINT (it saves and ends) and SIGUSR1 (it saves) are handed on to it.",
+        usage="rltrain supervise [OPTION ...] -- COMMAND ...", allow_abbrev=False,
+        description="Run COMMAND, and again if it ends with exit code 75 (try again) or is killed by a signal. The "
+        "exit code is its last one. SIGTERM and SIGINT (save and end) and SIGUSR1 (save) are passed on to it.",
     )  # fmt: skip
     add = parser.add_argument
     add("--max-restarts", type=int, default=50, metavar="N", help="run it again so often at most (50)")

@@ -1,4 +1,4 @@
-"""``python -m rltrain.evaluate model=PATH data=FILES [key=value ...]``: scores of models, with confidence intervals.
+"""``rltrain evaluate model=PATH data=FILES [key=value ...]``: Report scores of models, with confidence intervals.
 
 model=PATH          a Hugging Face folder or hub name, a run folder (its newest checkpoint) or RUN/global_step_N;
                     several as A,B or as a pattern. Settings of a run's validation (lengths, reward, sampling,
@@ -74,12 +74,9 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
                 results.append(evaluate_model(request, model, stop))
     folder = request.root if several else request.folder(request.models[0])
     file = folder / (RESULTS if several else RESULT)
-    paired = []
+    answers = (request.folder(model) / one["answers"] for model, one in zip(request.models, results, strict=True))
+    paired = differences(results, map(read_parquet, answers)) if several else []
     if several:
-        files = (
-            request.folder(model) / result["answers"] for model, result in zip(request.models, results, strict=True)
-        )
-        paired = differences(results, map(read_parquet, files))
         write_json(file, {"evaluations": results, "differences": paired})
     write_page(folder / PAGE, results)
     show(results, paired)

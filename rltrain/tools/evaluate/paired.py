@@ -37,13 +37,14 @@ def differences(results: Sequence[Mapping[str, Any]], tables: Iterable[pd.DataFr
     (first, *others), found = [prompt_means(table) for table in tables], list[dict[str, Any]]()
     for result, means in zip(results[1:], others, strict=True):
         gaps = {source: (means[source] - first[source]).dropna().to_numpy() for source in first if source in means}
-        parts, figures, draws = dict[str, Any](), [], []
+        parts, figures, draws, shared = dict[str, Any](), [], [], {"prompts": 0, "binary": True}
         for source, values in ((source, values) for source, values in gaps.items() if len(values)):
             draws.append({"mean": statistics.draws_of(values[:, None], source)[:, 0]})
             figures.append(statistics.figures({"mean": values}, draws[-1]))
             is_binary = all(each["sources"][source]["binary"] for each in (results[0], result))
             parts[source] = to_json(figures[-1])["mean"] | {"prompts": len(values), "binary": is_binary}
+            shared = {"prompts": shared["prompts"] + len(values), "binary": shared["binary"] and is_binary}
         found.append({"model": result["model"]["name"], "minus": results[0]["model"]["name"], "sources": parts})
         if len(figures) > 1:
-            found[-1]["average"] = to_json(statistics.average(figures, draws))["mean"]
+            found[-1]["average"] = to_json(statistics.average(figures, draws))["mean"] | shared
     return found

@@ -84,16 +84,12 @@ def _of_all(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence per model and source: ``B - A: -0.4 points [-4.1, 3.3], paired by prompt (500)``."""
     for each in differences:
-        parts = each["sources"]
-        if "average" in each:
-            sums = {"prompts": sum(part["prompts"] for part in parts.values())}
-            parts = parts | {_AVERAGE: each["average"] | sums | {"binary": all(p["binary"] for p in parts.values())}}
+        parts = each["sources"] | ({_AVERAGE: each["average"]} if "average" in each else {})
         for source, part in parts.items():
             where = f" ({source})" if len(parts) > 1 else ""
             value, low, high = _numbers(part, part["binary"])
-            unit = " points" if part["binary"] else ""
-            paired = f"paired by prompt ({part['prompts']})"
-            yield f"{each['model']} - {each['minus']}{where}: {value}{unit} [{low}, {high}], {paired}"
+            shown = f"{value}{' points' if part['binary'] else ''} [{low}, {high}]"
+            yield f"{each['model']} - {each['minus']}{where}: {shown}, paired by prompt ({part['prompts']})"
 
 
 def main_figure(result: Mapping[str, Any]) -> str:

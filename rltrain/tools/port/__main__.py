@@ -1,4 +1,4 @@
-"""``python -m rltrain.port SCRIPT.sh|CONFIG.yaml [-o NEW.sh]``: convert a verl run to a short rltrain script.
+"""``rltrain port SCRIPT.sh|CONFIG.yaml [-o NEW.sh]``: Convert a verl run to a short rltrain script.
 
 Nothing is trained. The launch script is expanded by a shell with text tools only, in a jail. Exit code 0: a run would
 accept the new script; 2: something is left to do, or was not carried over.
@@ -29,7 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     # The words after --overrides are verl's and may look like flags.
     own_words, overrides = (words, None) if "--overrides" not in words else _split(words)
-    parser = argparse.ArgumentParser(prog="rltrain port", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="rltrain port", description=str(__doc__).partition(": ")[2], allow_abbrev=False
+    )
     parser.add_argument("source", nargs="?", type=Path, help="a launch script, or a configuration (.yaml)")
     parser.add_argument("arguments", nargs="*", default=[], help="arguments of the script")
     parser.add_argument("-o", "--output", type=Path, help="the new script (default: printed)")

@@ -1,4 +1,4 @@
-"""``python -m rltrain.resolution model=PATH dev=FILES test=FILES [key=value ...]``: find the best image resolution.
+"""``rltrain resolution model=PATH dev=FILES test=FILES [key=value ...]``: Find the best image resolution.
 
 model=PATH          as for rltrain evaluate: a Hugging Face folder or hub name, a run, or RUN/global_step_N
 dev=FILES           rows for the search; several as A,B

@@ -1,0 +1,54 @@
+"""``rltrain completion``: Print a script for bash and zsh that completes commands and keys.
+
+Type "source <(rltrain completion)", or put this line into ~/.bashrc or ~/.zshrc. The script holds all words, because
+starting Python at every tab would take a second. File names are completed as for other commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rltrain.commands import COMMANDS, converters
+from rltrain.common.errors import command
+from rltrain.config.schema.keys import all_keys
+
+# zsh takes matches by compadd, bash from COMPREPLY. A key ends with = and no space.
+_SCRIPT = """\
+_rltrain() {{
+    local first cur place found=""
+    if [ -n "$ZSH_VERSION" ]; then first=$words[2] cur=$words[CURRENT] place=$((CURRENT - 1))
+    else first=${{COMP_WORDS[1]}} cur=${{COMP_WORDS[COMP_CWORD]}} place=$COMP_CWORD; fi
+    case "$place $first" in
+        "1 "*) found="{commands}" ;;
+{second}
+        *" train"|*" evaluate"|*" doctor"|*" simulate"|*" sweep"|*" resolution") found="{keys}" ;;
+    esac
+    if [ -n "$ZSH_VERSION" ]; then
+        case "$found" in *=*) compadd -S "" -- ${{=found}} ;; *) compadd -- ${{=found}} ;; esac
+        [ "$place" = 1 ] || _files
+    else
+        case "${{COMP_WORDS[COMP_CWORD-1]}}$cur" in *=*) found="" ;; esac
+        case "$found" in *=*) compopt -o nospace ;; esac
+        COMPREPLY=($(compgen -W "$found" -- "$cur"))
+    fi
+}}
+if [ -n "$ZSH_VERSION" ]; then compdef _rltrain rltrain; else complete -o default -F _rltrain rltrain; fi
+"""
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Print the script."""
+    argparse.ArgumentParser("rltrain completion", description=str(__doc__).partition(": ")[2]).parse_args(argv)
+    first = dict.fromkeys([*(name.split()[0] for name in COMMANDS), "data", "help", "version"])
+    seconds = {"rewards": ["try"], "agents": ["try"], "checkpoint": ["export", "thin", "verify"], "data": converters(),
+               "help": first}  # fmt: skip
+    second = "\n".join(f'        "2 {name}") found="{" ".join(words)}" ;;' for name, words in seconds.items())
+    keys = " ".join(f"{key}=" for key in all_keys())
+    sys.stdout.write(_SCRIPT.format(commands=" ".join(first), second=second, keys=keys))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

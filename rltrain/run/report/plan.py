@@ -24,7 +24,8 @@ def describe(plan: Plan, config: Config) -> str:
     rows = [
         ("algorithm", _algorithm(plan, config)),
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
-        ("data-parallel", f"{plan.ranks['actor']} (sequence-parallel {plan.sequence_parallel_size}, at most "
+        ("data-parallel", f"{plan.ranks['actor']} (sequence-parallel {plan.sequence_parallel_size}, "
+         f"tensor-parallel {plan.tensor_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
         *([("between nodes", _between_nodes(plan, config))] if plan.num_nodes > 1 else []),
         ("prompts per step", f"{plan.prompts_per_step:,}"),

@@ -21,6 +21,7 @@ def test_every_page_of_the_docs_stands_in_the_index_once():
     assert pages - set(listed) == {"docs/README.md"}
     assert {"bench/README.md", "examples/README.md", "CONTRIBUTING.md"} < set(listed)
     assert min(map(search_boost, [KEYS, *pages])) > search_boost("README.md") > search_boost("CHANGELOG.md")
+    assert search_boost(KEYS) > search_boost("docs/data.md") > search_boost("docs/from-verl.md")
 
 
 def test_messages_of_the_faq_are_in_the_code():

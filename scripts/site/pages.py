@@ -31,8 +31,13 @@ def written() -> list[str]:
 
 
 def search_boost(page: str) -> float:
-    """Return the factor of a page in search results: guides and keys before measurements, tests and changes."""
-    return 2.0 if page.startswith("docs/") else 0.2 if page.startswith(("bench/", "tests/", "CHANGELOG")) else 1.0
+    """Return the factor of a page in search results: keys, guides, comparisons, measurements, tests and changes."""
+    if page == KEYS:
+        return 4.0
+    if page.startswith(("docs/from-", "docs/verified")):
+        return 1.2
+    last = {"docs/": 2.0, "examples/": 0.5, "bench/": 0.2, "tests/": 0.2, "CHANGELOG": 0.2}
+    return next((boost for start, boost in last.items() if page.startswith(start)), 1.0)
 
 
 def parts() -> dict[str, list[str]]:

@@ -37,6 +37,8 @@ def tensor_problems(config: Config) -> Iterator[str]:
         key = f"{row.fsdp if own else ROLES['actor'].fsdp}.tensor_parallel_size"
         sharing = next((step.keys.sharing for step in PASSES.values() if step.role == role and step.keys.sharing), None)
         sequences = get(config, f"{sharing}.ulysses_sequence_parallel_size") if sharing else 1
+        if sharing and (ring := get(config, f"{sharing}.ring_attention_size")) > 1:
+            yield f"{key}={size}: it does not work together with {sharing}.ring_attention_size={ring}. Leave one out."
         if sequences > 0 and devices % (size * sequences) and not devices % size:
             yield (
                 f"{key}={size} x {sharing}.ulysses_sequence_parallel_size={sequences} does not divide the {devices} "

@@ -13,6 +13,7 @@ import pytest
 
 from rltrain.common import storage
 from rltrain.common.errors import StorageError, command
+from rltrain.common.retry import Backoff
 from rltrain.config.load import load_config
 from rltrain.main_ppo import main
 from rltrain.run.changes import write_config
@@ -29,7 +30,7 @@ NO_ANSWER = "/proc/self/mem"  # EIO, as of storage that is gone
 @pytest.fixture
 def at_once(monkeypatch):
     monkeypatch.setattr(storage, "TRIED_S", 0.0)
-    monkeypatch.setattr(storage, "PAUSE_S", 0.01)
+    monkeypatch.setattr(storage, "BACKOFF", Backoff(0.01, 0.01))
 
 
 def into_a_full_disk():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections import Counter
 from typing import Any
 
@@ -18,13 +17,14 @@ import httpx
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.env import first_set
 from rltrain.common.errors import ConfigError, storable
+from rltrain.common.retry import Backoff
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, too_long
 from rltrain.rewards.judge.reply import Reply
 
 # Attempts per request, not counting attempts after which the server named a time to wait.
 TRIES = 6
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_BACKOFF = Backoff(0.5, 30.0, jitter=0.25)
 _SHOWN_BYTES = 500
 # Shorter keys are not treated as secrets.
 _SECRET_CHARS = 8
@@ -88,9 +88,7 @@ class JudgeServer:
             failures += not after_s
             if failures >= TRIES:
                 raise Unanswered(f"{trouble} ({failures} times)", is_refused=False)
-            # Jitter, so that requests that failed together are not retried together.
-            pause_s = min(_FIRST_PAUSE_S * 2 ** max(failures - 1, 0), _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
-            await self._clock.pause(max(pause_s, after_s))
+            await self._clock.pause(max(_BACKOFF.pause_s(failures), after_s))
             counts["retries"] += 1
 
     async def models(self) -> list[str]:

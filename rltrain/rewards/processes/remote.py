@@ -8,18 +8,18 @@ cancelled at a deadline; hence httpx and asyncio.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import httpx
 
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import RewardError
+from rltrain.common.retry import Backoff
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s
 from rltrain.rewards.processes.score import MAX_ERROR_CHARS, Score, ScorerCall, read_returned
 
 _NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_BACKOFF = Backoff(0.05, 2.0)
 
 
 class RemoteScorer:
@@ -82,19 +82,18 @@ class RemoteScorer:
 
     async def _until_scored(self, body: bytes, trouble: list[str]) -> Score:
         """Retry until there is a score. Errors are appended to ``trouble``."""
-        for attempt in count():
-            pause_s = min(_FIRST_PAUSE_S * 2 ** min(attempt, 10), _LONGEST_PAUSE_S)
+        while True:
+            after_s = 0.0
             try:
                 response, reply = await fetch(self._client, self._url, body)
                 if response.status_code not in TRY_AGAIN:
                     return self._read(response.status_code, reply)
                 trouble.append(f"HTTP {response.status_code} {reply[:200]!r}")
                 # The server may ask for any wait: the response's deadline ends it.
-                pause_s = max(pause_s, retry_after_s(response.headers.get("Retry-After", "")))
+                after_s = retry_after_s(response.headers.get("Retry-After", ""))
             except httpx.TransportError as error:  # refused, reset, cut short
                 trouble.append(f"{type(error).__name__}: {error}")
-            await self._clock.pause(pause_s)
-        raise AssertionError("count() has no end")
+            await self._clock.pause(max(_BACKOFF.pause_s(len(trouble) - 1), after_s))
 
     def _read(self, status: int, reply: bytes) -> Score:
         if len(reply) > MAX_REPLY_BYTES:

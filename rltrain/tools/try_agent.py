@@ -41,7 +41,7 @@ from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.data.turns.calls import Call, Parsed
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.formats.families import NO_CALLS
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 
 _END = "---"
 # Long, because a user may spend any time in breakpoint().
@@ -120,24 +120,24 @@ class Trial:
         # Without a model no template defines the format of calls.
         guessed = self._turns.format == "auto" and encoder.tools and not options.model
         call_format = format_of("hermes" if guessed else self._turns.format, encoder)
-        seam = self._seam = Seam(encoder, encoder.tools, call_format) if options.model else None
+        delta = self._turn_delta = TurnDelta(encoder, encoder.tools, call_format) if options.model else None
         self._format = call_format if self._schemas else NO_CALLS
         for schema in self._schemas:
             _say(json.dumps(schema, ensure_ascii=False, indent=1))
         _say(f"calls are written as {call_format.name}" if self._schemas else "the prompt shows no tools")
         _head(f"prompt, {rows.origin(options.row)}")
         said = "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
-        _say(encoder.written(row.prompt, tools=self._schemas) if seam else said)
-        if options.turns or seam is None:
+        _say(encoder.written(row.prompt, tools=self._schemas) if delta else said)
+        if options.turns or delta is None:
             self._policy = written(_lines(options.turns), ask=not options.turns and sys.stdin.isatty())
         else:
             prompt = encoder.encode(row.prompt, tools=self._schemas)
-            self._policy = greedy(cfg, encoder, prompt, seam.stop_token_ids)
+            self._policy = greedy(cfg, encoder, prompt, delta.stop_token_ids)
         content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
         names = tuple(schema["function"]["name"] for schema in self._schemas)
         self._start = Start(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
         # Without a model they are shown as <image>; the model of --model gets tokens only.
-        terms = Terms.of(self._turns, images=self._turns.images is not False and seam is None)
+        terms = Terms.of(self._turns, images=self._turns.images is not False and delta is None)
         self._terms = replace(terms, timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
         self._num_turns = 0
         self._said, self._parsed = Said(""), Parsed([], [], "", "")  # the last turn
@@ -203,11 +203,11 @@ class Trial:
         turn."""
         self._show(asked)
         context = list[int]()
-        if self._seam:
+        if self._turn_delta:
             answered = any(message["role"] == "tool" for message in asked.messages)
             calls = [*self._parsed.calls, *(Call("unreadable", {}) for _ in self._parsed.problems)] if answered else []
-            context = self._seam.context(self._said.end_token, calls, asked.messages)
-            _head("seam, as the policy reads it")
+            context = self._turn_delta.context(self._said.end_token, calls, asked.messages)
+            _head("text after the turn, as the policy reads it")
             _say(repr(self._encoder.decode_batch([context], special=True)[0]))
         self._chat.answered(self._next_turn(context))
 
@@ -255,7 +255,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which reset and agents get (%(default)s)")
     turns = f"what the policy says, a line {_END} behind each turn; without it the model says it, or you type it"
     parser.add_argument("--turns", type=Path, metavar="FILE", help=turns)
-    model = "a model's folder: its template writes prompt and seams, and without --turns it answers"
+    model = "a model's folder: its template writes the text between turns, and without --turns it answers"
     parser.add_argument("--model", metavar="PATH", help=model)
     return parser.parse_intermixed_args(argv)
 

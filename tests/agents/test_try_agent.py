@@ -177,18 +177,18 @@ def caller(folder):
     return path
 
 
-def test_a_model_says_turns_and_its_template_the_seams(attempt, caller):
+def test_a_model_says_turns_and_its_template_the_text_between_them(attempt, caller):
     limits = [f"{MULTI_TURN}max_assistant_turns=2", "data.max_response_length=90"]
     code, text = attempt("tools.py", "--model", caller, *limits)
     assert code == 0
     assert "<|im_start|>user\n0+0=?<|im_end|>\n<|im_start|>assistant\n" in text
     assert f"turn 1, of the policy ──\n{CALL}\n" in text
-    seam = "<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert f"── seam, as the policy reads it ──\n{seam!r}\n" in text
+    after = "<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert f"── text after the turn, as the policy reads it ──\n{after!r}\n" in text
     assert ("calls are not run behind it" in text) != ("cut off: " in text)
     code, text = attempt("tools.py", "--model", caller, turns=[CALL, "5"])
     assert code == 0
-    assert repr(seam) in text
+    assert repr(after) in text
 
 
 def test_breakpoint_reaches_the_terminal(folder):

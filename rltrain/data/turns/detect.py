@@ -10,7 +10,7 @@ from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.turns.calls import FORMATS, Call, CallFormat
 from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.formats.own import own_format
-from rltrain.data.turns.seam import ASK, shared
+from rltrain.data.turns.turn_delta import ASK, shared
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.format"
 

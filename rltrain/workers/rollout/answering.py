@@ -33,7 +33,7 @@ from rltrain.data.rows import PromptRow
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
 from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.formats.reading import Schemas
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 from rltrain.workers.rollout.contract import Key
 from rltrain.workers.rollout.queue import Replica
 
@@ -99,8 +99,8 @@ class Answering:
         # Without state a turn without calls is the last, and no tool must be notified of it.
         self._stateless = not (cfg.environment or cfg.tool_config_path)
         self._replica, self._hosts = replica, hosts
-        self._seam = Seam(encoder, encoder.tools, call_format)
-        self.stop_token_ids = self._seam.stop_token_ids
+        self._turn_delta = TurnDelta(encoder, encoder.tools, call_format)
+        self.stop_token_ids = self._turn_delta.stop_token_ids
         """All tokens that end a turn."""
         self._row: Callable[[int], PromptRow]
         self._seeds: NDArray[np.uint64]
@@ -219,7 +219,7 @@ class Answering:
         try:
             messages, pictures = self._opened(line["ask"], counts)
             shown = _without_files(messages)
-            context = self._seam.context(opened.end_token, self._calls(opened.said, shown), shown)
+            context = self._turn_delta.context(opened.end_token, self._calls(opened.said, shown), shown)
             text = self._encoder.with_images(context, pictures)
         except DataError as error:
             self._hosts.close(news.number)  # type: ignore[union-attr]

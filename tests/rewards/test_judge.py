@@ -20,8 +20,8 @@ from rltrain.data.rows import read_rows
 from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Unreadable, last_verdict
 from rltrain.rewards.judge.server import JudgeServer
-from rltrain.rewards.processes.grader import Questions
-from rltrain.rewards.processes.judged import JudgedScorer
+from rltrain.rewards.processes.judging import Questions
+from rltrain.rewards.processes.remote_judge import RemoteJudge
 from tests.clock import VirtualClock, eventually
 from tests.doubles.judge import CLOSE, HANG, Cut, status
 
@@ -38,7 +38,7 @@ def judged():
             judge = JudgeConfig(**{"url": url, "model": "grader", "timeout_s": 10**6, **keys})
             custom = CustomRewardConfig(path=function or None)
             config = Config(reward=RewardConfig(judge=judge), custom_reward_function=custom)
-            scorer = JudgedScorer(config.scoring, clock=clock or VirtualClock())
+            scorer = RemoteJudge(config.scoring, clock=clock or VirtualClock())
             closing.callback(scorer.close)
             return scorer
 
@@ -201,7 +201,7 @@ def test_a_time_that_the_server_names_holds_for_all_requests(double, judged):
         (status(429, Retry_After="9" * 400), "crashed", "longer than the deadline of 600 s"),
         (status(500, "oh"), "crashed", "HTTP 500 'oh' (6 times)"),
         (CLOSE, "crashed", "RemoteProtocolError"),
-        ("42 is nice", "rejected", "(asked 3 times)"),
+        ("42 is nice", "rejected", "(after 3 replies)"),
         (Cut("It says \\boxed{1} and"), "rejected", "cut at a limit of tokens"),
         (None, "rejected", "no text"),
     ],
@@ -233,10 +233,10 @@ def test_giving_up_leaves_the_answers_of_that_batch_unscored(double, judged):
         calls, questions = [call("slow"), call("quick")], [lambda: Question("")] * 2
         scored = steps.submit(scorer.score_all, calls, questions, batch=2)
         eventually(lambda: len(judge.requests) == 2 and judge.busy == 1)
-        scorer.give_up(1)  # of the step before
+        scorer.cancel(1)  # of the step before
         assert score(scorer, "quick again")[0].value == 1.0
         assert not scored.done()
-        scorer.give_up(2)
+        scorer.cancel(2)
         slow, quick = scored.result()
     assert (slow.status, slow.kind) == ("timeout", "judge")
     assert quick.value == 1.0

@@ -11,7 +11,7 @@ import pytest
 from rltrain.common.errors import ConfigError, RewardError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
-from rltrain.rewards.processes.remote import RemoteScorer
+from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from tests.clock import VirtualClock, eventually
 from tests.doubles.judge import Double, status
 

@@ -52,7 +52,7 @@ class Question:
     """Contents of the image files."""
 
 
-Ask = Callable[[], Question]
+QuestionMaker = Callable[[], Question]
 """Creates a question on demand, because its images are read from files."""
 
 

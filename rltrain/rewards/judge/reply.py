@@ -31,7 +31,7 @@ class Reply:
     """Details for an error message if the text is empty."""
     is_cut: bool = False
     """True if the reply ended at a token limit, so that its last word need not be the verdict."""
-    unasked: str = ""
+    no_prompt: str = ""
     """The reason why the judge could not be asked; "" if it was asked."""
 
 

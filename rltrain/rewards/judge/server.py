@@ -32,7 +32,7 @@ _SECRET_CHARS = 8
 JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "seconds")
 
 
-class Unanswered(Exception):
+class JudgeUnavailable(Exception):
     """No reply, and a retry would not give one now; the text is the reason."""
 
     def __init__(self, sentence: str, is_refused: bool) -> None:
@@ -77,31 +77,31 @@ class JudgeServer:
         return {**self._judge.request, "model": self._judge.model, "messages": messages}
 
     async def reply(self, request: dict[str, Any], counts: Counter[str]) -> Reply:
-        """Return the reply to ``request``. Adds calls, retries, tokens, seconds to ``counts``. Raises `Unanswered`."""
+        """Return the reply to ``request``. Adds calls, retries, tokens, seconds to ``counts``. Raises JudgeUnavailable."""
         body, failures = json.dumps(request).encode(), 0
         while True:
             status, after_s, trouble, reply = await self._once(body, counts)
             if reply is not None:
                 return reply
             if status and status not in TRY_AGAIN:
-                raise Unanswered(trouble, is_refused=400 <= status < 500)
+                raise JudgeUnavailable(trouble, is_refused=400 <= status < 500)
             failures += not after_s
             if failures >= TRIES:
-                raise Unanswered(f"{trouble} ({failures} times)", is_refused=False)
+                raise JudgeUnavailable(f"{trouble} ({failures} times)", is_refused=False)
             await self._clock.pause(max(_BACKOFF.pause_s(failures), after_s))
             counts["retries"] += 1
 
     async def models(self) -> list[str]:
-        """Return the names of the models that the server offers. Raises `Unanswered`."""
+        """Return the names of the models that the server offers. Raises `JudgeUnavailable`."""
         try:
             response, body = await self._fetch("models")
             if response.status_code != httpx.codes.OK:
-                raise Unanswered(self.plain(f"HTTP {response.status_code} {_shown(body)}"), is_refused=True)
+                raise JudgeUnavailable(self.plain(f"HTTP {response.status_code} {_shown(body)}"), is_refused=True)
             return [str(model["id"]) for model in json.loads(body)["data"]]
         except (httpx.TransportError, asyncio.TimeoutError) as error:
-            raise Unanswered(self.plain(f"{type(error).__name__} {error}".strip()), is_refused=False) from None
+            raise JudgeUnavailable(self.plain(f"{type(error).__name__} {error}".strip()), is_refused=False) from None
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise Unanswered("its reply is no list of models", is_refused=True) from None
+            raise JudgeUnavailable("its reply is no list of models", is_refused=True) from None
 
     def plain(self, text: str) -> str:
         """Return a text without the key."""
@@ -129,7 +129,7 @@ class JudgeServer:
             if status != httpx.codes.OK:
                 after_s = retry_after_s(response.headers.get("Retry-After", "")) if status in TRY_AGAIN else 0.0
                 if late := too_long(after_s, self._judge.deadline_s):
-                    raise Unanswered(self.plain(f"HTTP {status}: {late}"), is_refused=False)
+                    raise JudgeUnavailable(self.plain(f"HTTP {status}: {late}"), is_refused=False)
                 # The server sent this to one request but means all.
                 self._open = max(self._open, self._clock.monotonic() + after_s)
                 return status, max(after_s, 0.0), self.plain(f"HTTP {status} {_shown(content)}"), None

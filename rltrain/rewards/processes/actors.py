@@ -109,10 +109,10 @@ class RewardWorkers:
         """The workers, each repeated by its number of concurrent calls."""
         return [worker for worker in self.workers for _ in range(self._lanes)]
 
-    def give_up(self, batch: int) -> None:
+    def cancel_judging(self, batch: int) -> None:
         """Let all workers stop waiting for the judge of a batch."""
         for worker in self.workers:
-            worker.give_up.options(concurrency_group=_CONTROL).remote(batch)
+            worker.cancel_judging.options(concurrency_group=_CONTROL).remote(batch)
 
     @contextmanager
     def errors(self, phase: str, busy: Sequence[int]) -> Iterator[None]:

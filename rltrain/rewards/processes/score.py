@@ -12,7 +12,7 @@ ScorerCall = tuple[str, str, Any, dict[str, Any]]
 
 MAX_ERROR_CHARS = 4000
 # The kinds of failures of a judge, and of responses whose prompt for the judge cannot be created.
-JUDGE, UNASKED = "judge", "unasked"
+JUDGE, NO_PROMPT = "judge", "no prompt"
 # The norm of the gradients sums squares in float32.
 MOST = 1e15
 _MAX_EXTRAS = 64
@@ -51,7 +51,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingScore:
     """A response that waits for a judge on the run's devices."""
 
     rule: Score | None

@@ -149,7 +149,7 @@ def test_a_function_reads_the_reply_with_the_answer_at_hand(double, judged, tmp_
 @pytest.mark.parametrize(
     ("reply", "value"),
     [
-        ("\\boxed{yes}", 1), ("No 3 of 7.\n**Verdict: NO.**", 0), ("\\boxed{no} and then \\boxed{\\text{Yes}}", 1),
+        ("\\boxed{yes}", 1), ("No 3 of 7.\n**Grade: NO.**", 0), ("\\boxed{no} and then \\boxed{\\text{Yes}}", 1),
         ("It says \\boxed{1}.\nno", 0), ("Its result is \\boxed{1}, and two steps are missing.\nScore: 0.2", 0.2),
         ("0.25", 0.25), ("Score: 1", 1), ("They agree: \\boxed{0.5}.", 0.5), ("Correct", 1),
         ("<think>maybe \\boxed{no}</think>\n$$\n\\boxed{yes}\n$$", 1), ("so no.</think>\\[\\boxed{yes}\\]", 1),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
 
 from rltrain.rewards.grading.answers import boxed_and_marked, closing_sentence
-from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.equivalence import equal
 from rltrain.rewards.grading.latex import undressed
 
 LETTERS = ascii_uppercase[:10]
@@ -152,8 +152,8 @@ def _is_label(letter: str, rest: str, is_further: bool) -> bool:
 
 def _place(stated: str, texts: Sequence[str]) -> int | None:
     """Return the index of the choice that a text, or its part after "is", names; None if it names none or several."""
-    verdict = _YES_OR_NO.match(stated)  # "No, it is not."
-    tries = [stated, _SAID.split(stated)[-1], *([verdict[0]] if verdict else [])]
+    yes_or_no = _YES_OR_NO.match(stated)  # "No, it is not."
+    tries = [stated, _SAID.split(stated)[-1], *([yes_or_no[0]] if yes_or_no else [])]
     return next((place for text in tries if (place := _same(text, texts)) is not None), None)
 
 

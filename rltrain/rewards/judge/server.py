@@ -77,7 +77,7 @@ class JudgeServer:
         return {**self._judge.request, "model": self._judge.model, "messages": messages}
 
     async def reply(self, request: dict[str, Any], counts: Counter[str]) -> Reply:
-        """Return the reply to ``request``. Adds calls, retries, tokens, seconds to ``counts``. Raises JudgeUnavailable."""
+        """Return the reply to ``request``. Adds calls, retries, tokens, seconds to counts. Raises JudgeUnavailable."""
         body, failures = json.dumps(request).encode(), 0
         while True:
             status, after_s, trouble, reply = await self._once(body, counts)

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rltrain.agents import stand_ins
-from rltrain.agents.chat import Asked, Chat, Start, Terms, ToolCall, Turn
+from rltrain.agents import verl_stubs
+from rltrain.agents.chat import Chat, NewMessages, ToolCall, TrajectoryStart, Turn, TurnLimits
 from rltrain.agents.configured import TOOL_CONFIG
 from rltrain.agents.content import as_text
 from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.environments import ENVIRONMENT
 from rltrain.agents.functions import FUNCTIONS
-from rltrain.agents.loop import lead
+from rltrain.agents.loop import run_trajectory
 from rltrain.agents.toolbox import Session, Toolbox, toolbox_of
 from rltrain.common.device import get_device, resolve_dtype
 from rltrain.common.errors import DataError, RltrainError, command, plain
@@ -135,9 +135,9 @@ class Trial:
             self._policy = greedy(cfg, encoder, prompt, delta.stop_token_ids)
         content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
         names = tuple(schema["function"]["name"] for schema in self._schemas)
-        self._start = Start(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
+        self._start = TrajectoryStart(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
         # Without a model they are shown as <image>; the model of --model gets tokens only.
-        terms = Terms.of(self._turns, images=self._turns.images is not False and delta is None)
+        terms = TurnLimits.of(self._turns, images=self._turns.images is not False and delta is None)
         self._terms = replace(terms, timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
         self._num_turns = 0
         self._said, self._parsed = Said(""), Parsed([], [], "", "")  # the last turn
@@ -155,8 +155,8 @@ class Trial:
                 return False
             terms, prompt = self._terms, self._start.prompt
             chat = self._chat = Chat(prompt, ([first], [], []), terms, session, self._ask, endpoint.address)
-            outcome = await lead(chat, session, self._start, terms)
-            self._show(chat.last_words())
+            outcome = await run_trajectory(chat, session, self._start, terms)
+            self._show(chat.take_new())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: its error is shown
             _head("failed: the trajectory could not go on")
             _say(str(error) if isinstance(error, RltrainError) else user_traceback(error))
@@ -198,7 +198,7 @@ class Trial:
         calls = [ToolCall(call.name, call.arguments) for call in parsed.calls]
         return Turn(parsed.text, calls, parsed.problems, parsed.reasoning, finish)
 
-    def _ask(self, asked: Asked) -> None:
+    def _ask(self, asked: NewMessages) -> None:
         """Show the messages since the last turn, also in the format of the model's template, and reply with the next
         turn."""
         self._show(asked)
@@ -209,9 +209,9 @@ class Trial:
             context = self._turn_delta.context(self._said.end_token, calls, asked.messages)
             _head("text after the turn, as the policy reads it")
             _say(repr(self._encoder.decode_batch([context], special=True)[0]))
-        self._chat.answered(self._next_turn(context))
+        self._chat.deliver(self._next_turn(context))
 
-    def _show(self, asked: Asked) -> None:
+    def _show(self, asked: NewMessages) -> None:
         for message in asked.messages:
             parts = [message["role"], message.get("name", ""), message.get("arguments", "")]
             if (seconds := message.get("seconds")) is not None:
@@ -268,7 +268,7 @@ def _key_of(place: str) -> str:
         return FUNCTIONS
     # For the error message if the name does not exist: classes begin with a capital.
     key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
-    with stand_ins.importable():
+    with verl_stubs.importable():
         return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY
 
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.agents.chat import Terms
-from rltrain.agents.hosts import Hosts
-from rltrain.agents.toolbox import Places
+from rltrain.agents.chat import TurnLimits
+from rltrain.agents.executor_pool import ExecutorPool
+from rltrain.agents.toolbox import ToolSources
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.device import Device, resolve_dtype
@@ -155,10 +155,10 @@ class RolloutWorker(Rollout):
         allowed = (turns.allow_code_execution, turns.allow_unsandboxed_code)
         limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb, *allowed)
         number = turns.num_tool_processes
-        terms = Terms.of(turns, images=self._images_between_turns)
-        hosts = Hosts(Places.of(turns), terms, limits, number) if self._replica.leads else None
+        terms = TurnLimits.of(turns, images=self._images_between_turns)
+        executors = ExecutorPool(ToolSources.of(turns), terms, limits, number) if self._replica.leads else None
         call_format = format_of(turns.format, self.encoder)
-        return Answering(turns, self.encoder, call_format, self._serving, hosts, self._max_model_len)
+        return Answering(turns, self.encoder, call_format, self._serving, executors, self._max_model_len)
 
     def _release(self) -> None:
         if self.engine.sleep():

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rltrain.agents.calling import called, fitting, result
-from rltrain.agents.stand_ins import ToolResponse
+from rltrain.agents.calling import call_user, convert_arguments, convert_result
+from rltrain.agents.verl_stubs import ToolResponse
 from tests.pictures import RED
 
 
 def run(function, /, *arguments, **named):
-    return asyncio.run(asyncio.wait_for(called(function, *arguments, **named), 10))
+    return asyncio.run(asyncio.wait_for(call_user(function, *arguments, **named), 10))
 
 
 def test_a_function_that_blocks_runs_beside_the_event_loop_and_an_async_one_on_it():
@@ -48,32 +48,32 @@ def takes(hint):
     ],
 )  # fmt: skip
 def test_arguments_are_read_as_the_type_hints_say(hint, given, taken):
-    x = fitting(takes(hint), {"x": given})["x"]
+    x = convert_arguments(takes(hint), {"x": given})["x"]
     assert (x, type(x)) == (taken, type(taken))
 
 
 @pytest.mark.parametrize(
     ("hint", "given", "words"),
     [
-        (float, "five", "the argument x must be float, and is str: 'five'"), (float, "1e999", "must be float"),
-        (float, "NaN", "must be float"), (float, True, "is bool: True"), (int, 5.5, "must be int, and is float: 5.5"),
-        (int, True, "must be int"), (int, "007", "must be int"), (str, ["a"], "must be str, and is list: ['a']"),
-        (str, 5, "must be str, and is int: 5"), (str, None, "is NoneType: None"), (bool, "yes", "must be bool"),
+        (float, "five", "the argument x must be float, not str: 'five'"), (float, "1e999", "must be float"),
+        (float, "NaN", "must be float"), (float, True, "is bool: True"), (int, 5.5, "must be int, not float: 5.5"),
+        (int, True, "must be int"), (int, "007", "must be int"), (str, ["a"], "must be str, not list: ['a']"),
+        (str, 5, "must be str, not int: 5"), (str, None, "is NoneType: None"), (bool, "yes", "must be bool"),
         (bool, 1, "must be bool"), (list, {"a": 1}, "must be list"), (list[int], ["a"], "must be list[int]"),
         (dict, "[1]", "must be dict"), (int | None, "a", "must be int | None"), (Literal["a"], "b", "Literal['a']"),
     ],
 )  # fmt: skip
 def test_an_argument_of_another_type_is_named_with_both_types(hint, given, words):
-    with pytest.raises(TypeError, match=r"the argument x must be .*, and is ") as refusal:
-        fitting(takes(hint), {"x": given})
+    with pytest.raises(TypeError, match=r"the argument x must be .*, not ") as refusal:
+        convert_arguments(takes(hint), {"x": given})
     assert words in str(refusal.value)
 
 
 def test_unknown_and_missing_arguments_are_named():
     for given, words in (({}, "'x'"), ({"x": 1, "z": 2}, "'z'")):
         with pytest.raises(TypeError, match=words):
-            fitting(takes(int), given)
-    assert fitting(lambda **named: 0, {"z": 2}) == {"z": 2}
+            convert_arguments(takes(int), given)
+    assert convert_arguments(lambda **named: 0, {"z": 2}) == {"z": 2}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_what_would_end_the_event_loop_is_an_error_of_the_call(error, words):
     ],
 )
 def test_what_a_tool_returns_is_a_text_a_reward_and_metrics(returned, text, reward, metrics):
-    assert result(returned) == {"content": text, "reward": reward, "metrics": metrics}
+    assert convert_result(returned) == {"content": text, "reward": reward, "metrics": metrics}
 
 
 ADDRESS = f"data:image;base64,{base64.b64encode(RED).decode()}"
@@ -131,16 +131,16 @@ SHOWN = {"type": "image", "image": ADDRESS}
     ],
 )
 def test_an_image_is_a_part_of_what_a_tool_says(returned, content):
-    assert result(returned)["content"] == content
+    assert convert_result(returned)["content"] == content
 
 
 def test_an_image_may_be_a_file_or_one_of_pillow(tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
-    of_file = result(ToolResponse(image=[str(tmp_path / "red.png")]))["content"]
+    of_file = convert_result(ToolResponse(image=[str(tmp_path / "red.png")]))["content"]
     image = Image.open(tmp_path / "red.png")
     assert of_file == [SHOWN]
     for returned in (image, ToolResponse(image=image), [{"type": "image", "image": image}]):
-        (part,) = result(returned)["content"]
+        (part,) = convert_result(returned)["content"]
         again = Image.open(BytesIO(base64.b64decode(part["image"].partition(",")[2])))
         assert np.array_equal(np.array(again), np.array(image))
 
@@ -161,4 +161,4 @@ def test_an_image_may_be_a_file_or_one_of_pillow(tmp_path):
 )
 def test_what_is_no_result_says_why(returned, error, words):
     with pytest.raises(error, match=words):
-        result(returned)
+        convert_result(returned)

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from rltrain.agents.toolbox import Places, Toolbox
+from rltrain.agents.toolbox import Toolbox, ToolSources
 from rltrain.common.errors import ConfigError
 
 ADD = '''
@@ -147,7 +147,7 @@ def places(tmp_path):
         if environment is not None:
             kind = environment.rpartition("class ")[2].partition(":")[0].partition("(")[0]
             found["environment"] += f":{kind}"
-        return Places(**found, environment_kwargs=kwargs)
+        return ToolSources(**found, environment_kwargs=kwargs)
 
     return write
 
@@ -172,7 +172,7 @@ def test_tools_of_all_places_are_one_list_in_order(places):
     assert box.schemas[1]["function"]["parameters"]["required"] == ["text"]
     assert box.schemas[4]["function"]["parameters"]["properties"].keys() == {"item", "price"}
     assert not box.has_step
-    assert Toolbox(Places()).schemas == []
+    assert Toolbox(ToolSources()).schemas == []
 
 
 def test_a_name_in_two_places_is_refused_with_both(places):
@@ -240,7 +240,7 @@ def test_marked_methods_are_tools(places):
 def test_what_goes_wrong_is_raised_and_the_instance_is_closed(places, caplog):
     box = Toolbox(places(ADD, None, SHOP))
     for call, error, words in (
-        (("sell", {}), LookupError, "there is no tool 'sell'; there are add, balance, buy"),
+        (("sell", {}), LookupError, "there is no tool 'sell'; the tools are add, balance, buy"),
         (("add", {"a": 1, "c": 1}), TypeError, "unexpected keyword argument 'c'"),
         (("buy", {"item": "ox", "price": 99}), ValueError, "too dear"),
     ):
@@ -261,7 +261,7 @@ def test_a_row_may_have_some_of_the_tools_alone(places):
     box = Toolbox(places(ADD, CONFIG))
     row = ROW | {"extra_info": {"tool_selection": ["note"]}}
     assert conversation(box, ("note", {"text": "x"}), row=row)[0]["content"] == "-+x"
-    with pytest.raises(LookupError, match="there is no tool 'add'; there are note"):
+    with pytest.raises(LookupError, match="there is no tool 'add'; the tools are note"):
         conversation(box, ("add", {"a": 1}), row=row)
     for none in (None, []):
         assert conversation(box, ("add", {"a": 1}), row={"extra_info": {"tool_selection": none}})[0]["content"] == "1"

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rltrain.agents.calling import called
+from rltrain.agents.calling import call_user
 from rltrain.agents.marks import tool
 from rltrain.common.errors import DataError
 
@@ -49,7 +49,7 @@ class _Adapted:
         Raises DataError if it returns a text that ``extra_info.observation`` does not hold.
         """
         extra = dict(row.get("extra_info") or {})
-        observation = await called(self._theirs.reset, **_fitting(self._theirs.reset, row, extra, seed))
+        observation = await call_user(self._theirs.reset, **_fitting(self._theirs.reset, row, extra, seed))
         if observation is not None and observation != extra.get("observation"):
             raise DataError(
                 f"reset of {type(self).__name__} returned {observation!r:.200}, which the policy is to read: write it "

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rltrain.agents.chat import shown
+from rltrain.agents.chat import without_log_fields
 from rltrain.agents.content import texts_in, with_texts
 from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder, Message
@@ -72,7 +72,7 @@ class TurnDelta:
         users, in order. Images (`content.without_files`) become the template's placeholder. Raises DataError if the
         template rejects the messages.
         """
-        hidden, texts = self._hide_special(shown(messages))
+        hidden, texts = self._hide_special(without_log_fields(messages))
         context = self._render(calls, hidden)
         ids = self._tokens(context, texts)
         end = self._added.get(context.end)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rltrain.common.errors import DataError
-from rltrain.common.image_files import begins_as_image, data_address
+from rltrain.common.images import begins_as_image, data_address
 
 Part = dict[str, str]
 Content = str | list[Part]

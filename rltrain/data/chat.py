@@ -2,7 +2,7 @@
 
 Prompts, the reward model's conversations and the linter's counts must have the same tokens, so all of them use
 `ChatEncoder`. The tokens of a prompt depend only on its texts and the sizes of its images (`expanded`), which are in
-the headers of the files. Pixels are computed where and when they are needed (`with_pictures`).
+the headers of the files. Pixels are computed where and when they are needed (`with_pixels`).
 """
 
 from collections.abc import Sequence
@@ -142,9 +142,9 @@ class ChatEncoder:
         images: see `open_image`. Raises DataError for a family whose images cannot be trained on, for a mismatch of
         slots and images, and for an unreadable image, which is counted from 1.
         """
-        pictures = self.open_images(images)
-        tokens = np.asarray(self.expanded([messages], [[picture.size for picture in pictures]])[0][0], dtype=np.int32)
-        return self.with_pictures(tokens, pictures)
+        images = self.open_images(images)
+        tokens = np.asarray(self.expanded([messages], [[image.size for image in images]])[0][0], dtype=np.int32)
+        return self.with_pixels(tokens, images)
 
     def can_see(self) -> None:
         """Raise DataError, with the reason, if prompts with images cannot be used with the model."""
@@ -165,7 +165,7 @@ class ChatEncoder:
         """Open images as RGB PIL images within the bounds. Raises DataError, which counts the image from 1."""
         if images:
             self.can_see()
-        return [self._picture(*numbered_image, len(images)) for numbered_image in enumerate(images, 1)]
+        return [self._open_image(*numbered_image, len(images)) for numbered_image in enumerate(images, 1)]
 
     def bounded_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the width and height of an image within the bounds."""
@@ -234,17 +234,17 @@ class ChatEncoder:
             token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
         return token_ids
 
-    def with_images(self, ids: Sequence[int], pictures: Sequence[Any]) -> EncodedPrompt:
-        """Encode token ids with one placeholder for each of the pictures (from `open_images`).
+    def with_images(self, ids: Sequence[int], images: Sequence[Any]) -> EncodedPrompt:
+        """Encode token ids with one placeholder for each of the images (from `open_images`).
 
         Raises DataError if the numbers differ, or the processor rejects an image.
         """
-        if not pictures:
+        if not images:
             return EncodedPrompt(np.asarray(ids, dtype=np.int32))
-        if (number := list(ids).count(self.processor.image_token_id)) != len(pictures):
-            raise DataError(f"the chat template writes {number} of {len(pictures)} images between two turns.")
-        tokens = self._expanded_ids(ids, [self.num_rows(picture.size) for picture in pictures])
-        return self.with_pictures(np.asarray(tokens, dtype=np.int32), pictures)
+        if (number := list(ids).count(self.processor.image_token_id)) != len(images):
+            raise DataError(f"the chat template writes {number} of {len(images)} images between two turns.")
+        tokens = self._expanded_ids(ids, [self.num_rows(image.size) for image in images])
+        return self.with_pixels(np.asarray(tokens, dtype=np.int32), images)
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int], Fraction]:
@@ -254,21 +254,21 @@ class ChatEncoder:
         number, first = ids.count(token), ids.index(token)
         return ids[:first], ids[first + number :], Fraction(number, len(features["pixel_values"]))
 
-    def _processed(self, text: str, pictures: Sequence[Any]) -> Any:
+    def _processed(self, text: str, images: Sequence[Any]) -> Any:
         try:
-            return self.processor(text=[text], images=list(pictures), return_tensors="pt", add_special_tokens=False)
+            return self.processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
         except ValueError as error:
             raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
 
-    def with_pictures(self, tokens: np.ndarray, pictures: Sequence[Any]) -> EncodedPrompt:
+    def with_pixels(self, tokens: np.ndarray, images: Sequence[Any]) -> EncodedPrompt:
         """Compute pixels, grids and positions of a prompt.
 
-        tokens [n]: from `expanded`. pictures: from `open_images`. Raises DataError if the two do not match.
+        tokens [n]: from `expanded`. images: from `open_images`. Raises DataError if the two do not match.
         """
-        if not pictures:
+        if not images:
             return EncodedPrompt(tokens)
         processor = self.processor
-        features = self._processed(processor.image_token * len(pictures), pictures)
+        features = self._processed(processor.image_token * len(images), images)
         placeholder, pixels = processor.image_token_id, features["pixel_values"].numpy()
         _, num_tokens = runs(tokens, placeholder)
         grids = features["image_grid_thw"].numpy() if "image_grid_thw" in features else None
@@ -286,7 +286,7 @@ class ChatEncoder:
         prompt_images = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
         return EncodedPrompt(tokens, prompt_images)
 
-    def _picture(self, number: int, image: Any, count: int) -> Any:
+    def _open_image(self, number: int, image: Any, count: int) -> Any:
         """Open image ``number`` of ``count`` and scale it to the bounds."""
         try:
             return bounded(open_image(image), self.min_pixels, self.max_pixels, self._unit)

@@ -29,8 +29,8 @@ from rltrain.config.check import as_list
 from rltrain.config.schema import DataConfig
 from rltrain.data.images import open_image
 from rltrain.data.order import BatchOrder
-from rltrain.data.pictures import entries
 from rltrain.data.rows import PromptRow, Rows, keys_of, rows_of
+from rltrain.data.stored_images import image_entries
 from rltrain.data.tables import drawn
 
 log = logging.getLogger(__name__)
@@ -146,12 +146,14 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
         (candidate for candidate in (item.get(data.image_key), media.get("image")) if candidate is not None), None
     )
     messages, inside = _taken_out(messages)
-    pictures = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
+    row_images = (
+        inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
+    )
     columns = (data.reward_fn_key, "reward_model", "ability", "extra_info", "agent_name")
     fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
     plain = {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
     try:
-        return plain | {data.image_key: [_stored(image, folder) for image in pictures]}
+        return plain | {data.image_key: [_stored(image, folder) for image in row_images]}
     except DataError as error:
         raise DataError(f"{name}: row {row}: an image: {error}") from error
 
@@ -184,7 +186,7 @@ def _stored(image: Any, folder: Path) -> Any:
         return {"bytes": file.getvalue(), "path": None}
     if not isinstance(image, str | bytes | Path | Mapping):
         raise DataError(f"it is a {type(image).__name__}, and neither an image of Pillow's, a file's bytes nor a path.")
-    (entry,) = entries(str(image) if isinstance(image, Path) else image, str(folder / "_"))
+    (entry,) = image_entries(str(image) if isinstance(image, Path) else image, str(folder / "_"))
     return entry if entry.get("bytes") else {"path": str(entry.get("path"))}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.common.errors import DataError
-from rltrain.common.image_files import begins_as_image, file_bytes, reading
+from rltrain.common.images import begins_as_image, file_bytes, reading
 from rltrain.config.schema.families import FAMILIES, Family, family
 
 # Slot of an image in the text of a row, as in verl's files.
@@ -235,7 +235,7 @@ def _of_eight_bits(image: Any, kind: str | None) -> Any:
     return _pillow().fromarray(greys.astype(np.uint8))
 
 
-def measured(image: Any) -> tuple[int, int]:
+def image_size(image: Any) -> tuple[int, int]:
     """Return width and height of `open_image`'s result for a file, (0, 0) without Pillow. Raises DataError as it does.
 
     They are in the file's header, and the rest is checked for damage. Pixels are decoded only if neither checksums nor

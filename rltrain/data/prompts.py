@@ -17,8 +17,8 @@ from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt, has_slot, one_each, with_parts
-from rltrain.data.pictures import Pictures
 from rltrain.data.rows import PromptRow, Rows, first_of
+from rltrain.data.stored_images import StoredImages
 
 # Enough rows for parallel tokenization, without the texts of all rows in memory at once.
 _ENCODE_CHUNK_ROWS = 512
@@ -50,8 +50,8 @@ class PromptStore:
     """Token ids of prompts, concatenated. Text prompts are readable without torch or a tokenizer.
 
     Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of its source
-    rows; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: image counts (see the properties). ``pictures``
-    and ``encoder``: sources of the pixels.
+    rows; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: image counts (see the properties).
+    ``stored_images`` and ``encoder``: sources of the pixels.
     """
 
     values: np.ndarray
@@ -59,7 +59,7 @@ class PromptStore:
     row_index: np.ndarray
     num_dropped: int
     counts: np.ndarray | None = None
-    pictures: Pictures | None = None
+    stored_images: StoredImages | None = None
     encoder: ChatEncoder | None = None
     placeholder: int | None = None
     """Token id of image placeholders. This and the three fields above are None if no prompt has images."""
@@ -108,12 +108,12 @@ class PromptStore:
         tokens = self.prompt(i)
         if self.counts is None or not self.counts[0, i]:
             return EncodedPrompt(tokens)
-        assert self.pictures is not None
+        assert self.stored_images is not None
         assert self.encoder is not None
         try:
-            return self.encoder.with_pictures(tokens, self.encoder.open_images(self.pictures.of(i)))
+            return self.encoder.with_pixels(tokens, self.encoder.open_images(self.stored_images.of(i)))
         except DataError as error:
-            raise DataError(f"{self.pictures.origin(i)}: {error}") from error
+            raise DataError(f"{self.stored_images.origin(i)}: {error}") from error
 
     def prompt(self, i: int) -> np.ndarray:
         """Return the token ids of prompt ``i`` (int32, a view)."""
@@ -179,8 +179,8 @@ def encode_prompts(
     of_images = np.ascontiguousarray(np.asarray(counts, dtype=np.int64).T)
     if not of_images.any():
         return store
-    pictures, placeholder = rows.select(row_index).pictures(), encoder.processor.image_token_id
-    store = replace(store, counts=of_images, pictures=pictures, encoder=encoder, placeholder=placeholder)
+    stored_images, placeholder = rows.select(row_index).stored_images(), encoder.processor.image_token_id
+    store = replace(store, counts=of_images, stored_images=stored_images, encoder=encoder, placeholder=placeholder)
     store.encoded(int(np.argmax(of_images[0] > 0)))  # verifies the processor's output against its counts
     return store
 

@@ -23,7 +23,14 @@ from rltrain.common.errors import DataError
 from rltrain.config.schema import DataConfig
 from rltrain.data.checks import Keys, row_problem
 from rltrain.data.files import files_of
-from rltrain.data.pictures import Look, PictureFile, Pictures, entries, look_through, seal
+from rltrain.data.stored_images import (
+    ImageCheck,
+    ImageColumn,
+    StoredImages,
+    check_images,
+    digest_of_images,
+    image_entries,
+)
 from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
 
 # Field of tool arguments. Its null keys are dropped, because they are not arguments.
@@ -56,10 +63,10 @@ class _Checks:
     """Results of the check of each row."""
 
     digests: np.ndarray
-    """[rows, 16]: digests of the content; image_ends, seals [rows], sizes [images, 2]."""
+    """[rows, 16]: digests of the content; image_ends, image_digests [rows], sizes [images, 2]."""
     image_ends: np.ndarray
     sizes: np.ndarray
-    seals: np.ndarray
+    image_digests: np.ndarray
 
 
 class Rows:
@@ -113,17 +120,19 @@ class Rows:
     def images(self, position: int) -> list[Any]:
         """Read and return the images of a row as stored in the file."""
         file, row = self._locate(position)
-        return entries(file.pictures.value(int(file.numbers[row])), file.path) if file.pictures else []
+        return image_entries(file.images.value(int(file.numbers[row])), file.path) if file.images else []
 
-    def pictures(self) -> Pictures:
+    def stored_images(self) -> StoredImages:
         """Return the image locations of these rows."""
-        sources = tuple((file.pictures or PictureFile(file.path, self._keys.image)).absolute for file in self._files)
+        sources = tuple((file.images or ImageColumn(file.path, self._keys.image)).absolute for file in self._files)
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
-        return Pictures(sources, self._file_numbers().astype(np.int32), numbers, self._checks.seals[self._index])
+        return StoredImages(
+            sources, self._file_numbers().astype(np.int32), numbers, self._checks.image_digests[self._index]
+        )
 
-    def without_pictures(self) -> "Rows":
+    def without_images(self) -> "Rows":
         """Return these rows for text-only readers, without images from a program, which would be pickled."""
-        return Rows([replace(file, pictures=None) for file in self._files], self._keys, self._index, self._checks)
+        return Rows([replace(file, images=None) for file in self._files], self._keys, self._index, self._checks)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
         """Return the rows at ``indices``, in that order, as new ``Rows``. No data is copied."""
@@ -215,46 +224,46 @@ def scan_rows(
 def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
     numbers, problems, start = [], [], 0
     digests = bytearray()
-    looks: list[Look] = []
+    image_checks: list[ImageCheck] = []
     for file in files:
-        bad = _check_table(file, keys, digests, looks)
+        bad = _check_table(file, keys, digests, image_checks)
         problems += list(bad.values())
         numbers += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
     checks = _Checks(
         np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES),
-        np.cumsum([len(look.sizes) for look in looks], dtype=np.int64),
-        np.array([size for look in looks for size in look.sizes], dtype=np.int32).reshape(-1, 2),
-        np.array([seal(look.content) for look in looks], dtype=np.uint64),
+        np.cumsum([len(check.sizes) for check in image_checks], dtype=np.int64),
+        np.array([size for check in image_checks for size in check.sizes], dtype=np.int32).reshape(-1, 2),
+        np.array([digest_of_images(check.content) for check in image_checks], dtype=np.uint64),
     )
     return Rows(files, keys, np.asarray(numbers, dtype=np.int64), checks), problems
 
 
-def _looks(file: Table, keys: Keys) -> Iterator[Look]:
+def _check_images(file: Table, keys: Keys) -> Iterator[ImageCheck]:
     """Check the images of every row of a file."""
     try:
-        yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look())
+        yield from check_images(file.images, file.numbers, keys.image) if file.images else repeat(ImageCheck())
     except (OSError, pa.ArrowException) as error:
         raise unreadable(file.path, error) from error
 
 
-def _check_table(file: Table, keys: Keys, digests: bytearray, looks: list[Look]) -> dict[int, str]:
+def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list[ImageCheck]) -> dict[int, str]:
     """Return the problem per bad row, by row number. Appends a digest and image check per row."""
     bad: dict[int, str] = {}
-    coming = _looks(file, keys)
+    checks = _check_images(file, keys)
     for start in range(0, file.table.num_rows, _READ_CHUNK_ROWS):
         try:
             records = file.records(file.table.column_names, start, _READ_CHUNK_ROWS)
         except UnicodeDecodeError as error:
             raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
         for row, record in enumerate(records, start):
-            look = next(coming)
-            looks.append(look)
+            check = next(checks)
+            image_checks.append(check)
             # As JSON with sorted keys, because the order of a struct's fields depends on the program that wrote it.
-            whole = _plain(record | {keys.image: look.content})
+            whole = _plain(record | {keys.image: check.content})
             content = json.dumps(whole, sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
-            problem = row_problem(record, keys) or look.problem
+            problem = row_problem(record, keys) or check.problem
             if problem:
                 bad[row] = f"{file.path!r} row {file.numbers[row]}: {problem}"
     return bad

@@ -21,7 +21,7 @@ from rltrain.common.seeds import stream
 from rltrain.common.storage import patiently
 from rltrain.data.checks import VIDEOS, Keys, check_columns, check_schema
 from rltrain.data.files import MAX_EXPANSION, MAX_FILE_BYTES, files_of, kind_of, records
-from rltrain.data.pictures import PictureFile, PictureTable
+from rltrain.data.stored_images import ImageColumn, ImageTable
 
 log = logging.getLogger(__name__)
 _MAX_TEXT_BYTES = 64 << 20
@@ -34,7 +34,7 @@ class Table:
     path: str
     table: pa.Table
     numbers: np.ndarray
-    pictures: PictureFile | PictureTable | None = None
+    images: ImageColumn | ImageTable | None = None
     """Location of the images."""
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
@@ -64,8 +64,8 @@ class Pickled(Table):
             has_images = has_images or bool(row.get(keys.image))
         table = pa.table({column: pa.array(cells, pa.large_binary()) for column, cells in columns.items()})
         numbers = np.arange(table.num_rows) if numbers is None else numbers
-        pictures = PictureTable(place or path, table.column(keys.image), numbers) if has_images else None
-        return cls(path, table.drop_columns(keys.image), numbers, pictures)
+        images = ImageTable(place or path, table.column(keys.image), numbers) if has_images else None
+        return cls(path, table.drop_columns(keys.image), numbers, images)
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
         """Return columns ``names`` of rows (see `Table`)."""
@@ -163,7 +163,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
         names, columns = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
         table = source.read(columns=[name for name in names if name in columns])
     return Table(
-        path, table, np.arange(table.num_rows), PictureFile(place, keys.image) if keys.image in names else None
+        path, table, np.arange(table.num_rows), ImageColumn(place, keys.image) if keys.image in names else None
     )
 
 

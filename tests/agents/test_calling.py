@@ -12,7 +12,7 @@ from PIL import Image
 
 from rltrain.agents.calling import call_user, convert_arguments, convert_result
 from rltrain.agents.verl_stubs import ToolResponse
-from tests.pictures import RED
+from tests.images import RED
 
 
 def run(function, /, *arguments, **named):

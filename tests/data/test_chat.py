@@ -10,7 +10,7 @@ from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows
 from rltrain.data.trial import trouble
 from tests.clock import VirtualClock, hang
-from tests.pictures import RED
+from tests.images import RED
 
 ASK = [{"role": "user", "content": "what is 3 + 4 ?"}]
 ASK_IDS = [1, 5, 8, 9, 15, 10, 16, 11, 2, 1, 6]

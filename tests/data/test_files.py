@@ -11,7 +11,7 @@ from rltrain.data.files import files_of
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.data.tables import num_rows
-from tests.pictures import BLUE, RED
+from tests.images import BLUE, RED
 
 
 def problem(path):

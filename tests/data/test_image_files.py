@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.common.errors import DataError
-from rltrain.common.image_files import file_bytes
+from rltrain.common.images import file_bytes
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "no image", "/proc/self/mem"])

@@ -17,11 +17,11 @@ from rltrain.data.images import (
     answer_position,
     bounded,
     family_of,
-    measured,
+    image_size,
     open_image,
     with_parts,
 )
-from tests.pictures import RED
+from tests.images import RED
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
@@ -171,7 +171,7 @@ def test_a_file_that_starts_a_program_is_not_opened(tmp_path, monkeypatch):
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     figure = as_file(Image.new("RGB", (3, 3)), "EPS")
-    for look in (open_image, measured):
+    for look in (open_image, image_size):
         with pytest.raises(DataError, match="cannot identify image file"):
             look(figure)
     assert not (tmp_path / "started").exists()
@@ -217,7 +217,7 @@ def test_a_text_behind_another_has_the_images_and_positions_of_both(folders, fam
     sampled = EncodedPrompt(np.arange(6, 11, dtype=np.int32))
     whole = prompt.followed_by(sampled).followed_by(other)
     assert whole.tokens.tolist() == [*prompt.tokens, *sampled.tokens, *other.tokens]
-    expected = encoder.with_pictures(whole.tokens, encoder.open_images([*images[:2], *images[1:]]))
+    expected = encoder.with_pixels(whole.tokens, encoder.open_images([*images[:2], *images[1:]]))
     for name, part in vars(expected.images).items():
         assert np.array_equal(getattr(whole.images, name), part), name
     assert whole.position_shift == expected.position_shift

@@ -16,10 +16,10 @@ from PIL import Image
 
 from rltrain.common.errors import DataError
 from rltrain.config.schema import DataConfig
-from rltrain.data import pictures as reading
+from rltrain.data import stored_images as reading
 from rltrain.data.checks import Keys
 from rltrain.data.custom import custom_rows
-from rltrain.data.images import measured, open_image
+from rltrain.data.images import image_size, open_image
 from rltrain.data.rows import read_rows
 
 if not importlib.util.find_spec("torchvision"):
@@ -123,7 +123,7 @@ def test_tokens_counted_from_sizes_are_the_processors(folder, bounds):
         )
         images = encoder.open_images([Image.new("RGB", size) for size in sizes])
         # Raises where an image takes another number of tokens or rows.
-        found = encoder.with_pictures(np.array(counted[0][0]), images)
+        found = encoder.with_pixels(np.array(counted[0][0]), images)
         assert counted[0][1:] == (found.images.num_rows.sum(), found.images.num_tokens.sum())
 
 
@@ -141,7 +141,7 @@ def test_sizes_are_read_from_heads_as_pictures_are_opened():
     ]
     files += [as_file(wide.convert(mode)) for mode in ("RGBA", "LA", "L", "P", "1", "I;16")]
     files += [as_file(wide, "JPEG") + bytes(9), as_file(wide, "JPEG", progressive=True)]
-    assert [measured({"bytes": file}) for file in files] == [open_image(file).size for file in files]
+    assert [image_size({"bytes": file}) for file in files] == [open_image(file).size for file in files]
 
 
 # -- pictures that cannot be used --------------------------------------------------------------------------------------
@@ -241,10 +241,10 @@ def test_paths_are_relative_to_the_folder_of_the_file(folders, make, tmp_path, m
         store = encode_prompts(rows, encoder, 500)
         for i in range(len(entries)):
             assert np.array_equal(store.encoded(i).images.pixel_values, expected.images.pixel_values)
-    store.pictures.check_here()
+    store.stored_images.check_files_exist()
     (tmp_path / f"{number}.parquet").unlink()
     with pytest.raises(DataError, match=r"3\.parquet' is not on node .*Every node reads the images"):
-        store.pictures.check_here()
+        store.stored_images.check_files_exist()
 
 
 def test_a_picture_that_changed_since_names_the_row(folders, make, tmp_path):
@@ -318,7 +318,7 @@ def test_a_dataset_of_ones_own_gives_images_in_any_form(folders, tmp_path):
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert np.array_equal(found.images.pixel_values, expected.images.pixel_values)
     # Workers get rows and prompts, and the pictures with one of them.
-    bare = rows.without_pictures()
+    bare = rows.without_images()
     assert list(bare) == list(rows)
     assert len(pickle.dumps(bare)) < len(pickle.dumps(rows)) - 2 * len(png(60, 60))
     (tmp_path / "a.png").unlink()
@@ -358,7 +358,7 @@ def test_memory_of_pictures_does_not_grow_with_the_file(make, monkeypatch):
     try:
         start = pool.bytes_allocated()
         rows = read_rows(path)
-        pictures = rows.pictures()
+        pictures = rows.stored_images()
         assert all(len(pictures.of(i)) == 1 for i in np.random.default_rng(0).permutation(len(rows)))
         assert pool.max_memory() - start < 32 * len(file) + (4 << 20) < 80 * len(file)
     finally:
@@ -373,7 +373,7 @@ def test_large_row_groups_are_named_with_their_cure(make, monkeypatch, caplog):
     assert "column 'images' in one row group, and every process" in caplog.text
     assert "row_group_size=32" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(reading, "MOST_GROUP_BYTES", 21 << 10)
+    monkeypatch.setattr(reading, "MAX_GROUP_BYTES", 21 << 10)
     with pytest.raises(DataError, match=f"'{path}' holds .*, more than can be read.*row_group_size=32"):
         read_rows(path)
     pq.write_table(pq.read_table(path), path, row_group_size=1)

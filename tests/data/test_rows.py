@@ -13,7 +13,7 @@ import pytest
 from rltrain.common.errors import DataError
 from rltrain.data.checks import Keys
 from rltrain.data.rows import read_rows, scan_rows
-from tests.pictures import BLUE, RED
+from tests.images import BLUE, RED
 
 
 def problem(path, **options):
@@ -221,7 +221,7 @@ NO_PICTURE = base64.b64encode(b"<html>404: the picture that you asked for is not
 def test_base64_is_a_picture_as_text_and_as_bytes(tmp_path, write, good_row, image):
     rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[image])]))
     assert [entry["bytes"] for entry in rows.images(0)] == [RED]
-    assert rows.pictures().of(0) == [RED]
+    assert rows.stored_images().of(0) == [RED]
 
 
 @pytest.mark.parametrize("image", [

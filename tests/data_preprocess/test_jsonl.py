@@ -11,7 +11,7 @@ import pytest
 
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess.jsonl import main
-from tests.pictures import BLUE, RED
+from tests.images import BLUE, RED
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import TypeVar
 from rltrain.config.schema import ScoringConfig
 from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 from rltrain.data.images import without_parts
-from rltrain.data.pictures import Pictures
 from rltrain.data.rows import Rows
+from rltrain.data.stored_images import StoredImages
 from rltrain.rewards.custom import CustomReward, custom_reward
 from rltrain.rewards.grading.latex import last_boxed
 from rltrain.rewards.judge.message import Question, Template
@@ -161,17 +161,17 @@ class Questions:
 
     def __init__(self, rows: Rows, with_images: bool) -> None:
         self._rows = rows
-        self._pictures: Pictures | None = rows.pictures() if with_images else None
+        self._images: StoredImages | None = rows.stored_images() if with_images else None
         self._num_images = rows.num_images
         self._reading = threading.Lock()  # responses are judged concurrently, but files are read by one thread
 
     def __call__(self, row: int) -> Question:
         """Return the last user message and the images of the prompt. Raises DataError for missing images."""
         texts = [message["content"] for message in without_parts(self._rows[row].prompt) if message["role"] == "user"]
-        if not self._pictures or not self._num_images[row]:
+        if not self._images or not self._num_images[row]:
             return Question(texts[-1] if texts else "")
         with self._reading:
-            return Question(texts[-1] if texts else "", tuple(self._pictures.of(row)))
+            return Question(texts[-1] if texts else "", tuple(self._images.of(row)))
 
 
 def _answer(call: ScorerCall) -> str:

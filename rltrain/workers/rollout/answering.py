@@ -24,7 +24,7 @@ from rltrain.agents.executor import TrajectoryMessage
 from rltrain.agents.executor_pool import ExecutorPool
 from rltrain.common.columns import names as c
 from rltrain.common.errors import DataError
-from rltrain.common.image_files import file_of
+from rltrain.common.images import file_of
 from rltrain.common.plugin import is_plugin
 from rltrain.config.agents import SINGLE_TURN
 from rltrain.config.schema.rollout import MultiTurnConfig
@@ -220,10 +220,10 @@ class Answering:
         if "end" in line:
             return Reply(None, None, _without_files(line["messages"]), counts, rewards, line["end"], line["extra"])
         try:
-            messages, pictures = self._opened(line["request"], counts)
+            messages, images = self._opened(line["request"], counts)
             shown = _without_files(messages)
             context = self._turn_delta.context(opened.end_token, self._calls(opened.said, shown), shown)
-            text = self._encoder.with_images(context, pictures)
+            text = self._encoder.with_images(context, images)
         except DataError as error:
             self._executors.close(news.number)  # type: ignore[union-attr]
             return Reply(None, failed=str(error))
@@ -235,20 +235,20 @@ class Answering:
         An invalid image of a tool is replaced by an error text. Raises DataError for a user's image.
         """
         kept: list[Message] = []
-        pictures: list[Any] = []
+        images: list[Any] = []
         for message in messages:
             try:
                 opened = self._encoder.open_images([file_of(image) for image in images_in(message["content"])])
-                for picture in opened:
-                    self._encoder.num_rows(picture.size)
-                pictures += opened
+                for image in opened:
+                    self._encoder.num_rows(image.size)
+                images += opened
             except DataError as error:
                 if message["role"] != "tool":
                     raise
                 counts[c.TOOL_ERRORS] += 1
                 message = message | {"content": f"Error: {error}"}
             kept.append(message)
-        return kept, pictures
+        return kept, images
 
     def _calls(self, said: Parsed, messages: Sequence[Message]) -> list[Call]:
         """Return the calls that the results among the messages belong to."""

@@ -31,7 +31,7 @@ from rltrain.data.stored_images import (
     digest_of_images,
     image_entries,
 )
-from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
+from rltrain.data.tables import PickledTable, Table, limit_rows, open_table, unreadable
 
 # Field of tool arguments. Its null keys are dropped, because they are not arguments.
 _OF_TOOLS = "tools_kwargs"
@@ -183,7 +183,7 @@ def read_rows(files: str | Sequence[str], *, keys: Keys = KEYS, max_rows: int = 
     ``max_rows`` limits the rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises DataError
     with file, row, field, problem and fix, for up to five problems at once.
     """
-    return _usable(*scan_rows(files, keys=keys, max_rows=max_rows, seed=seed))
+    return _check_usable(*scan_rows(files, keys=keys, max_rows=max_rows, seed=seed))
 
 
 def rows_of(records: Iterable[dict[str, Any]], name: str, numbers: np.ndarray, *, keys: Keys = KEYS) -> Rows:
@@ -191,7 +191,7 @@ def rows_of(records: Iterable[dict[str, Any]], name: str, numbers: np.ndarray, *
 
     ``name`` and ``numbers`` [n], ascending, are for messages. Raises DataError like `read_rows`.
     """
-    return _usable(*_checked([Pickled.of(records, name, keys, numbers)], keys))
+    return _check_usable(*_check_tables([PickledTable.of(records, name, keys, numbers)], keys))
 
 
 def keys_of(data: DataConfig) -> Keys:
@@ -199,7 +199,7 @@ def keys_of(data: DataConfig) -> Keys:
     return Keys(data.prompt_key, data.reward_fn_key, data.image_key)
 
 
-def _usable(rows: Rows, problems: Sequence[str]) -> Rows:
+def _check_usable(rows: Rows, problems: Sequence[str]) -> Rows:
     if problems:
         raise DataError(bad_rows(problems))
     if not len(rows):
@@ -218,10 +218,10 @@ def scan_rows(
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
     tables = [open_table(file, keys) for path in paths for file in files_of(str(path))]
-    return _checked(chosen(tables, max_rows, seed), keys)
+    return _check_tables(limit_rows(tables, max_rows, seed), keys)
 
 
-def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
+def _check_tables(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
     numbers, problems, start = [], [], 0
     digests = bytearray()
     image_checks: list[ImageCheck] = []
@@ -260,7 +260,7 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list
             check = next(checks)
             image_checks.append(check)
             # As JSON with sorted keys, because the order of a struct's fields depends on the program that wrote it.
-            whole = _plain(record | {keys.image: check.content})
+            whole = _normalised(record | {keys.image: check.content})
             content = json.dumps(whole, sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
             problem = row_problem(record, keys) or check.problem
@@ -275,8 +275,8 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     Parquet gives every struct of a column the same keys, at any depth, with null if a row misses one, but templates
     test whether a key exists. The content of a message with tool calls may be null.
     """
-    found = without_nulls(message)
-    return {"content": "", **found} if found.get("tool_calls") else found
+    fields = without_nulls(message)
+    return {"content": "", **fields} if fields.get("tool_calls") else fields
 
 
 def without_nulls(value: Any) -> Any:
@@ -286,12 +286,12 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any) -> Any:
+def _normalised(value: Any) -> Any:
     """Return a normalized value, independent of the program that stored it: without nulls, whole floats as integers."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+        return {str(key): _normalised(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_normalised(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -316,10 +316,10 @@ def _build(record: dict[str, Any], keys: Keys) -> PromptRow:
 
 def bad_rows(problems: Sequence[str]) -> str:
     """Return a message about bad rows, one line each."""
-    return first_of("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems)
+    return first_lines("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems)
 
 
-def first_of(title: str, lines: Sequence[str]) -> str:
+def first_lines(title: str, lines: Sequence[str]) -> str:
     """Return a title and the first of the lines below it."""
     remainder = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
     return "\n  ".join([title, *lines[:_NUM_SHOWN], *remainder])

@@ -15,9 +15,9 @@ from rltrain.common.logs import count
 from rltrain.common.plugin import is_plugin, user_traceback
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import EPOCH
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.data.custom import EpochSampler
 from rltrain.data.mixing import mixed_order
-from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows
 from rltrain.data.sampler import Sampler, make_sampler
 from rltrain.rewards.processes.device_judge import max_replies

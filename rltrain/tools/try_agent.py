@@ -127,7 +127,7 @@ class Trial:
         _say(f"calls are written as {call_format.name}" if self._schemas else "the prompt shows no tools")
         _head(f"prompt, {rows.origin(options.row)}")
         said = "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
-        _say(encoder.written(row.prompt, tools=self._schemas) if delta else said)
+        _say(encoder.render(row.prompt, tools=self._schemas) if delta else said)
         if options.turns or delta is None:
             self._policy = written(_lines(options.turns), ask=not options.turns and sys.stdin.isatty())
         else:

@@ -8,7 +8,7 @@ from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows
-from rltrain.data.trial import trouble
+from rltrain.data.trial import problem_in_fork
 from tests.clock import VirtualClock, hang
 from tests.images import RED
 
@@ -114,7 +114,7 @@ def test_a_template_that_would_not_end_is_refused(tokenizer_folder, template, sa
 
 def test_a_trial_that_stands_still_is_ended():
     """It uses no CPU time, of which the kernel would end it."""
-    assert trouble(hang, 1, clock=VirtualClock()) == "does not end within 10 s"
+    assert problem_in_fork(hang, 1, clock=VirtualClock()) == "does not end within 10 s"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.config.schema import DataConfig, SamplerConfig
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.data.custom import custom_rows
-from rltrain.data.order import BatchOrder
 from rltrain.data.rows import read_rows
 from rltrain.data.sampler import make_sampler
 

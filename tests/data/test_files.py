@@ -94,9 +94,9 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, content, said)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b'{"a": 1}\n{"a": 2}\n\n{"a": "cut', "line 4 is no whole JSON"),
-        (b'{"a": "cut', "line 1 is no whole JSON"),
-        (b'\n[{"a": 1},\n{"a": }]', "line 3 is no whole JSON"),
+        (b'{"a": 1}\n{"a": 2}\n\n{"a": "cut', "line 4 is not complete JSON"),
+        (b'{"a": "cut', "line 1 is not complete JSON"),
+        (b'\n[{"a": 1},\n{"a": }]', "line 3 is not complete JSON"),
         (b'{"a": 1}\n{"a": "\xe9"}\n', "line 2 is not UTF-8"),
         (b'{"a": 1}\n["text"]\n', "row 1 is a list; each must be an object"),
         (b'{"question": "2+3", "answer": "5"}\n', "it has 'question', 'answer'"),

@@ -118,7 +118,7 @@ def test_tokens_counted_from_sizes_are_the_processors(folder, bounds):
     random = np.random.default_rng(0)
     for _ in range(12):
         sizes = [tuple(edges) for edges in random.integers(8, 500, (2, 2)).tolist()]
-        counted = encoder.expanded(
+        counted = encoder.expand(
             [[{"role": "user", "content": f"1{SLOT}2{SLOT}"}]], [[encoder.bounded_size(size) for size in sizes]]
         )
         images = encoder.open_images([Image.new("RGB", size) for size in sizes])

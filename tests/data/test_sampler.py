@@ -5,7 +5,7 @@ import pytest
 
 from rltrain.common.errors import ConfigError
 from rltrain.config.schema import DataConfig, SamplerConfig
-from rltrain.data.order import BatchOrder
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.data.sampler import SolveRateSampler, make_sampler
 
 

@@ -88,7 +88,7 @@ import resource, sys
 from pathlib import Path
 import pandas
 from rltrain.data.rows import read_rows
-from rltrain.data.trial import trouble
+from rltrain.data.trial import problem_in_fork
 from rltrain.main_ppo import main
 from rltrain.models.files.safe import read_metadata
 from rltrain.run.report.view import read_samples
@@ -98,7 +98,7 @@ works = [
     lambda: read_rows(folder / "big.parquet"),
     lambda: read_metadata(folder),
     lambda: read_samples(folder),
-    lambda: trouble(lambda: len(bytes(1 << 27)), 1 << 30),
+    lambda: problem_in_fork(lambda: len(bytes(1 << 27)), 1 << 30),
 ]
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (48 << 20),) * 2)

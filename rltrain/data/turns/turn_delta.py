@@ -119,7 +119,7 @@ class TurnDelta:
             if turn is None:
                 continue
             try:
-                text = self._encoder.written([ASK, turn, *results], tools=self._schemas)
+                text = self._encoder.render([ASK, turn, *results], tools=self._schemas)
             except DataError as error:
                 problem = str(error)
                 continue
@@ -237,7 +237,7 @@ class TurnDelta:
     def _difference(self, exchanges: Sequence[tuple[list[Call], list[Message]]]) -> str:
         """Return the difference between a trajectory and the render of the whole conversation, or ""."""
         history = [ASK]
-        opening = self._encoder.written(history, answered=True, tools=self._schemas)
+        opening = self._encoder.render(history, answered=True, tools=self._schemas)
         borders: list[tuple[str, _Context]] = []
         for number, (calls, messages) in enumerate(exchanges):
             sentinel = f"{_SENTINEL}{number}q"
@@ -246,7 +246,7 @@ class TurnDelta:
             stub = self._stub.get(bool(calls), 0)
             turn = _turn(calls, ids, sentinel, stub)
             history = [*history, *([turn] if turn else []), *_with_ids(messages, ids)]
-            whole = self._encoder.written(history, tools=self._schemas)
+            whole = self._encoder.render(history, tools=self._schemas)
             if not whole.startswith(opening):
                 return _describe_difference(opening, whole[: len(opening) + 60])
             place = len(opening)
@@ -261,7 +261,7 @@ class TurnDelta:
             if difference := self._token_difference(history, whole, context):
                 return difference
             # The opening of the next turn may be written differently after that turn.
-            bare = self._encoder.written(history, answered=True, tools=self._schemas)
+            bare = self._encoder.render(history, answered=True, tools=self._schemas)
             length = shared(whole, bare) - (len(whole) - len(rest))
             borders.append((sentinel, replace(context, text=context.text[: max(0, length)])))
         return ""
@@ -285,8 +285,8 @@ class TurnDelta:
         thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _SENTINEL)
         turn: Message = {"role": "assistant", "content": "7", **thought}
         try:
-            current = self._encoder.written([ASK, turn], answered=True, tools=self._schemas)
-            later = self._encoder.written([ASK, turn, ASK], tools=self._schemas)
+            current = self._encoder.render([ASK, turn], answered=True, tools=self._schemas)
+            later = self._encoder.render([ASK, turn, ASK], tools=self._schemas)
         except DataError:
             return False
         return _SENTINEL in current and _SENTINEL not in later

@@ -135,7 +135,7 @@ def _problem_between_turns(cfg: Config) -> str:
     """Return the reason why images cannot be shown after a turn; "" if they can."""
     encoder, turns = chat_encoder(cfg), cfg.actor_rollout_ref.rollout.multi_turn
     try:
-        encoder.can_see()
+        encoder.check_images_supported()
         delta = TurnDelta(encoder, encoder.tools, format_of(turns.format, encoder))
         problem = delta.problem(_roles_that_answer(cfg, encoder), images=True)
     except (ConfigError, DataError) as error:

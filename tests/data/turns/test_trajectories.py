@@ -79,8 +79,8 @@ def shared(left, right):
 
 def sampled(encoder, delta, history, turn):
     """Token ids of the turn as the template writes it, to the token that ends it; None where it drops the turn."""
-    before = encoder.written(history, tools=SCHEMAS)
-    after = encoder.written([*history, turn], answered=True, tools=SCHEMAS)
+    before = encoder.render(history, tools=SCHEMAS)
+    after = encoder.render([*history, turn], answered=True, tools=SCHEMAS)
     ids = encoder.tokenizer(after[shared(before, after) :], add_special_tokens=False)["input_ids"]
     ends = [place for place, token in enumerate(ids) if token in delta.stop_token_ids]
     # GLM's past turns end with the next role's token, which nothing has written yet.
@@ -124,7 +124,7 @@ def test_a_trajectory_decodes_to_the_whole_render(family, name):
     def check(turns):
         ids, history = trajectory_of(encoder, delta, name, turns)
         (text,) = encoder.decode_batch([ids], special=True)
-        whole = encoder.written(history, tools=SCHEMAS)
+        whole = encoder.render(history, tools=SCHEMAS)
         has_users = any(not calls for calls, _ in turns)
         assert normal(name, text, has_users) == normal(name, whole, has_users)
         # And of special tokens it has those of the same conversation whose texts hold none.

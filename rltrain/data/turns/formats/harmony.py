@@ -30,7 +30,7 @@ def _parse(text: str, schemas: Schemas) -> Parsed:
                     raise Unreadable("a call is in the commentary channel, has to=functions.NAME, and a <|message|>.")
                 value, end = reading.read_json(body, 0) if body.strip() or mark != "<|call|>" else ({}, len(body))
                 if body[end:].strip():
-                    raise Unreadable("the call goes on after its JSON object.")
+                    raise Unreadable("the call continues after its JSON object.")
                 parsed.calls.append(Call(recipient[2], reading.arguments_of(value)))
             except Unreadable as problem:
                 parsed.problems.append(str(problem))

@@ -1,7 +1,7 @@
 """Parser of all formats whose calls are between marks.
 
 Calls inside reasoning are ignored, and a mark inside an argument is not a mark of the turn. Therefore the marks are
-visited in order, and each readable call is skipped as a whole.
+visited in order, and item readable call is skipped as a whole.
 """
 
 import re
@@ -101,7 +101,7 @@ class Family:
         if mark and mark.lastgroup == "closing":
             return calls, mark.end()
         if rest and not rest[0].isalpha() and (not mark or mark.lastgroup == "code"):
-            raise Unreadable(f"the call goes on after its end, with {rest[:20]!r}.", after)
+            raise Unreadable(f"the call continues after its end, with {rest[:20]!r}.", after)
         return calls, place
 
 

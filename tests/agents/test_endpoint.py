@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
-from tests.agents.test_hosts import NAMES, TOOLS, killed, replies, reply, texts, turn
+from tests.agents.test_executor_pool import NAMES, TOOLS, killed, replies, reply, texts, turn
 
 from rltrain.agents.chat import TrajectoryStart, TurnLimits
 from rltrain.agents.executor_pool import ExecutorPool

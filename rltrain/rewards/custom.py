@@ -86,11 +86,11 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
     arguments = dict.fromkeys(custom.arguments) | custom.kwargs
     where = f"{custom.name}{signature} in {custom.path!r}"
     no_default = {name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty}
-    if served := [name for name in _OF_REWARD_LOOP if name in no_default - arguments.keys()]:
+    if missing := [name for name in _OF_REWARD_LOOP if name in no_default - arguments.keys()]:
         raise ConfigError(
-            f"{where} needs {' and '.join(served)}, which verl gives to a function beside a generative reward model "
-            "that it serves. None is served here: serve it yourself, give these arguments a default, and hand its "
-            "address over with +custom_reward_function.reward_kwargs.NAME=http://host:port."
+            f"{where} needs {' and '.join(missing)}, which verl passes if it serves a generative reward model. "
+            "rltrain serves none: serve the model yourself, give these arguments a default, and pass its "
+            "address with +custom_reward_function.reward_kwargs.NAME=http://host:port."
         )
     try:
         # Checked here, so that a wrong signature is one error before training and not a failure per response.

@@ -32,7 +32,7 @@ from rltrain.data.rows import Rows, read_rows
 from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.rewards.processes.judging import Questions
 from rltrain.rewards.processes.remote_judge import RemoteJudge
-from rltrain.rewards.processes.score import ScorerCall, read_returned
+from rltrain.rewards.processes.score import ScorerCall, parse_result
 from rltrain.rewards.scorers.registry import FORMS
 
 Scored = tuple[float, dict[str, float | str]]
@@ -155,9 +155,9 @@ class _Function:
 
     def score(self, position: int, call: ScorerCall) -> Scored:
         if not self._custom.batch:
-            return read_returned(self._function(*call))
+            return parse_result(self._function(*call))
         (returned,) = self._function(*([argument] for argument in call))
-        return read_returned(returned)
+        return parse_result(returned)
 
     def close(self) -> str:
         return ""

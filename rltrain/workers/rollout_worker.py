@@ -248,7 +248,7 @@ class RolloutWorker(Rollout):
         self.engine.generate(source, task.sampling)
         num_begun_anew = source.begin_anew()
         self._answering.forget()
-        self._agent_log.printed(f"replica {self._replica.number}", self._answering.printed())
+        self._agent_log.append(f"replica {self._replica.number}", self._answering.printed())
         return source, num_begun_anew
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:

@@ -7,12 +7,12 @@ from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
 
 import pytest
-from tests.agents.test_executor_pool import NAMES, TOOLS, killed, replies, reply, texts, turn
 
 from rltrain.agents.chat import TrajectoryStart, TurnLimits
 from rltrain.agents.executor_pool import ExecutorPool
 from rltrain.agents.toolbox import ToolSources
 from rltrain.runtime.slots.limits import Limits
+from tests.agents.test_executor_pool import NAMES, TOOLS, killed, replies, reply, texts, turn
 from tests.clock import PATIENCE_S, eventually
 
 AGENTS = '''
@@ -180,7 +180,7 @@ def test_a_stream_is_one_piece_and_sampling_is_the_runs(room):
     assert "'finish_reason': 'tool_calls'" in heard
     assert "'usage': {" in heard
     assert room.printed("chat.endpoint:") == [
-        "'temperature' of requests is not used: the policy samples as the run does (rollout.*)."
+        "'temperature' of requests has no effect: sampling follows the run (rollout.*)."
     ]
 
 
@@ -214,12 +214,12 @@ def test_tools_that_the_policy_was_not_shown_are_refused(room):
 @pytest.mark.parametrize(
     ("attempt", "status", "words"),
     [
-        ("edits", 409, 'message 1 is not what was said: {"role": "assistant", "content": "another"} stands in the'),
+        ("edits", 409, 'message 1 differs from the conversation: it is {"role": "assistant", "content": "another"} instead'),
         ("forks", 409, "the request has 2 of the 3 messages so far"),
         ("adds nothing", 409, "the request adds no message"),
         ("answers itself", 400, '{"role": "assistant", "content": "I did"} cannot be added'),
-        ("image", 400, "is no message of text"),
-        ("n", 400, "n=2 is not in this version; leave it out or 1."),
+        ("image", 400, "is not a text message"),
+        ("n", 400, "n=2 is not supported; remove it or use 1."),
     ],
 )
 def test_a_request_that_is_no_next_one_is_told_and_changes_nothing(room, attempt, status, words):

@@ -217,7 +217,7 @@ def test_an_environment_with_step_has_no_tools(places):
     [
         (
             f"from rltrain import tool\n{GUESS}".replace("    def helper", "    @tool\n    def helper"),
-            "nobody would call helper",
+            "helper would never be called",
         ),
         ("class Empty:\n    def reset(self, row, seed): pass\n", "neither step nor public methods"),
         ("class Bad:\n    def use(self, x): pass\n", "use cannot be shown to the model"),
@@ -287,14 +287,14 @@ def test_a_tool_of_verls_is_created_once_a_trajectory_and_released_at_its_end(pl
     ("text", "words"),
     [
         ("tools: [", "cannot be read"),
-        ("tools: []", "holds no list of tools"),
+        ("tools: []", "has no list of tools"),
         (
             "tools: [{{class_name: a.B, config: {{type: mcp}}}}]",
             "type=mcp: only native tools .* call the server in a function",
         ),
         ("tools: [{{class_name: nowhere.B, config: {{type: native}}}}]", "No module named 'nowhere'"),
         ("tools: [{{class_name: verl.tools.search_tool.SearchTool, config: {{}}}}]", "install a version of verl"),
-        ("tools: [{{class_name: json.JSONDecoder, config: {{}}}}]", "no class with a method execute"),
+        ("tools: [{{class_name: json.JSONDecoder, config: {{}}}}]", "the class has no method `execute`"),
         (CONFIG.replace("name: note", "nick: note"), r"tools\[0\].tool_schema: its schema must be"),
         (
             CONFIG.replace("Named", "Notes"),

@@ -83,7 +83,7 @@ def test_the_class_reads_its_config_as_in_verl(made):
     [
         ("class Made", "class Other", "has no function 'Made'; it defines Other"),
         ("processor=None", "processor, env_url", "the class needs env_url; it is given data_files, tokenizer"),
-        ("def __len__", "def length", "has no __len__: a dataset class says how many rows it has"),
+        ("def __len__", "def length", "has no __len__: a dataset class needs both"),
         ("def __len__", "def on_batch_end(self, batch): ...\n        def __len__", "rows are read once"),
         ("self.files = config", "self.files = 1 / 0", "ZeroDivisionError"),
         ("return {", "return [item] or {", "row 0 is a list; it must be a dictionary"),
@@ -161,7 +161,7 @@ def test_a_resumed_sampler_goes_on_as_if_never_stopped(sampler, caplog):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("def __len__", "def update(self, batch): ...\n        def __len__", r"observe(rows, solved) tells a sampler"),
+        ("def __len__", "def update(self, batch): ...\n        def __len__", r"observe(rows, solved) reports to a sampler"),
         ("def __iter__", "def walk", "has no __iter__"),
         ("data_config)", "data_config, ratios)", "the class needs ratios"),
         ("len(data_source),", "1 / 0,", "ZeroDivisionError"),

@@ -22,5 +22,5 @@ def test_a_path_that_is_no_plain_image_file_is_refused_at_once(tmp_path, kind):
         with open(file, "wb") as stream:
             stream.write(b"GIF89a" if kind == "large" else b"")
             stream.truncate((3 << 30) if kind == "large" else (2 << 20))
-    with pytest.raises(DataError, match=r"regular file|is empty|has 3,221,225,472 bytes|does not begin as|directory"):
+    with pytest.raises(DataError, match=r"regular file|is empty|has 3,221,225,472 bytes|does not begin like|directory"):
         file_bytes({"path": "/dev/zero" if kind == "device" else file})

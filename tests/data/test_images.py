@@ -113,7 +113,7 @@ def test_positions_of_prompt_and_answer_are_the_models(folder, number):
 
 
 @pytest.mark.parametrize(("content", "count", "message"), [
-    (f"1{SLOT}", 2, "1 places for images .<image>. and the row has 2 images"),
+    (f"1{SLOT}", 2, "1 slots for images .<image>. and the row has 2 images"),
     ("1", 1, "0 places"),
     (f"{SLOT}{SLOT}", 0, "2 places"),
     (f"<video>{SLOT}", 1, "videos are not"),
@@ -182,7 +182,7 @@ def test_greys_of_16_bits_keep_their_shades(order):
     greys = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     found = np.asarray(open_image(as_file(Image.fromarray(greys.astype(f"{order}u2")))))
     assert np.array_equal(found, np.repeat(greys[..., None] // 257, 3, axis=-1))
-    with pytest.raises(DataError, match="nothing says which of them is white: save it as a PNG of 8 or 16"):
+    with pytest.raises(DataError, match="it is unknown which of them is white: save it as a PNG of 8 or 16"):
         open_image(as_file(Image.new("F", (3, 3), 7), "TIFF"))
 
 
@@ -200,7 +200,7 @@ def bomb() -> bytes:
     ({"bytes": None, "path": None}, "neither bytes nor a path"),
     (bomb(), "image 2 of 2: it .*decompression bomb"),
     (Image.new("RGB", (9000, 9000)), "9000 x 9000, more than .* decompression bomb"),
-    (Image.new("RGB", (4000, 4)), "refuses the images: absolute aspect ratio"),
+    (Image.new("RGB", (4000, 4)), "rejects the images: absolute aspect ratio"),
 ])  # fmt: skip
 def test_an_image_that_cannot_be_used_says_why(folders, image, message):
     messages = [{"role": "user", "content": SLOT * 2}]

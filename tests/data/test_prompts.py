@@ -200,7 +200,7 @@ def test_prompts_that_do_not_fit_their_images_name_the_row(folders, make, tiny_m
     for prompts, model, said in (
         ([(SLOT, one), (f"{SLOT} {SLOT}", one)], folders["qwen2_vl"], "the prompt has 2 places"),
         ([(SLOT, one), (SLOT, [])], folders["qwen2_vl"], "the prompt has 1 places .* 0 images"),
-        ([("1", []), (SLOT, one)], tiny_model, "holds an image: .*cannot be used with qwen3: it is a model of texts"),
+        ([("1", []), (SLOT, one)], tiny_model, "holds an image: .*cannot be used with qwen3: it is a text-only model"),
     ):
         path = make(prompts)
         with pytest.raises(DataError, match=rf"^'{path}' row 1:? {said}"):

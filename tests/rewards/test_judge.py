@@ -353,7 +353,7 @@ def test_settings_that_cannot_be_are_refused(words, said):
     ("keys", "text", "said"),
     [
         ({}, "{{ anwser }}", r"knows no \{\{ anwser \}\}"),
-        ({}, "{{ question }}", "shows the judge no answer"),
+        ({}, "{{ question }}", "does not contain the answer"),
         ({"parse": "(", "prompt": None}, "", "Write a regular expression"),
     ],
 )

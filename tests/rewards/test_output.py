@@ -51,7 +51,7 @@ def test_the_log_is_bounded_and_survives_a_full_disk(tmp_path):
     file = tmp_path / "reward.log"
     log = PrintLog(file, max_bytes=1000)
     for number in range(100):
-        log.printed("worker 0", f"line {number}\nsecond")
+        log.append("worker 0", f"line {number}\nsecond")
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2000
     assert {path.name for path in tmp_path.iterdir()} == {"reward.log", "reward.1.log"}
     assert file.read_text().splitlines()[-2].endswith(" worker 0: line 99")

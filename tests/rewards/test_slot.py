@@ -257,7 +257,7 @@ slot.score("s", "a", "b", {{}})
         ("raise SystemExit", "SystemExit"),
         (
             "def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address): return 1",
-            "needs reward_router_address, which verl gives",
+            "needs reward_router_address, which verl passes",
         ),
     ],
 )

@@ -46,7 +46,7 @@ class DeviceJudge:
                 messages.append(self._judging.message(call, question()))
                 scores.append(PendingScore(rule, len(messages) - 1, len(messages[-1])))
             except RltrainError as error:
-                scores.append(Score(None, "rejected", str(error), kind=NO_PROMPT).about(call))
+                scores.append(Score(None, "rejected", str(error), kind=NO_PROMPT).with_call(call))
         return scores, messages
 
     def read(
@@ -56,7 +56,7 @@ class DeviceJudge:
         scores: list[Score | PendingScore] = []
         for call, pending_score, reply in zip(calls, pending, replies, strict=True):
             if reply.no_prompt:
-                scores.append(Score(None, "rejected", reply.no_prompt, kind=NO_PROMPT).about(call))
+                scores.append(Score(None, "rejected", reply.no_prompt, kind=NO_PROMPT).with_call(call))
                 continue
             score = self._judging.read(reply, call)
             if score.status == "ok":
@@ -67,7 +67,7 @@ class DeviceJudge:
                 scores.append(pending_score)
                 continue
             times = f" (after {self._max_replies} replies)" if self._max_replies > 1 else ""
-            scores.append(replace(score, status="rejected", error=f"{score.error}{times}").about(call))
+            scores.append(replace(score, status="rejected", error=f"{score.error}{times}").with_call(call))
         return scores
 
     def score_truth(self, call: ScorerCall, question: QuestionMaker) -> Score | None:

@@ -11,7 +11,7 @@ from typing import Any
 from rltrain.common.errors import RewardError, RltrainError
 from rltrain.common.plugin import user_traceback
 from rltrain.rewards.custom import CustomReward, RewardFunction
-from rltrain.rewards.processes.score import ScorerCall, read_returned
+from rltrain.rewards.processes.score import ScorerCall, parse_result
 from rltrain.rewards.scorers.registry import find_scorer
 from rltrain.runtime.slots.child import Rejected
 
@@ -105,7 +105,7 @@ def _read(source: str, returned: Any) -> dict[str, Any]:
     if isinstance(returned, BaseException):
         raise returned
     try:
-        score, extras = read_returned(returned)
+        score, extras = parse_result(returned)
     except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is read
         raise Rejected(f"data_source={source!r}: {error}") from None
     return {"score": score, "extras": extras}

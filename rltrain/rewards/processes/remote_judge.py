@@ -61,7 +61,7 @@ class RemoteJudge:
         chosen = [calls[place] for place in places], [questions[place] for place in places]
         judged = dict(zip(places, self._in_loop(self._judge_all(*chosen, within_s, batch)), strict=True))
         return [
-            self._judging.combine(rule, judged[place]).about(call) if place in judged else rule_score(rule)
+            self._judging.combine(rule, judged[place]).with_call(call) if place in judged else rule_score(rule)
             for place, (rule, call) in enumerate(zip(rules, calls, strict=True))
         ]
 

@@ -184,7 +184,7 @@ class Scoring:
             if self._take(min(POLL_S, deadline_s)):
                 last_result = time.monotonic()
             elif (seconds := time.monotonic() - last_result) > more_s + per_call * timeout_s:
-                raise self._pool.silent(_PHASE, sorted({*self._busy.values()}), seconds, limit)
+                raise self._pool.unresponsive(_PHASE, sorted({*self._busy.values()}), seconds, limit)
 
     def _take(self, wait_s: float) -> bool:
         if not self._workers.has_next():
@@ -203,7 +203,7 @@ class Scoring:
             call.messages, call.node = messages, self._pool.node_of(number_of_worker)
         self.seconds += seconds
         self.judged.update(judged)
-        self._pool.log.printed(worker, printed)
+        self._pool.log.append(worker, printed)
         final = [score for score in scores if isinstance(score, Score)]
         self._pool.log.failures(final)
         self._failures += [score for score in final if score.status != "ok"]

@@ -65,4 +65,4 @@ class ScoringSlot(Slot):
 def _score_of(outcome: Outcome, call: ScorerCall) -> Score:
     if outcome.status == "ok":
         return Score(float(outcome.value["score"]), "ok", None, outcome.value["extras"])
-    return Score(None, outcome.status, outcome.error, kind=outcome.kind).about(call)
+    return Score(None, outcome.status, outcome.error, kind=outcome.kind).with_call(call)

@@ -21,7 +21,7 @@ from rltrain.rewards.processes.device_judge import DeviceJudge
 from rltrain.rewards.processes.judging import Questions
 from rltrain.rewards.processes.remote_judge import RemoteJudge
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
-from rltrain.rewards.processes.score import PendingScore, Score, ScorerCall, read_returned
+from rltrain.rewards.processes.score import PendingScore, Score, ScorerCall, parse_result
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.runtime.stacks import stacks_here
 
@@ -142,7 +142,7 @@ class RewardWorker:
         if isinstance(self._scorer, RemoteJudge):
             self._scorer.cancel(batch)
 
-    def who(self) -> tuple[int, str]:
+    def identity(self) -> tuple[int, str]:
         """Return process id and host."""
         return os.getpid(), socket.gethostname()
 
@@ -181,7 +181,7 @@ def known_score(answer: str, *, is_custom: bool) -> Score | None:
     if is_custom or "agent_score" not in info:
         return None
     try:
-        value, extras = read_returned({**info.get("agent_numbers", {}), "score": info["agent_score"]})
+        value, extras = parse_result({**info.get("agent_numbers", {}), "score": info["agent_score"]})
     except ValueError as error:
         return Score(None, "rejected", str(error))
     return Score(value, "ok", None, extras)

@@ -58,10 +58,10 @@ def test_every_name_of_verl_is_taken(family, name):
 
 
 def test_a_name_that_is_none_is_told_with_those_that_are(family):
-    with pytest.raises(ConfigError, match=r"multi_turn.format=hermess: .* there is none of this name") as refusal:
+    with pytest.raises(ConfigError, match=r"multi_turn.format=hermess: .* no format has this name") as refusal:
         format_of("hermess", family("hermes"))
     assert all(name in str(refusal.value) for name in [*FORMATS, "FILE.py:NAME"])
-    with pytest.raises(ConfigError, match="the chat template writes calls in none"):
+    with pytest.raises(ConfigError, match="the chat template writes calls in no known format"):
         format_of("auto", replace(family("lfm"), row_tools=RowTools(SCHEMAS)))
 
 

@@ -290,14 +290,14 @@ def _parsed(body: bytes) -> dict[str, Any]:
         items = fields.items()
     except (ValueError, AttributeError, RecursionError):
         raise HttpError(400, "no_json", "the body is not a JSON object.") from None
-    given = {name: value for name, value in items if value is not None}
-    for name, value in given.items():
+    parameters = {name: value for name, value in items if value is not None}
+    for name, value in parameters.items():
         if name in _ONLY and value not in _ONLY[name]:
             forms = "".join(f" or use {form!r}" for form in _ONLY[name])
             raise HttpError(400, "not_here", f"{name}={value!r:.100} is not supported; remove it{forms}.")
         if name not in _ONLY and name not in _WITHOUT_EFFECT:
             _log_unused(name)
-    return given
+    return parameters
 
 
 @cache

@@ -36,9 +36,9 @@ def _agent(place: str) -> Callable[..., Any]:
 
 def _numbers(returned: Any) -> dict[str, float]:
     """Convert an agent's return value to ``score`` and other numbers. Raises ValueError for other values."""
-    given = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
+    values = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
     try:
-        return {str(name): float(value) for name, value in given.items()}
+        return {str(name): float(value) for name, value in values.items()}
     except (TypeError, ValueError):
         raise ValueError(
             f"{returned!r:.200} is not a valid score. Return a number, or a dict of numbers with the key 'score'."

@@ -186,9 +186,9 @@ def _lines(content: BinaryIO, file: Path) -> Iterator[str]:
 
 def _json(content: Iterator[str], replaced: Callable[[int], object]) -> Iterator[Any]:
     for row, (text, value) in enumerate(_values(content)):
-        if _SURROGATE.search(text) and (whole := _without_surrogates(value)) != value:
+        if _SURROGATE.search(text) and (repaired := _without_surrogates(value)) != value:
             replaced(row)
-            value = whole
+            value = repaired
         yield value
 
 

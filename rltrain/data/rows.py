@@ -260,8 +260,8 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list
             check = next(checks)
             image_checks.append(check)
             # As JSON with sorted keys, because the order of a struct's fields depends on the program that wrote it.
-            whole = _normalised(record | {keys.image: check.content})
-            content = json.dumps(whole, sort_keys=True, default=_digest_of_bytes)
+            normalised = _normalised(record | {keys.image: check.content})
+            content = json.dumps(normalised, sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
             problem = row_problem(record, keys) or check.problem
             if problem:

@@ -207,14 +207,18 @@ def test_calls_go_to_the_library_and_results_come_in_their_order(room):
 def test_tools_that_the_policy_was_not_shown_are_refused(room):
     room.begin("uses_tools", turn(text="x"), extra_info={"names": ["echo", "fly"]})
     failed = reply(room.executors)["failed"]
-    assert "the request has the tools echo, fly, and the policy was shown doze, echo" in failed
+    assert "the request has the tools echo, fly, but the prompt of the policy shows doze, echo" in failed
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("attempt", "status", "words"),
     [
-        ("edits", 409, 'message 1 differs from the conversation: it is {"role": "assistant", "content": "another"} instead'),
+        (
+            "edits",
+            409,
+            'message 1 differs from the conversation: it is {"role": "assistant", "content": "another"} instead',
+        ),
         ("forks", 409, "the request has 2 of the 3 messages so far"),
         ("adds nothing", 409, "the request adds no message"),
         ("answers itself", 400, '{"role": "assistant", "content": "I did"} cannot be added'),

@@ -340,7 +340,10 @@ def test_step_may_return_one_message_and_is_named_if_it_returns_anything_else(ma
     for returned in ("{'role': 'user', 'content': 'on'}, 0.5, False", "'on', 0, False"):
         executors.start(start(), turn(text=returned))
         assert reply(executors)["request"] == [{"role": "user", "content": "on"}]
-    for returned, said in (("None", "it must return (observation, reward, done)"), ("7, 0, False", "a list of messages")):
+    for returned, said in (
+        ("None", "it must return (observation, reward, done)"),
+        ("7, 0, False", "a list of messages"),
+    ):
         executors.start(start(), turn(text=returned))
         failed = reply(executors)["failed"]
         assert "step() returned" in failed

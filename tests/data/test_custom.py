@@ -82,7 +82,7 @@ def test_the_class_reads_its_config_as_in_verl(made):
     ("old", "new", "said"),
     [
         ("class Made", "class Other", "has no function 'Made'; it defines Other"),
-        ("processor=None", "processor, env_url", "the class needs env_url; it is given data_files, tokenizer"),
+        ("processor=None", "processor, env_url", "the class needs env_url; it gets data_files, tokenizer"),
         ("def __len__", "def length", "has no __len__: a dataset class needs both"),
         ("def __len__", "def on_batch_end(self, batch): ...\n        def __len__", "rows are read once"),
         ("self.files = config", "self.files = 1 / 0", "ZeroDivisionError"),
@@ -90,7 +90,7 @@ def test_the_class_reads_its_config_as_in_verl(made):
         ("return {", "return item / 0 or {", "row 0:\nTraceback"),
         ('"raw_prompt"', '"input_ids"', "neither 'raw_prompt' nor 'prompt'; it has data_source, input_ids"),
         ('"raw_prompt": np', '"images": [b"x"], "raw_prompt": np', "row 0: field 'images[0]': it cannot be read"),
-        ('"raw_prompt": np', '"videos": [b"x"], "raw_prompt": np', "row 0 holds videos: only images are in this"),
+        ('"raw_prompt": np', '"videos": [b"x"], "raw_prompt": np', "row 0 holds videos: only images are supported"),
         ('"split": "train"', '"split": object()', "extra_info.split is a object; a row holds texts"),
         ('config.get("number", 6)', "0", "no usable row in data.custom_cls="),
     ],
@@ -161,11 +161,15 @@ def test_a_resumed_sampler_goes_on_as_if_never_stopped(sampler, caplog):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("def __len__", "def update(self, batch): ...\n        def __len__", r"observe(rows, solved) reports to a sampler"),
+        (
+            "def __len__",
+            "def update(self, batch): ...\n        def __len__",
+            r"observe(rows, solved) reports to a sampler",
+        ),
         ("def __iter__", "def walk", "has no __iter__"),
         ("data_config)", "data_config, ratios)", "the class needs ratios"),
         ("len(data_source),", "1 / 0,", "ZeroDivisionError"),
-        ("iter(range(", "iter([6] or range(", "names 6, which is no row"),
+        ("iter(range(", "iter([6] or range(", "names 6, which is not a row"),
         ("iter(range(", "iter([1, 1] or range(", "names 1 different rows, fewer than data.train_batch_size=2"),
     ],
 )

@@ -191,7 +191,7 @@ def test_a_column_of_another_kind_is_refused(make):
         read_rows(make([("1", [3])]))
     with pytest.raises(DataError, match=r"has no column data.image_key='pics'; it has .*images"):
         read_rows(make([("1", [])]), keys=Keys(image="pics"))
-    with pytest.raises(DataError, match=r"field 'videos' is list .*: videos are not in this version"):
+    with pytest.raises(DataError, match=r"field 'videos' is list .*: videos are not supported"):
         read_rows(make([("1", ["a.mp4"])], column="videos"))
 
 

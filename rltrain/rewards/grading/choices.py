@@ -105,14 +105,14 @@ def _letters(stated: str) -> str | None:
     text = _LEAD.sub("", _INSTEAD.sub("", text), count=1)
     if _RUN.fullmatch(text.rstrip(".")):
         return "".join(dict.fromkeys(text.replace(" ", "").rstrip(".")))
-    said = _SAID.split(text)[-1]
-    for beginning in (text, said) if said != text else (text,):
+    remainder = _SAID.split(text)[-1]
+    for beginning in (text, remainder) if remainder != text else (text,):
         if (named := _begins(beginning)) is not None:
             return named
     if _NOT.search(text):
         return None
-    found = {next(filter(None, match.groups())) for match in _NAMED.finditer(text)}
-    return None if not found else found.pop() if len(found) == 1 and not _BESIDE.search(text) else ""
+    letters = {next(filter(None, match.groups())) for match in _NAMED.finditer(text)}
+    return None if not letters else letters.pop() if len(letters) == 1 and not _BESIDE.search(text) else ""
 
 
 def _begins(text: str) -> str | None:

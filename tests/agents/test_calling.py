@@ -56,9 +56,9 @@ def test_arguments_are_read_as_the_type_hints_say(hint, given, taken):
     ("hint", "given", "words"),
     [
         (float, "five", "the argument x must be float, not str: 'five'"), (float, "1e999", "must be float"),
-        (float, "NaN", "must be float"), (float, True, "is bool: True"), (int, 5.5, "must be int, not float: 5.5"),
+        (float, "NaN", "must be float"), (float, True, "not bool: True"), (int, 5.5, "must be int, not float: 5.5"),
         (int, True, "must be int"), (int, "007", "must be int"), (str, ["a"], "must be str, not list: ['a']"),
-        (str, 5, "must be str, not int: 5"), (str, None, "is NoneType: None"), (bool, "yes", "must be bool"),
+        (str, 5, "must be str, not int: 5"), (str, None, "not NoneType: None"), (bool, "yes", "must be bool"),
         (bool, 1, "must be bool"), (list, {"a": 1}, "must be list"), (list[int], ["a"], "must be list[int]"),
         (dict, "[1]", "must be dict"), (int | None, "a", "must be int | None"), (Literal["a"], "b", "Literal['a']"),
     ],

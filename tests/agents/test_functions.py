@@ -150,8 +150,8 @@ def test_a_function_of_two_names_is_one_tool_and_two_of_one_name_are_refused(wri
     [
         ("", "defines no function"),
         ("import nowhere", "cannot be imported"),
-        ("def add(a):\n    '''Add.\n\n    Args:\n        a: One.\n    '''", "add cannot be shown to the model"),
-        ("def add(a: int):\n    return a", "add cannot be shown to the model"),
+        ("def add(a):\n    '''Add.\n\n    Args:\n        a: One.\n    '''", "add has no schema for the model"),
+        ("def add(a: int):\n    return a", "add has no schema for the model"),
         (
             "def add(*many: int):\n    '''Add.\n\n    Args:\n        many: All.\n    '''",
             r"a schema cannot describe \*many",

@@ -220,7 +220,7 @@ def test_an_environment_with_step_has_no_tools(places):
             "helper would never be called",
         ),
         ("class Empty:\n    def reset(self, row, seed): pass\n", "neither step nor public methods"),
-        ("class Bad:\n    def use(self, x): pass\n", "use cannot be shown to the model"),
+        ("class Bad:\n    def use(self, x): pass\n", "use has no schema for the model"),
         ("import nowhere\nclass Shop: pass", "cannot be imported"),
     ],
 )

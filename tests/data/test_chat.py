@@ -131,7 +131,7 @@ def test_a_trial_that_stands_still_is_ended():
 def test_whatever_a_template_raises_is_the_data_s_fault(tokenizer_folder, template):
     encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
     encoder.try_template([ASK])
-    with pytest.raises(DataError, match=r"the chat template of .* refuses the conversation"):
+    with pytest.raises(DataError, match=r"the chat template of .* rejects the conversation"):
         encoder.encode(ASK)
 
 

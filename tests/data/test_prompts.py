@@ -198,8 +198,8 @@ def test_a_column_of_another_kind_is_refused(make):
 def test_prompts_that_do_not_fit_their_images_name_the_row(folders, make, tiny_model):
     one = inside(png(60, 60))
     for prompts, model, said in (
-        ([(SLOT, one), (f"{SLOT} {SLOT}", one)], folders["qwen2_vl"], "the prompt has 2 places"),
-        ([(SLOT, one), (SLOT, [])], folders["qwen2_vl"], "the prompt has 1 places .* 0 images"),
+        ([(SLOT, one), (f"{SLOT} {SLOT}", one)], folders["qwen2_vl"], "the prompt has 2 slots"),
+        ([(SLOT, one), (SLOT, [])], folders["qwen2_vl"], "the prompt has 1 slots .* 0 images"),
         ([("1", []), (SLOT, one)], tiny_model, "holds an image: .*cannot be used with qwen3: it is a text-only model"),
     ):
         path = make(prompts)

@@ -352,7 +352,7 @@ def test_settings_that_cannot_be_are_refused(words, said):
 @pytest.mark.parametrize(
     ("keys", "text", "said"),
     [
-        ({}, "{{ anwser }}", r"knows no \{\{ anwser \}\}"),
+        ({}, "{{ anwser }}", r"\{\{ anwser \}\} is unknown"),
         ({}, "{{ question }}", "does not contain the answer"),
         ({"parse": "(", "prompt": None}, "", "Write a regular expression"),
     ],

@@ -139,7 +139,7 @@ def test_what_cannot_be_read_is_asked_again_with_the_rest_left_alone(local_ray, 
     scoring.add_replies(messages, Counter(tokens=60), again=True)
     (text,) = attach(local_ray, messages := scoring.messages(everybody), lambda text: Reply(NO))
     assert "odd" in text
-    with pytest.raises(RewardError, match=r"used 110 tokens .*max_tokens_total=100 allows no more"):
+    with pytest.raises(RewardError, match=r"used 110 tokens .*max_tokens_total=100 is the limit"):
         scoring.add_replies(messages, Counter(tokens=50), again=True)
     assert scoring.collect()["score"].tolist() == [1, 0, 1]
     assert scoring.judged["parse_failures"] == 1

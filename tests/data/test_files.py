@@ -63,7 +63,7 @@ def test_pictures_of_json_are_read_beside_it_whatever_the_current_folder(tmp_pat
     (tmp_path / "data/a.jsonl").write_bytes(lines(rows))
     monkeypatch.chdir(tmp_path)
     found = read_rows("data/a.jsonl").select([1, 0])
-    pictures = found.pictures()
+    pictures = found.stored_images()
     monkeypatch.chdir("/")  # as a worker has it
     assert [pictures.of(row) for row in (0, 1)] == [[BLUE], [RED]]
     (tmp_path / "data/images/b.png").write_bytes(RED)

@@ -212,9 +212,7 @@ class Chat:
         if self._is_over or self.turns[-1].finish != "stop":
             raise Over
         if self._pending:
-            raise TrajectoryFailed(
-                "chat.reply() was called while an earlier call waits for its turn: wait for that one"
-            )
+            raise TrajectoryFailed("chat.reply() is already waiting for a turn: wait for that call")
         new, place, self._new = self._new, len(self.turns) - 1, NewMessages()
         if not new.messages:
             raise ValueError("no message was added since the last turn: call chat.add(role, text) before chat.reply().")
@@ -225,7 +223,7 @@ class Chat:
             self._pending = None
         elif without_log_fields(new.messages) != without_log_fields(self._past_messages[place]):
             raise TrajectoryFailed(
-                "after a restart the agent added other messages than before: it must depend only on row, seed and turns"
+                "after a restart the agent added other messages: it may use only row, seed and turns"
             )
         if not self._next_turns:
             self._is_over = True

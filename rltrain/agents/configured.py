@@ -166,10 +166,8 @@ async def _once(creations: _Creations, name: str, make: Callable[[], Coroutine[A
     failed ``make`` is repeated.
     """
     if name not in creations:
-        creations[name] = creation = asyncio.ensure_future(make())
-        creation.add_done_callback(
-            lambda _: creations.pop(name, None) if creation.cancelled() or creation.exception() else 0
-        )
+        creations[name] = task = asyncio.ensure_future(make())
+        task.add_done_callback(lambda _: creations.pop(name, None) if task.cancelled() or task.exception() else 0)
     return await asyncio.shield(creations[name])
 
 

@@ -108,12 +108,11 @@ def _inferred(where: str, function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    variadic = [
-        str(parameter) for parameter in inspect.signature(function).parameters.values() if parameter.kind in many
-    ]
+    parameters = inspect.signature(function).parameters.values()
+    variadic = [str(parameter) for parameter in parameters if parameter.kind in many]
     if variadic:
         raise ConfigError(
-            f"{where}: a schema cannot describe {', '.join(variadic)}. Give each argument a name, or use a list."
+            f"{where}: a schema cannot describe {', '.join(variadic)}. Name each argument, or use a list."
         )
     try:
         return as_json(where, get_json_schema(function))

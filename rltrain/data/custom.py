@@ -148,14 +148,12 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
         (candidate for candidate in (item.get(data.image_key), media.get("image")) if candidate is not None), None
     )
     messages, inside = _extract_images(messages)
-    row_images = (
-        inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
-    )
+    listed = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
     columns = (data.reward_fn_key, "reward_model", "ability", "extra_info", "agent_name")
     fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
     plain = {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
     try:
-        return plain | {data.image_key: [_portable(image, folder) for image in row_images]}
+        return plain | {data.image_key: [_portable(image, folder) for image in listed]}
     except DataError as error:
         raise DataError(f"{name}: row {row}: an image: {error}") from error
 

@@ -23,14 +23,7 @@ from rltrain.common.errors import DataError
 from rltrain.config.schema import DataConfig
 from rltrain.data.checks import Keys, row_problem
 from rltrain.data.files import files_of
-from rltrain.data.stored_images import (
-    ImageCheck,
-    ImageColumn,
-    StoredImages,
-    check_images,
-    digest_of_images,
-    image_entries,
-)
+from rltrain.data.stored_images import ImageCheck, ImageColumn, StoredImages, check_images, image_entries, joint_digest
 from rltrain.data.tables import PickledTable, Table, limit_rows, open_table, unreadable
 
 # Field of tool arguments. Its null keys are dropped, because they are not arguments.
@@ -234,7 +227,7 @@ def _check_tables(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
         np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES),
         np.cumsum([len(check.sizes) for check in image_checks], dtype=np.int64),
         np.array([size for check in image_checks for size in check.sizes], dtype=np.int32).reshape(-1, 2),
-        np.array([digest_of_images(check.content) for check in image_checks], dtype=np.uint64),
+        np.array([joint_digest(check.content) for check in image_checks], dtype=np.uint64),
     )
     return Rows(files, keys, np.asarray(numbers, dtype=np.int64), checks), problems
 

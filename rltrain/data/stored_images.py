@@ -142,7 +142,7 @@ class StoredImages:
             except DataError as error:
                 raise DataError(f"image {number} of {len(images)}: {error}") from error
         # Other images with the same number of tokens would go unnoticed.
-        if digest_of_images([_digest(file) for file in files]) != self.digests[row]:
+        if joint_digest([_digest(file) for file in files]) != self.digests[row]:
             raise DataError("its images have changed since the run was started.")
         return files
 
@@ -218,7 +218,7 @@ def _digest(file: bytes) -> str:
     return hashlib.sha256(file).hexdigest()
 
 
-def digest_of_images(content: Sequence[str] | None) -> int:
+def joint_digest(content: Sequence[str] | None) -> int:
     """Return a 64-bit digest of a row's images from their digests."""
     return int.from_bytes(hashlib.blake2b("".join(content or ()).encode(), digest_size=8).digest(), "big")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Keys that verl adds to every extra_info. A response of one turn has two messages, and no agent has scored it before. A
 # response with tool calls brings its own values (`AnswerText`).
-EXTRA_INFO_DEFAULTS: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}, "tool_rewards": []}
+DEFAULT_INFO: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}, "tool_rewards": []}
 _OF_REWARD_LOOP = ("reward_router_address", "reward_model_tokenizer")
 
 
@@ -70,9 +70,7 @@ class RewardFunction:
         *_, name = arguments
         extra = arguments[name]
         arguments[name] = (
-            [EXTRA_INFO_DEFAULTS | row_info for row_info in extra]
-            if self._custom.batch
-            else EXTRA_INFO_DEFAULTS | extra
+            [DEFAULT_INFO | row_info for row_info in extra] if self._custom.batch else DEFAULT_INFO | extra
         )
         # By keyword, as in verl: the user chooses the order of the arguments. reward_kwargs win, as in verl.
         return self._function(**arguments | self._custom.kwargs)

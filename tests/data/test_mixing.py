@@ -87,7 +87,10 @@ def test_weights_go_by_data_source_or_file():
     ("weights", "words"),
     [
         ({"a/b": 1, "c": 1}, "no weight for data_source 'd' \\(row 60\\)"),
-        ({"a/b": 1, "two.parquet": 1, "e": 1}, "no row belongs to 'e'. Data sources and files are: a/b, c, d, /data/one"),
+        (
+            {"a/b": 1, "two.parquet": 1, "e": 1},
+            "no row belongs to 'e'. Data sources and files are: a/b, c, d, /data/one",
+        ),
         ({"a/b": 1, "c": 1, "d": 8}, "'d' has 9 prompts, and a batch of 16 takes up to 15 of them"),
     ],
 )

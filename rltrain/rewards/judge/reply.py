@@ -86,9 +86,7 @@ def _matched(pattern: re.Pattern[str], reply: str) -> float:
         raise Unreadable(f"reward.judge.parse={pattern.pattern} is not found in {_end(reply)}")
     text = next((group for group in match.groups() if group is not None), match[0])
     if (score := _value(text)) is None:
-        raise Unreadable(
-            f"reward.judge.parse={pattern.pattern} finds {text[:_SHOWN_CHARS]!r}, which is not a number, yes or no"
-        )
+        raise Unreadable(f"reward.judge.parse={pattern.pattern} finds {text[:_SHOWN_CHARS]!r}, not a number, yes or no")
     return score
 
 

@@ -52,9 +52,7 @@ def api_key(judge: JudgeConfig) -> str:
             "environment that starts the run."
         )
     if not (key.isascii() and key.isprintable()):  # errors of the connection would quote it
-        raise ConfigError(
-            f"reward.judge.api_key_env={judge.api_key_env}: its value has characters that keys cannot have."
-        )
+        raise ConfigError(f"reward.judge.api_key_env={judge.api_key_env}: its value has characters that no key has.")
     return key
 
 

@@ -91,14 +91,12 @@ def _finite(value: Any, subject: str) -> float:
         number = value.item()
     if not isinstance(number, (bool, int, float)):
         raise ValueError(
-            f"{subject} {type(value).__name__} {value!r:.200}; it must be a number, or a dict with the key 'score'"
+            f"{subject} {type(value).__name__} {value!r:.200}; it must be one number or a dict with 'score'"
         )
     # A Python int is unbounded: it is compared as an int, because beyond 308 digits it cannot become a float.
     if isinstance(number, float) and not math.isfinite(number):
         raise ValueError(f"{subject} {number}; it must be finite")
     if abs(number) > MAX_ABS:
         text = f"{number:.4g}" if isinstance(number, float) else f"an int of {number.bit_length()} bits"
-        raise ValueError(
-            f"{subject} {text}; it must be within ±{MAX_ABS:g}, so that the loss stays finite. Scale the rewards down"
-        )
+        raise ValueError(f"{subject} {text}; it must be within ±{MAX_ABS:g}, for a finite loss. Scale the rewards down")
     return float(number)

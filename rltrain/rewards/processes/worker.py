@@ -14,7 +14,7 @@ from rltrain.common.columns.answer import AnswerText
 from rltrain.common.env import adopt
 from rltrain.config.schema import ScoringConfig
 from rltrain.data.rows import Rows
-from rltrain.rewards.custom import EXTRA_INFO_DEFAULTS, custom_reward
+from rltrain.rewards.custom import DEFAULT_INFO, custom_reward
 from rltrain.rewards.judge.message import QuestionMaker
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.device_judge import DeviceJudge
@@ -169,7 +169,7 @@ class RewardWorker:
 
     def _call(self, split: str, number: int, answer: str) -> ScorerCall:
         row = self._rows[split][number]
-        info = EXTRA_INFO_DEFAULTS | answer.told if isinstance(answer, AnswerText) else {}
+        info = DEFAULT_INFO | answer.told if isinstance(answer, AnswerText) else {}
         return row.data_source, str(answer), row.ground_truth, row.extra_info | info
 
 

@@ -80,7 +80,7 @@ def test_unknown_and_missing_arguments_are_named():
     ("error", "words"),
     [(SystemExit(3), "SystemExit: 3"), (StopIteration(), "StopIteration"), (KeyboardInterrupt(), "Key")],
 )
-def test_what_would_end_the_event_loop_is_an_error_of_the_call(error, words):
+def test_exceptions_that_end_event_loops_become_call_errors(error, words):
     def blocking():
         raise error
 
@@ -114,7 +114,7 @@ def test_what_would_end_the_event_loop_is_an_error_of_the_call(error, words):
         ((ToolResponse(text="y"), -0.05, {"seen": 3}), "y", -0.05, {"seen": 3}),
     ],
 )
-def test_what_a_tool_returns_is_a_text_a_reward_and_metrics(returned, text, reward, metrics):
+def test_convert_result(returned, text, reward, metrics):
     assert convert_result(returned) == {"content": text, "reward": reward, "metrics": metrics}
 
 
@@ -130,7 +130,7 @@ SHOWN = {"type": "image", "image": ADDRESS}
         (ToolResponse(text="y", image=[RED, ADDRESS]), [SHOWN, SHOWN, {"type": "text", "text": "y"}]),
     ],
 )
-def test_an_image_is_a_part_of_what_a_tool_says(returned, content):
+def test_tool_result_with_images(returned, content):
     assert convert_result(returned)["content"] == content
 
 
@@ -159,6 +159,6 @@ def test_an_image_may_be_a_file_or_one_of_pillow(tmp_path):
         ((ToolResponse(video=[b"mp4"]), 1.0), TypeError, "returned videos, which are not in this version"),
     ],
 )
-def test_what_is_no_result_says_why(returned, error, words):
+def test_invalid_tool_results_are_errors(returned, error, words):
     with pytest.raises(error, match=words):
         convert_result(returned)

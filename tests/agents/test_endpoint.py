@@ -226,7 +226,7 @@ def test_tools_that_the_policy_was_not_shown_are_refused(room):
         ("n", 400, "n=2 is not supported; remove it or use 1."),
     ],
 )
-def test_a_request_that_is_no_next_one_is_told_and_changes_nothing(room, attempt, status, words):
+def test_out_of_order_requests_are_rejected_without_effect(room, attempt, status, words):
     number = room.begin("tries", turn(text="one"), extra_info={"try": attempt})
     assert room.asked() == [{"role": "user", "content": "go on"}]
     room.executors.send_turn(number, turn(text="two"))
@@ -236,7 +236,7 @@ def test_a_request_that_is_no_next_one_is_told_and_changes_nothing(room, attempt
     assert words in told["message"]
 
 
-def test_a_request_of_a_trajectory_that_is_given_up_gets_an_answer(room):
+def test_request_of_a_cancelled_trajectory_gets_a_response(room):
     number = room.begin("leaves", turn(text="one"))
     room.asked()
     room.executors.close(number)
@@ -246,7 +246,7 @@ def test_a_request_of_a_trajectory_that_is_given_up_gets_an_answer(room):
 
 # At every run: tests/trainer/test_agents.py.
 @pytest.mark.long
-def test_an_agent_that_is_begun_again_says_what_it_said(room):
+def test_restarted_agent_gets_its_previous_turns(room):
     number = room.begin("talks", turn(text="one"))
     room.asked()
     killed()
@@ -273,7 +273,7 @@ def raw(port, data):
     return received
 
 
-def test_nobody_without_the_key_is_heard(room, address):
+def test_requests_without_the_key_are_rejected(room, address):
     port, key = address
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
         for given in ("", key[:-1], "é" * 10):
@@ -327,7 +327,7 @@ def test_silent_connections_take_no_place_from_a_client_with_the_key(room, addre
         eventually(all_closed, "the oldest are closed at once, the others after seconds")
 
 
-def test_what_is_no_request_is_refused_and_stops_nobody(room, address):
+def test_invalid_http_requests_are_rejected(room, address):
     port, key = address
     head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {key}\r\n".encode()
     hostile = {

@@ -231,7 +231,7 @@ def test_many_calls_are_under_way_at_once_in_a_process(make, name):
     assert all(found[number]["counts"]["tool_calls"] == 2 for number in numbers)
 
 
-def test_what_goes_wrong_in_a_call_is_text_for_the_policy(make):
+def test_call_errors_are_text_for_the_policy(make):
     executors = make(parallel=2)
     said = {
         "raises": turn(("fail", {"why": "no such city"}), ("echo", {"word": "here"})),
@@ -272,7 +272,7 @@ def test_a_result_notes_its_call_and_how_long_it_took(make):
     ("tool", "words"),
     [("leave", "the agent's process ended with exit code 3"), ("hold", "the agent has sent nothing for")],
 )
-def test_who_ends_the_process_is_given_up_and_the_others_go_on(make, tool, words):
+def test_trajectory_that_ends_its_process_fails_alone(make, tool, words):
     executors = make(timeout_s=2.0)
     good = [executors.start(start(), turn(text="a", problems=[str(at)])) for at in range(3)]
     bad = executors.start(start(), turn((tool, {})))
@@ -282,7 +282,7 @@ def test_who_ends_the_process_is_given_up_and_the_others_go_on(make, tool, words
     assert found[bad]["failed"].startswith(words)
 
 
-def test_a_call_that_never_ends_is_late_and_does_not_keep_its_process(make):
+def test_call_timeout_replaces_the_busy_process(make):
     executors = make(timeout_s=1.0)
     executors.start(start(), turn(("loop", {})))
     gone = eventually(process)
@@ -350,7 +350,7 @@ def test_step_may_return_one_message_and_is_named_if_it_returns_anything_else(ma
         assert said in failed
 
 
-def test_an_agent_that_fails_says_why(make, tmp_path):
+def test_agent_failure_reason(make, tmp_path):
     executors, file = make(trajectory_s=2.0), tmp_path / "agent.py"
     numbers = [executors.start(start(f"{file}:{name}"), turn(text="5")) for name in ("broken", "endless")]
     found = replies(executors, 2)
@@ -358,7 +358,7 @@ def test_an_agent_that_fails_says_why(make, tmp_path):
     assert found[numbers[1]]["failed"] == "not done after 2 s (multi_turn.trajectory_timeout_s)"
 
 
-def test_an_agent_begun_again_says_the_same_or_is_given_up(make, tmp_path):
+def test_restarted_agent_must_repeat_its_messages(make, tmp_path):
     executors, file = make(), tmp_path / "agent.py"
     first = executors.start(start(f"{file}:agent"), turn(text="5"))
     moody = executors.start(start(f"{file}:moody"), turn(text="5"))
@@ -386,7 +386,7 @@ def test_trajectories_are_spread_over_the_processes(make):
     assert sorted(Counter(texts(line)[0] for line in replies(executors, 6).values()).values()) == [3, 3]
 
 
-def test_an_end_is_told_whatever_closing_does(make, tmp_path):
+def test_end_is_reported_before_close(make, tmp_path):
     (tmp_path / "slow.py").write_text(COUNT + "    def close(self):\n        import signal; signal.pause()\n")
     executors = make(environment="slow.py:Count", kwargs={"most": 1})
     executors.start(start(), turn(text="a"))

@@ -125,7 +125,7 @@ def test_types_become_those_of_json(written, kind, shown):
     assert shown.items() <= argument.items()
 
 
-def test_a_schema_of_ones_own_is_shown_as_it_is(written):
+def test_custom_schema_is_used_unchanged(written):
     text = f"from rltrain import tool\n\n@tool(schema={SCHEMA!r})\ndef f(offset):\n    return ''\n"
     assert tools_of(written(text))["read"].schema == SCHEMA
     assert (

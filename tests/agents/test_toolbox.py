@@ -237,7 +237,7 @@ def test_marked_methods_are_tools(places):
     assert conversation(box, ("purchase", {"item": "ox", "price": 1}))[0]["reward"] == 0.5
 
 
-def test_what_goes_wrong_is_raised_and_the_instance_is_closed(places, caplog):
+def test_tool_errors_are_raised_and_the_instance_is_closed(places, caplog):
     box = Toolbox(places(ADD, None, SHOP))
     for call, error, words in (
         (("sell", {}), LookupError, "there is no tool 'sell'; the tools are add, balance, buy"),
@@ -303,7 +303,7 @@ def test_a_tool_of_verls_is_created_once_a_trajectory_and_released_at_its_end(pl
         (CONFIG.replace("name: note", "name: named"), "has two tools 'named'"),
     ],
 )
-def test_a_yaml_file_that_cannot_be_used_says_what_to_mend(places, text, words):
+def test_unusable_tool_yaml_error(places, text, words):
     with pytest.raises(ConfigError, match=words) as refusal:
         Toolbox(places(None, text))
     assert "multi_turn.tool_config_path=" in str(refusal.value)

@@ -126,7 +126,7 @@ def test_turns_of_an_environment_may_be_typed(attempt):
     assert attempt("count.py:Count")[0] == 2
 
 
-def test_an_agent_leads_its_trajectory_with_tools_or_without(attempt):
+def test_agent_runs_its_trajectory(attempt):
     with_tools = f"{MULTI_TURN}function_tool_path=tools.py"
     code, text = attempt("agent.py:agent", with_tools, "--seed", 3, turns=["4", f"0{call('add', a=1, b=1)}"])
     assert code == 0
@@ -152,7 +152,7 @@ def test_an_agent_leads_its_trajectory_with_tools_or_without(attempt):
         ("tools.py", [f"{MULTI_TURN}max_trns=3"], "multi_turn.max_trns=3: no version of verl has this key"),
     ],
 )  # fmt: skip
-def test_what_a_run_refuses_is_refused_in_its_words(attempt, file, more, words):
+def test_try_agent_rejects_like_a_run(attempt, file, more, words):
     code, text = attempt(file, *more)
     assert code == 2
     assert words in text
@@ -177,7 +177,7 @@ def caller(folder):
     return path
 
 
-def test_a_model_says_turns_and_its_template_the_text_between_them(attempt, caller):
+def test_model_generates_turns_and_template_writes_the_text_between(attempt, caller):
     limits = [f"{MULTI_TURN}max_assistant_turns=2", "data.max_response_length=90"]
     code, text = attempt("tools.py", "--model", caller, *limits)
     assert code == 0

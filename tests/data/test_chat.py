@@ -104,7 +104,7 @@ def test_a_refusing_template_names_file_and_row(tmp_path, write, good_row, token
         ("{{ 'a' * 11000000 }}", "writes more than 10,000,000 characters"),
     ],
 )
-def test_a_template_that_would_not_end_is_refused(tokenizer_folder, template, said):
+def test_endless_template_is_rejected(tokenizer_folder, template, said):
     encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
     # A slow machine takes its time until the last two are refused for what they want.
     limit = {"cpu_s": 1} if "1 s" in said else {}
@@ -112,7 +112,7 @@ def test_a_template_that_would_not_end_is_refused(tokenizer_folder, template, sa
         encoder.try_template([ASK], **limit)
 
 
-def test_a_trial_that_stands_still_is_ended():
+def test_trial_timeout():
     """It uses no CPU time, of which the kernel would end it."""
     assert problem_in_fork(hang, 1, clock=VirtualClock()) == "does not end within 10 s"
 
@@ -128,7 +128,7 @@ def test_a_trial_that_stands_still_is_ended():
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_whatever_a_template_raises_is_the_data_s_fault(tokenizer_folder, template):
+def test_template_errors_are_data_errors(tokenizer_folder, template):
     encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
     encoder.try_template([ASK])
     with pytest.raises(DataError, match=r"the chat template of .* rejects the conversation"):

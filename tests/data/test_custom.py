@@ -95,7 +95,7 @@ def test_the_class_reads_its_config_as_in_verl(made):
         ('config.get("number", 6)', "0", "no usable row in data.custom_cls="),
     ],
 )
-def test_a_class_that_cannot_be_used_says_why(made, old, new, said):
+def test_unusable_dataset_class_error(made, old, new, said):
     message = refusal(GOOD, old, new, made)
     assert said in message
     assert "data.custom_cls=" in message
@@ -127,7 +127,7 @@ def sampler(made, tmp_path):
     return make
 
 
-def test_a_sampler_of_verls_names_the_rows_epoch_by_epoch(sampler):
+def test_verl_sampler_is_iterated_per_epoch(sampler):
     drawn = sampler(skip=1)
     assert [(drawn.rows(draw), drawn.epoch(draw)) for draw in range(3)] == [([5, 4], 0), ([3, 2], 0), ([5, 4], 1)]
 
@@ -137,7 +137,7 @@ def test_a_row_comes_once_in_a_batch(sampler):
     assert [drawn.rows(draw) for draw in range(2)] == [[5, 1], [1, 0]]
 
 
-def test_a_resumed_sampler_goes_on_as_if_never_stopped(sampler, caplog):
+def test_resumed_sampler_continues_identically(sampler, caplog):
     code = SAMPLER.replace("return iter(range", "return iter(R.permutation(self.number)) or (range")
     seeded = code.replace(
         "self.number,", "global R\n            R = np.random.default_rng(data_config.seed)\n            self.number,"
@@ -173,7 +173,7 @@ def test_a_resumed_sampler_goes_on_as_if_never_stopped(sampler, caplog):
         ("iter(range(", "iter([1, 1] or range(", "names 1 different rows, fewer than data.train_batch_size=2"),
     ],
 )
-def test_a_sampler_that_cannot_be_used_says_why(sampler, old, new, said):
+def test_unusable_sampler_error(sampler, old, new, said):
     message = refusal(SAMPLER, old, new, lambda code: sampler(code).rows(0))
     assert said in message
     assert "data.sampler.name=" in message

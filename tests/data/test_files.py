@@ -55,7 +55,7 @@ def test_json_in_each_of_its_forms_is_read_as_the_same_rows_in_parquet(tmp_path,
     assert found.origin(2) == f"{str(tmp_path / name)!r} row 2"
 
 
-def test_pictures_of_json_are_read_beside_it_whatever_the_current_folder(tmp_path, write, good_row, monkeypatch):
+def test_json_image_paths_are_relative_to_the_file(tmp_path, write, good_row, monkeypatch):
     (tmp_path / "data/images").mkdir(parents=True)
     (tmp_path / "data/images/a.png").write_bytes(RED)
     (tmp_path / "data/images/b.png").write_bytes(BLUE)
@@ -83,7 +83,7 @@ def test_pictures_of_json_are_read_beside_it_whatever_the_current_folder(tmp_pat
         (b"hello", "cannot be read as parquet"),
     ],
 )
-def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, content, said):
+def test_unsupported_file_types_are_named(tmp_path, content, said):
     (tmp_path / "pointer.parquet").write_bytes(content)
     assert said in problem(tmp_path / "pointer.parquet")
     with pytest.raises(DataError) as caught:
@@ -118,7 +118,7 @@ def test_a_line_that_a_small_file_unpacks_to_is_bounded(tmp_path, encoding):
     assert ("line 2 has more than 268,435,456 bytes" if encoding == "utf-8" else "268,435,456 bytes of UTF-16") in said
 
 
-def test_half_a_character_is_replaced_and_told(tmp_path, good_row, tokenizer_folder, caplog):
+def test_lone_surrogate_is_replaced_with_a_warning(tmp_path, good_row, tokenizer_folder, caplog):
     from rltrain.data.chat import ChatEncoder
 
     whole = json.dumps(good_row(1))

@@ -10,7 +10,7 @@ from rltrain.common.images import file_bytes
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "no image", "/proc/self/mem"])
-def test_a_path_that_is_no_plain_image_file_is_refused_at_once(tmp_path, kind):
+def test_paths_that_are_not_image_files_are_rejected(tmp_path, kind):
     file = tmp_path / "x.png"
     if kind.startswith("/"):
         file = Path(kind)

@@ -146,14 +146,14 @@ def as_file(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     return file.getvalue()
 
 
-def test_an_image_comes_as_bytes_path_or_picture(tmp_path):
+def test_image_as_bytes_path_or_pil(tmp_path):
     (tmp_path / "a.png").write_bytes(as_file(SMALL))
     path, data = tmp_path / "a.png", as_file(SMALL)
     forms = [SMALL, data, {"bytes": data, "path": None}, {"bytes": None, "path": path}, str(path)]
     assert all(np.array_equal(np.asarray(open_image(form)), np.asarray(SMALL)) for form in forms)
 
 
-def test_what_is_see_through_is_white_and_pictures_are_upright():
+def test_transparency_is_white_and_images_are_upright():
     drawing = Image.new("RGBA", (4, 2), (0, 0, 0, 0))
     drawing.putpixel((0, 0), (0, 0, 0, 255))
     found = np.asarray(open_image(as_file(drawing)))
@@ -202,7 +202,7 @@ def bomb() -> bytes:
     (Image.new("RGB", (9000, 9000)), "9000 x 9000, more than .* decompression bomb"),
     (Image.new("RGB", (4000, 4)), "rejects the images: absolute aspect ratio"),
 ])  # fmt: skip
-def test_an_image_that_cannot_be_used_says_why(folders, image, message):
+def test_unusable_image_error(folders, image, message):
     messages = [{"role": "user", "content": SLOT * 2}]
     with pytest.raises(DataError, match=message):
         ChatEncoder(folders["qwen2_5_vl"]).encode_prompt(messages, [SMALL, image])

@@ -133,7 +133,7 @@ def turned(orientation: int) -> Image.Exif:
     return exif
 
 
-def test_sizes_are_read_from_heads_as_pictures_are_opened():
+def test_image_sizes_from_headers_equal_opened_sizes():
     wide = picture(40, 24)
     files = [as_file(wide, kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
     files += [
@@ -155,7 +155,7 @@ def test_sizes_are_read_from_heads_as_pictures_are_opened():
     ({"bytes": None, "path": "http://host/a.png"}, "a web address"),
     ({"bytes": None, "path": None}, "neither bytes nor a path"),
 ])  # fmt: skip
-def test_a_bad_picture_is_named_by_file_row_and_field(make, entry, said):
+def test_bad_image_error_names_file_row_and_field(make, entry, said):
     path = make([("1", []), (SLOT * 2, [*inside(png(9, 9)), entry])])
     with pytest.raises(DataError, match=rf"1 bad row:\n  '{path}' row 1: field 'images\[1\]': .*{said}"):
         read_rows(path)
@@ -209,7 +209,7 @@ def test_prompts_that_do_not_fit_their_images_name_the_row(folders, make, tiny_m
 
 @pytest.mark.parametrize("content", [f"1{SLOT}", [{"type": "image"}, {"type": "text", "text": "1"}]])
 @pytest.mark.parametrize("column", ["image", "images"])
-def test_a_model_that_sees_is_never_trained_blind(folders, tmp_path, write, good_row, column, content):
+def test_vision_model_without_images_is_rejected(folders, tmp_path, write, good_row, column, content):
     # In a column that nobody named, or in none.
     images = inside(png(60, 60)) if column == "image" else None
     prompts = [[{"role": "user", "content": content}], [{"role": "user", "content": content}]]
@@ -247,7 +247,7 @@ def test_paths_are_relative_to_the_folder_of_the_file(folders, make, tmp_path, m
         store.stored_images.check_files_exist()
 
 
-def test_a_picture_that_changed_since_names_the_row(folders, make, tmp_path):
+def test_changed_image_error_names_the_row(folders, make, tmp_path):
     (tmp_path / "a.png").write_bytes(png(60, 60))
     path = make([(SLOT, [{"path": "a.png"}])])
     store = encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
@@ -305,7 +305,7 @@ def made(data_files):
 """
 
 
-def test_a_dataset_of_ones_own_gives_images_in_any_form(folders, tmp_path):
+def test_custom_dataset_images_in_any_form(folders, tmp_path):
     (tmp_path / "a.png").write_bytes(png(60, 60))
     (tmp_path / "mine.py").write_text(OWN)
     rows = custom_rows(DataConfig(custom_cls=f"{tmp_path}/mine.py:made"), [f"{tmp_path}/a.jsonl"], None, -1)
@@ -339,7 +339,7 @@ def test_the_filter_counts_the_tokens_of_images(folders, make):
 
 
 @pytest.mark.parametrize("how", ["error", "left"])
-def test_a_prompt_with_images_is_never_cut(folders, make, how):
+def test_prompt_with_images_is_never_truncated(folders, make, how):
     path = make([(SLOT, inside(png(160, 160))), ("1", [])])
     with pytest.raises(DataError, match=r"1 of 2 prompts are longer .* is not cut\).(?s:.*)row 0: 29 tokens"):
         encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 20, truncation=how)
@@ -348,7 +348,7 @@ def test_a_prompt_with_images_is_never_cut(folders, make, how):
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_pictures_does_not_grow_with_the_file(make, monkeypatch):
+def test_image_memory_does_not_grow_with_the_file(make, monkeypatch):
     monkeypatch.setattr(reading, "CACHE_BYTES", 4 << 20)
     file = png(200, 200)  # 120 kB
     path = make([(SLOT, inside(file))] * 320)

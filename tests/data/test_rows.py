@@ -218,7 +218,7 @@ NO_PICTURE = base64.b64encode(b"<html>404: the picture that you asked for is not
     {"path": CODE.decode()},
     CODE,
 ])  # fmt: skip
-def test_base64_is_a_picture_as_text_and_as_bytes(tmp_path, write, good_row, image):
+def test_base64_images(tmp_path, write, good_row, image):
     rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[image])]))
     assert [entry["bytes"] for entry in rows.images(0)] == [RED]
     assert rows.stored_images().of(0) == [RED]
@@ -229,7 +229,7 @@ def test_base64_is_a_picture_as_text_and_as_bytes(tmp_path, write, good_row, ima
     {"path": "data:image/png;base64," + NO_PICTURE.decode()},
     {"path": "/9j/" + "A" * 5000 + ".png"},
 ])  # fmt: skip
-def test_base64_of_no_picture_is_told_in_a_few_words(tmp_path, write, good_row, image):
+def test_base64_of_a_non_image_is_a_short_error(tmp_path, write, good_row, image):
     path = write(tmp_path / "a.parquet", [good_row(0, images=[image])])
     said = problem(path).partition("field ")[2]
     assert len(said) < 170

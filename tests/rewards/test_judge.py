@@ -57,7 +57,7 @@ def score(scorer, *answers, images=()):
 # -- what is asked, and what comes of it -------------------------------------------------------------------------------
 
 
-def test_the_judge_alone_decides_unless_it_is_told_otherwise(double, judged):
+def test_judge_alone_decides_by_default(double, judged):
     judge = double(lambda message, _: YES if "forty-two" in message else NO)
     scorer = judged(judge.url + "/")
     right, wrong = score(scorer, "forty-two", "\\boxed{42}, or so")
@@ -72,7 +72,7 @@ def test_the_judge_alone_decides_unless_it_is_told_otherwise(double, judged):
     assert scorer.take_counts() == {}
 
 
-def test_with_rule_first_the_judge_sees_only_what_the_scorer_calls_wrong(double, judged):
+def test_rule_first_judges_only_wrong_responses(double, judged):
     judge = double(lambda *_: YES)
     right, wrong = score(judged(judge.url, rule="first"), "\\boxed{42}", "forty-two")
     assert (right.value, right.extras.get("judge")) == (1.0, None)
@@ -80,7 +80,7 @@ def test_with_rule_first_the_judge_sees_only_what_the_scorer_calls_wrong(double,
     assert len(judge.requests) == 1
 
 
-def test_with_rule_beside_the_scorers_number_stays_and_the_judges_goes_along(double, judged):
+def test_rule_beside_keeps_the_scorers_score(double, judged):
     judge = double(lambda *_: YES)
     (wrong,) = score(judged(judge.url, rule="beside"), "\\boxed{41}")
     assert (wrong.value, wrong.extras["judge"]) == (0.0, 1.0)
@@ -107,7 +107,7 @@ def test_the_result_that_the_judge_finds_is_compared_by_the_scorer_in_any_form(
     assert "Reference answer" not in judge.messages[0]
 
 
-def test_a_template_of_ones_own_is_filled_in_and_may_say_less(double, judged, tmp_path):
+def test_custom_judge_template(double, judged, tmp_path):
     (tmp_path / "ask.txt").write_text("{{ extra_info.level }}|{{ data_source }}|{{ answer.split('</think>')[-1] }}|{x}")
     judge = double(lambda *_: "yes")
     score(judged(judge.url, prompt=str(tmp_path / "ask.txt")), call("<think>7</think>42", level="hard"))
@@ -167,7 +167,7 @@ def test_a_reply_ends_with_its_verdict(reply, value):
         "It claims \\boxed{yes} where the reference says never.\n\nGrade: fail", "<think>At first sight \\boxed{yes}",
     ],
 )  # fmt: skip
-def test_nothing_else_of_a_reply_is_a_verdict(reply):
+def test_only_the_end_of_a_reply_is_the_verdict(reply):
     with pytest.raises(Unreadable):
         last_verdict(reply)
 
@@ -176,7 +176,7 @@ def test_nothing_else_of_a_reply_is_a_verdict(reply):
 
 
 @pytest.mark.parametrize("trouble", [status(500), status(503), CLOSE, "I will not say.", "", status(200, "[1]")])
-def test_what_may_pass_is_asked_again(double, judged, trouble):
+def test_temporary_judge_failures_are_retried(double, judged, trouble):
     judge = double(lambda _, number: trouble if number < 3 else YES)
     scorer = judged(judge.url)
     assert score(scorer, "x")[0].value == 1.0
@@ -226,7 +226,7 @@ def test_a_judge_that_is_silent_fails_its_answer_after_its_timeouts(double, judg
     assert "no reply after 5 s (reward.judge.timeout_s) (6 times)" in scored.result()[0].error
 
 
-def test_giving_up_leaves_the_answers_of_that_batch_unscored(double, judged):
+def test_cancelling_a_batch_leaves_its_responses_unscored(double, judged):
     judge = double(lambda message, _: HANG if "slow" in message else YES)
     scorer = judged(judge.url)
     with ThreadPoolExecutor(1) as steps:
@@ -242,7 +242,7 @@ def test_giving_up_leaves_the_answers_of_that_batch_unscored(double, judged):
     assert quick.value == 1.0
 
 
-def test_requests_that_are_given_up_have_taken_no_turn_of_the_rate(double):
+def test_cancelled_requests_do_not_use_the_rate_limit(double):
     """Those of the next step do not wait for their turns."""
     judge, clock = double(lambda *_: "yes"), VirtualClock(manual=True)
 
@@ -272,7 +272,7 @@ def test_requests_keep_to_concurrency_and_rate(double, judged):
     assert clock.asked == pytest.approx([0.1] * 5)
 
 
-def test_a_trial_tells_a_judge_that_refuses_from_one_that_is_away(double, judged):
+def test_trial_distinguishes_refusal_from_unavailable_judge(double, judged):
     refusing, away = double(lambda *_: status(401, "wrong key")), double(lambda *_: CLOSE)
     with pytest.raises(RewardError, match=r"gives no score for data_source='lighteval/MATH'.*401"):
         judged(refusing.url).score_truth(call("42"), lambda: Question("?"))
@@ -283,7 +283,7 @@ def test_a_trial_tells_a_judge_that_refuses_from_one_that_is_away(double, judged
 # -- the cache and the key ---------------------------------------------------------------------------------------------
 
 
-def test_what_was_judged_is_not_asked_again_by_whoever_shares_the_cache(double, judged, tmp_path):
+def test_judge_cache_is_shared(double, judged, tmp_path):
     judge = double(lambda message, number: "nonsense" if "bad" in message else YES)
     cache = str(tmp_path / "folder" / "judge.sqlite")
     score(judged(judge.url, cache=cache), "x", "bad")

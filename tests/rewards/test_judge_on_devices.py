@@ -109,7 +109,7 @@ def attach(ray, messages, reply):
     return texts
 
 
-def test_replies_find_their_answers_and_what_nobody_reads_is_not_judged(local_ray, pool, rows):
+def test_judge_replies_match_their_responses(local_ray, pool, rows):
     made = pool(rows, judge=JudgeConfig(), reward_model=here())
     assert [score.extras for score in made.score_truths("train")] == [{"judge": 0.0}]
     scoring = begun(made, local_ray, ["good 0", "bad 1", "good 2"], ["bad 3", "long 4", "good 5"])
@@ -131,7 +131,7 @@ def test_replies_find_their_answers_and_what_nobody_reads_is_not_judged(local_ra
     assert (scoring.judged["calls"], scoring.judged["tokens"]) == (5, 50)
 
 
-def test_what_cannot_be_read_is_asked_again_with_the_rest_left_alone(local_ray, pool, rows):
+def test_only_unreadable_judge_replies_are_requested_again(local_ray, pool, rows):
     made = pool(rows, judge=JudgeConfig(max_tokens_total=100), reward_model=here(1.0))
     scoring = begun(made, local_ray, ["good", "odd", "good"])
     everybody = np.ones(3, dtype=bool)

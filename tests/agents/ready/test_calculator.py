@@ -55,7 +55,7 @@ def test_values_are_exact_where_they_can_be(expression, value):
         ("1" * 2000, "at most 1000 characters"),
     ],
 )
-def test_what_cannot_be_calculated_is_told_at_once(expression, words):
+def test_invalid_expressions_return_an_error_at_once(expression, words):
     told = calculator(expression)  # before the test's timeout
     assert told.startswith("Error: ")
     assert words in told

@@ -34,7 +34,7 @@ def test_a_lake_is_crossed_by_words():
     lake.close()
 
 
-def test_a_hole_ends_it_and_what_is_no_action_is_told():
+def test_hole_ends_the_episode_and_invalid_actions_get_a_hint():
     lake = FrozenLake()
     lake.reset(ROW, 0)
     assert lake.step("fly") == ("That is not an action. Say one of left, down, right, up.", 0.0, False)
@@ -74,7 +74,7 @@ def test_a_row_sets_only_arguments_that_the_configuration_names():
     assert allowed.step("1")[2]
 
 
-def test_what_is_not_there_is_said(monkeypatch):
+def test_missing_gymnasium_and_unknown_environments_are_errors(monkeypatch):
     with pytest.raises(ConfigError, match=r"environment_kwargs\.env_id=Lake-v1: gymnasium reports: "):
         TextEnv("Lake-v1")
     monkeypatch.setitem(sys.modules, "gymnasium", None)

@@ -32,7 +32,7 @@ def test_a_module_holds_one_tool(name, tools):
     assert shown(Toolbox(ToolSources(functions=READY + name))) == tools
 
 
-def test_several_are_a_file_of_ones_own(tmp_path):
+def test_several_ready_tools_in_one_file(tmp_path):
     (tmp_path / "tools.py").write_text(BOTH)
     box = Toolbox(ToolSources(functions=str(tmp_path / "tools.py")))
     assert shown(box) == {"calculator": ["expression"], "python": ["code"]}

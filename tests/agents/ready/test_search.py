@@ -71,7 +71,7 @@ def test_no_query_raises(corpus, query):
         ("3\n", "row 0 is not a passage"),
     ],
 )
-def test_a_corpus_that_is_none_is_refused_and_leaves_no_index(tmp_path, text, words):
+def test_invalid_corpus_is_rejected_without_an_index(tmp_path, text, words):
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(DataError, match=words):
         Search(str(tmp_path / "bad.jsonl"))

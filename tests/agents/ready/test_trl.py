@@ -82,7 +82,7 @@ def test_a_trajectory_calls_them_and_earns_its_reward(place):
     assert score == 6.0
 
 
-def test_reset_gets_what_it_takes_and_no_reward_is_made_up(place):
+def test_reset_gets_its_accepted_fields(place):
     async def looked():
         session = await Toolbox(ToolSources(environment=place + "Plain")).open(ROW, 5)
         return (await session.call("look", {}))["content"]

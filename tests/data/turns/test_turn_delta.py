@@ -54,7 +54,7 @@ def test_a_trajectory_is_what_the_template_writes(family, name):
         assert delta.problem() == ""
 
 
-def test_what_is_dropped_within_turns_is_said(family):
+def test_dropped_reasoning_is_noted(family):
     for name in ("thinking", "coder", "glm", "harmony", "hermes"):
         delta = turn_delta_of(family(name), name)
         assert delta.problem() == ""
@@ -64,7 +64,7 @@ def test_what_is_dropped_within_turns_is_said(family):
     assert "one call a turn" in delta.notes[0]
 
 
-def test_a_template_that_cannot_be_continued_is_told_with_both_texts(family):
+def test_unsupported_template_error_shows_both_texts(family):
     problem = turn_delta_of(family("counting"), "counting").problem()
     assert problem.startswith("after a result, the trajectory continues with ")
     assert "<|im_start|>user 1" in problem

@@ -92,7 +92,7 @@ def plain_records(path: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
             return source.read().to_pylist()
 
     for name in files_of(path):
-        for number, record in enumerate(_asked(name, partial(read, name, _local(name)))):
+        for number, record in enumerate(_read_patiently(name, partial(read, name, _local(name)))):
             if not isinstance(record, dict):
                 raise DataError(f"{name!r} row {number} is a {type(record).__name__}; each must be an object.")
             yield name, number, record

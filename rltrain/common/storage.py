@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from rltrain.common.clock import SYSTEM
+from rltrain.common.clock import SYSTEM, Backoff
 from rltrain.common.errors import DataError, StorageError, unwritten
-from rltrain.common.retry import Backoff
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.agents.chat import TurnLimits
-from rltrain.agents.executor_pool import ExecutorPool
+from rltrain.agents.pool import ExecutorPool
 from rltrain.agents.toolbox import ToolSources
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn

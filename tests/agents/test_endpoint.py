@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rltrain.agents.chat import TrajectoryStart, TurnLimits
-from rltrain.agents.executor_pool import ExecutorPool
+from rltrain.agents.pool import ExecutorPool
 from rltrain.agents.toolbox import ToolSources
 from rltrain.runtime.slots.limits import Limits
 from tests.agents.test_executor_pool import NAMES, TOOLS, killed, replies, reply, texts, turn

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from rltrain.agents.chat import ToolCall, TrajectoryStart, Turn, TurnLimits
-from rltrain.agents.executor_pool import ExecutorPool
+from rltrain.agents.pool import ExecutorPool
 from rltrain.agents.toolbox import ToolSources
 from rltrain.runtime.slots.limits import Limits, descendants
 from tests.clock import PATIENCE_S, eventually
@@ -174,7 +174,7 @@ def make(tmp_path):
 
     yield executors
     for each in made:
-        each.shut()
+        each.shutdown()
 
 
 NAMES = ("echo", "nap", "meet", "doze", "pid", "fail", "leave", "hold", "loop", "flood", "buy", "quit")

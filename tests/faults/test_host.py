@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.common import storage
+from rltrain.common.clock import Backoff
 from rltrain.common.errors import StorageError, command
-from rltrain.common.retry import Backoff
 from rltrain.config.load import load_config
 from rltrain.main_ppo import main
 from rltrain.run.changes import write_config

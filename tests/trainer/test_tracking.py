@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from rltrain.common.retry import Backoff
+from rltrain.common.clock import Backoff
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.schema.trainer import LOGGERS

@@ -14,10 +14,9 @@ from typing import Any
 
 import httpx
 
-from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.clock import SYSTEM, Backoff, Clock
 from rltrain.common.env import first_set
 from rltrain.common.errors import ConfigError, storable
-from rltrain.common.retry import Backoff
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, wait_problem
 from rltrain.rewards.judge.reply import Reply

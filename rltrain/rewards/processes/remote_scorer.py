@@ -12,9 +12,8 @@ from typing import Any
 
 import httpx
 
-from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.clock import SYSTEM, Backoff, Clock
 from rltrain.common.errors import RewardError
-from rltrain.common.retry import Backoff
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s
 from rltrain.rewards.processes.score import MAX_ERROR_CHARS, Score, ScorerCall, parse_result
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.common.background import Appender
+from rltrain.common.clock import Backoff
 from rltrain.common.errors import first_line
-from rltrain.common.retry import Backoff
 from rltrain.common.storage import disk_errors, json_lines
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
 from rltrain.run.report.console import Console

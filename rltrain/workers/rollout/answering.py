@@ -2,7 +2,7 @@
 
 Problem: a turn must be parsed, executed and answered in tokens, with the same result on all processes of a replica.
 Choice: every process parses the turn, so all know if it gets a reply; only the leader calls the executors
-(`agents.executor_pool`), and the others receive the tokens of its replies. Left out: the use of these tokens
+(`agents.pool`), and the others receive the tokens of its replies. Left out: the use of these tokens
 (`Conversations`).
 """
 
@@ -21,7 +21,7 @@ from rltrain.agents.chat import Message, ToolCall, TrajectoryStart
 from rltrain.agents.chat import Turn as Said
 from rltrain.agents.content import images_in, without_files
 from rltrain.agents.executor import TrajectoryMessage
-from rltrain.agents.executor_pool import ExecutorPool
+from rltrain.agents.pool import ExecutorPool
 from rltrain.common.columns import names as c
 from rltrain.common.errors import DataError
 from rltrain.common.images import file_of

@@ -1,4 +1,4 @@
-from rltrain.common.retry import Backoff
+from rltrain.common.clock import Backoff
 
 
 def test_a_pause_doubles_with_every_failure_up_to_the_longest():

@@ -120,7 +120,7 @@ def _pairs(with_tool: PPOTrainer, without: PPOTrainer, tokens: int, pairs: int) 
 
 
 def per_turn(folder: Path, smoke: bool) -> str:
-    """Measure the milliseconds from a turn's end to its tokenised context: decode, parse, tool, seam; one at a time."""
+    """Measure the milliseconds from the end of a turn to its tokenised context: decode, parse, call and render."""
     trainer = trainer_of(folder, save_calling_model(folder / "model"))
     answering = trainer.worker.rollout._answering
     rows = trainer.worker.rollout._rows["train"]

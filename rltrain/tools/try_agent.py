@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rltrain.agents import stand_ins
-from rltrain.agents.chat import Asked, Chat, Start, Terms, ToolCall, Turn
+from rltrain.agents import verl_stubs
+from rltrain.agents.chat import Chat, NewMessages, ToolCall, TrajectoryStart, Turn, TurnLimits
 from rltrain.agents.configured import TOOL_CONFIG
 from rltrain.agents.content import as_text
 from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.environments import ENVIRONMENT
 from rltrain.agents.functions import FUNCTIONS
-from rltrain.agents.loop import lead
+from rltrain.agents.loop import run_trajectory
 from rltrain.agents.toolbox import Session, Toolbox, toolbox_of
 from rltrain.common.device import get_device, resolve_dtype
 from rltrain.common.errors import DataError, RltrainError, command, plain
@@ -41,7 +41,7 @@ from rltrain.data.rows import Rows, keys_of, read_rows
 from rltrain.data.turns.calls import Call, Parsed
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.formats.families import NO_CALLS
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 
 _END = "---"
 # Long, because a user may spend any time in breakpoint().
@@ -120,24 +120,24 @@ class Trial:
         # Without a model no template defines the format of calls.
         guessed = self._turns.format == "auto" and encoder.tools and not options.model
         call_format = format_of("hermes" if guessed else self._turns.format, encoder)
-        seam = self._seam = Seam(encoder, encoder.tools, call_format) if options.model else None
+        delta = self._turn_delta = TurnDelta(encoder, encoder.tools, call_format) if options.model else None
         self._format = call_format if self._schemas else NO_CALLS
         for schema in self._schemas:
             _say(json.dumps(schema, ensure_ascii=False, indent=1))
         _say(f"calls are written as {call_format.name}" if self._schemas else "the prompt shows no tools")
         _head(f"prompt, {rows.origin(options.row)}")
         said = "\n".join(f"{message['role']}: {message['content']}" for message in row.prompt)
-        _say(encoder.written(row.prompt, tools=self._schemas) if seam else said)
-        if options.turns or seam is None:
+        _say(encoder.render(row.prompt, tools=self._schemas) if delta else said)
+        if options.turns or delta is None:
             self._policy = written(_lines(options.turns), ask=not options.turns and sys.stdin.isatty())
         else:
             prompt = encoder.encode(row.prompt, tools=self._schemas)
-            self._policy = greedy(cfg, encoder, prompt, seam.stop_token_ids)
+            self._policy = greedy(cfg, encoder, prompt, delta.stop_token_ids)
         content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
         names = tuple(schema["function"]["name"] for schema in self._schemas)
-        self._start = Start(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
+        self._start = TrajectoryStart(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
         # Without a model they are shown as <image>; the model of --model gets tokens only.
-        terms = Terms.of(self._turns, images=self._turns.images is not False and seam is None)
+        terms = TurnLimits.of(self._turns, images=self._turns.images is not False and delta is None)
         self._terms = replace(terms, timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
         self._num_turns = 0
         self._said, self._parsed = Said(""), Parsed([], [], "", "")  # the last turn
@@ -155,8 +155,8 @@ class Trial:
                 return False
             terms, prompt = self._terms, self._start.prompt
             chat = self._chat = Chat(prompt, ([first], [], []), terms, session, self._ask, endpoint.address)
-            outcome = await lead(chat, session, self._start, terms)
-            self._show(chat.last_words())
+            outcome = await run_trajectory(chat, session, self._start, terms)
+            self._show(chat.take_new())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: its error is shown
             _head("failed: the trajectory could not go on")
             _say(str(error) if isinstance(error, RltrainError) else user_traceback(error))
@@ -198,20 +198,20 @@ class Trial:
         calls = [ToolCall(call.name, call.arguments) for call in parsed.calls]
         return Turn(parsed.text, calls, parsed.problems, parsed.reasoning, finish)
 
-    def _ask(self, asked: Asked) -> None:
+    def _ask(self, asked: NewMessages) -> None:
         """Show the messages since the last turn, also in the format of the model's template, and reply with the next
         turn."""
         self._show(asked)
         context = list[int]()
-        if self._seam:
+        if self._turn_delta:
             answered = any(message["role"] == "tool" for message in asked.messages)
             calls = [*self._parsed.calls, *(Call("unreadable", {}) for _ in self._parsed.problems)] if answered else []
-            context = self._seam.context(self._said.end_token, calls, asked.messages)
-            _head("seam, as the policy reads it")
+            context = self._turn_delta.context(self._said.end_token, calls, asked.messages)
+            _head("text after the turn, as the policy reads it")
             _say(repr(self._encoder.decode_batch([context], special=True)[0]))
-        self._chat.answered(self._next_turn(context))
+        self._chat.deliver(self._next_turn(context))
 
-    def _show(self, asked: Asked) -> None:
+    def _show(self, asked: NewMessages) -> None:
         for message in asked.messages:
             parts = [message["role"], message.get("name", ""), message.get("arguments", "")]
             if (seconds := message.get("seconds")) is not None:
@@ -255,7 +255,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which reset and agents get (%(default)s)")
     turns = f"what the policy says, a line {_END} behind each turn; without it the model says it, or you type it"
     parser.add_argument("--turns", type=Path, metavar="FILE", help=turns)
-    model = "a model's folder: its template writes prompt and seams, and without --turns it answers"
+    model = "a model's folder: its template writes the text between turns, and without --turns it answers"
     parser.add_argument("--model", metavar="PATH", help=model)
     return parser.parse_intermixed_args(argv)
 
@@ -268,7 +268,7 @@ def _key_of(place: str) -> str:
         return FUNCTIONS
     # For the error message if the name does not exist: classes begin with a capital.
     key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
-    with stand_ins.importable():
+    with verl_stubs.importable():
         return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY
 
 

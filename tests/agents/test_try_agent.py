@@ -126,7 +126,7 @@ def test_turns_of_an_environment_may_be_typed(attempt):
     assert attempt("count.py:Count")[0] == 2
 
 
-def test_an_agent_leads_its_trajectory_with_tools_or_without(attempt):
+def test_agent_runs_its_trajectory(attempt):
     with_tools = f"{MULTI_TURN}function_tool_path=tools.py"
     code, text = attempt("agent.py:agent", with_tools, "--seed", 3, turns=["4", f"0{call('add', a=1, b=1)}"])
     assert code == 0
@@ -147,12 +147,12 @@ def test_an_agent_leads_its_trajectory_with_tools_or_without(attempt):
         ("count.py:None_", [], "multi_turn.environment=count.py:None_: the file has no function 'None_'"),
         ("none.yaml", [], "multi_turn.tool_config_path=none.yaml cannot be read"),
         ("tools.py", ["--row", 4], "--row 4: rows.parquet has the rows 0 to 3."),
-        ("tools.py", [f"{MULTI_TURN}format=klingon"], "multi_turn.format=klingon: of the formats that are known"),
+        ("tools.py", [f"{MULTI_TURN}format=klingon"], "multi_turn.format=klingon: no format has this name"),
         ("tools.py", [f"{AGENT_KEY}=env_agent"], "is 'env_agent', and "),
         ("tools.py", [f"{MULTI_TURN}max_trns=3"], "multi_turn.max_trns=3: no version of verl has this key"),
     ],
 )  # fmt: skip
-def test_what_a_run_refuses_is_refused_in_its_words(attempt, file, more, words):
+def test_try_agent_rejects_like_a_run(attempt, file, more, words):
     code, text = attempt(file, *more)
     assert code == 2
     assert words in text
@@ -177,18 +177,18 @@ def caller(folder):
     return path
 
 
-def test_a_model_says_turns_and_its_template_the_seams(attempt, caller):
+def test_model_generates_turns_and_template_writes_the_text_between(attempt, caller):
     limits = [f"{MULTI_TURN}max_assistant_turns=2", "data.max_response_length=90"]
     code, text = attempt("tools.py", "--model", caller, *limits)
     assert code == 0
     assert "<|im_start|>user\n0+0=?<|im_end|>\n<|im_start|>assistant\n" in text
     assert f"turn 1, of the policy ──\n{CALL}\n" in text
-    seam = "<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert f"── seam, as the policy reads it ──\n{seam!r}\n" in text
+    after = "<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert f"── text after the turn, as the policy reads it ──\n{after!r}\n" in text
     assert ("calls are not run behind it" in text) != ("cut off: " in text)
     code, text = attempt("tools.py", "--model", caller, turns=[CALL, "5"])
     assert code == 0
-    assert repr(seam) in text
+    assert repr(after) in text
 
 
 def test_breakpoint_reaches_the_terminal(folder):

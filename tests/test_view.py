@@ -41,6 +41,7 @@ def shown(capsys, *arguments) -> str:
 
 def test_the_newest_step_is_shown_plainly_where_it_is_piped(run, capsys):
     text = shown(capsys, run)
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("answer: ")] == ["0", "2", "4", "1", "3"]
     assert "\x1b" not in text
     assert text.count("answer: s7 says") == 5
     assert "prompt: <user>0+0=?" in text
@@ -49,9 +50,9 @@ def test_the_newest_step_is_shown_plainly_where_it_is_piped(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("--worst", [0, 1]), ("--best", [2, 4]), ("--longest", [5, 4]), ("--mixed", [2, 3])]
+    ("order", "first"), [("--worst", [0, 3]), ("--best", [2, 4]), ("--longest", [5, 3]), ("--mixed", [2, 3])]
 )
-def test_answers_come_in_the_order_that_is_asked_for(run, capsys, order, first):
+def test_view_sorts_and_shows_one_response_of_each_prompt_first(run, capsys, order, first):
     text = shown(capsys, run, order, "-n", 2, "--lines")
     assert [line.split(" -> ")[1].split()[2] for line in text.splitlines()[:2]] == [str(each) for each in first]
 
@@ -126,7 +127,7 @@ def conversations(run):
 
 
 def test_a_conversation_is_shown_message_by_message(conversations, capsys):
-    text = shown(capsys, conversations, "-n", 2)
+    text = shown(capsys, conversations, "-n", 3)
     order = [
         "prompt: <user>0+0=?", "policy, turn 1: I will. <tool_call>", 'tool mul {"a": 17, "b": 23} (0.0123 s): 391',
         "policy, turn 2: 391", "ground_truth: 0", "policy, turn 1: 16", "user: higher", "policy, turn 2: 24",
@@ -137,14 +138,15 @@ def test_a_conversation_is_shown_message_by_message(conversations, capsys):
     assert "messages" not in text
 
 
-def test_a_conversation_fits_a_line(conversations, capsys):
-    lines = shown(capsys, conversations, "--lines", "--width", 200).splitlines()
+def test_a_conversation_fits_a_line(conversations, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = shown(capsys, conversations, "--lines").splitlines()
     assert lines[0] == "0+0=? -> [mul 17, 23 = 391] -> 391 ✓"
-    assert lines[1] == "0+0=? -> 16 -> [higher] -> 24 ✓"
+    assert lines[2] == "0+0=? -> 16 -> [higher] -> 24 ✓"
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("--most-turns", [1, 0, 2, 3]), ("--failed-tools", [2, 1]), ("--failed", [3])]
+    ("order", "first"), [("--most-turns", [1, 2, 0, 3]), ("--failed-tools", [2, 1]), ("--failed", [3])]
 )
 def test_conversations_come_in_the_order_that_is_asked_for(conversations, capsys, order, first):
     text = shown(capsys, conversations, order)
@@ -153,14 +155,15 @@ def test_conversations_come_in_the_order_that_is_asked_for(conversations, capsys
     assert ("agent_failed: the agent's process ended" in text) == (3 in first)
 
 
-def test_an_answer_does_not_steer_the_terminal(run, capsys):
+def test_an_answer_does_not_steer_the_terminal(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
     hostile = "\x1b]52;c;cm0gLXJmIH4=\x07\x9b2J\x1b[31m red \r over \ud83d 漢字"
     calls = [said("assistant", hostile), said("tool", hostile, name=hostile, arguments=hostile, seconds=1.0)]
     table = frame(10, [1.0] * 4, messages=[json.dumps(calls)] * 2 + [""] * 2, num_turns=2)
     for column in ("agent_failed", "answer", "prompt", "reward_error"):
         table[column] = hostile.replace("\ud83d", "")
     table.to_parquet(run / "samples" / "train_000010.parquet")
-    for flags in ([], ["--lines", "--width", 300]):
+    for flags in ([], ["--lines"]):
         text = shown(capsys, run, *flags)
         assert "red" in text
         assert "漢字" in text

@@ -19,7 +19,6 @@ from pathlib import Path
 from rltrain.common.storage import disk_errors, lines_of, patiently
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.report.details import DETAILS
 from rltrain.run.report.page import PAGE
 from rltrain.run.report.table import METRICS
 from rltrain.trainer.plan import Plan
@@ -27,7 +26,7 @@ from rltrain.trainer.plan import Plan
 log = logging.getLogger(__name__)
 # Files that a new run would overwrite. Trackers with separate runs keep them apart.
 _OF_A_RUN = (
-    METRICS, DETAILS, PAGE, "profile", "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json",
+    METRICS, PAGE, "profile", "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json",
     "config*.yaml",
 )  # fmt: skip
 _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
@@ -54,8 +53,6 @@ def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, v
                 for file in _made_again(run / "samples", pattern, first[split]):
                     _move(file, aside / "samples")
             _cut(run / METRICS, step, aside)
-            if (run / DETAILS).exists():
-                _cut(run / DETAILS, step, aside)
         _tell(run, aside, step if not anew else None)
     _set_data_aside(cfg.rollout_data_dir, first["train"], step)
     _set_data_aside(cfg.validation_data_dir, first["val"], step)

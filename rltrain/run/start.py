@@ -33,7 +33,6 @@ from rltrain.run.earlier import evaluation_folder, owes_validation, set_aside
 from rltrain.run.fit import Trainer
 from rltrain.run.preflight.health import look_at_nodes, refuse, try_collectives
 from rltrain.run.report.archive import Archive, keeps_samples
-from rltrain.run.report.details import Details
 from rltrain.run.report.sample_writer import WriterProcess
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.scorers import start_pool
@@ -135,7 +134,7 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     # Callbacks see the archive's metrics. The notice comes last, because a step ends when all others have run.
     watchers.add(callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
-        watchers.add(closing.enter_context(Details(folder.path, plan)), Notice(stop, lambda: saver.under_way_s))
+        watchers.add(Notice(stop, lambda: saver.under_way_s))
     parts = ppo, saver, watchers, owes, validation, archive
     return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), *parts)
 

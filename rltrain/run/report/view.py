@@ -22,12 +22,17 @@ _ORDERS = {
     "worst": "lowest score first",
     "best": "highest score first",
     "longest": "most tokens first",
-    "mixed": "answers to prompts that some answered right and some wrong",
-    "failed": "answers that could not be scored, conversations that could not go on",
+    "mixed": "a right and a wrong response of each prompt that has both",
+    "failed": "responses whose scorer or trajectory failed",
     "most_turns": "most turns of the policy first",
-    "failed_tools": "answers whose calls failed, or could not be read or run; most of them first",
+    "failed_tools": "responses whose tool calls failed, were unreadable or not run; most of them first",
 }
 _TEXTS = ("question", "prompt", "answer", "messages", "ground_truth", "reward_error", "agent_failed")
+# Column and direction of the orders that sort.
+_SORTED_BY = {
+    "worst": ("score", True), "best": ("score", False), "longest": ("response_length", False),
+    "most_turns": ("num_turns", False), "failed_tools": ("_errors", False),
+}  # fmt: skip
 _TROUBLES = ("tool_errors", "unreadable_calls", "calls_not_run")
 # Maximum number of parts of a conversation on one line. The first and the last are shown.
 _MOST_PARTS = 6
@@ -143,36 +148,32 @@ def read_samples(run: Path | str, step: int | None = None, split: str = "train")
 
 
 def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.DataFrame:
-    """Return the samples of one data source in one of the orders of the command."""
+    """Return the samples of one data source in one of the orders of the command, one of each prompt first."""
     if source is not None:
         sources = frame["data_source"].unique()
         frame = frame[frame["data_source"] == source]
         if not len(frame):
-            raise DataError(f"--source {source}: there is none of it. Sources: {', '.join(sources)}.")
-    if order in ("worst", "best"):
-        # Stable, so that equal scores keep the order of the data and repeated calls show the same.
-        return frame.sort_values("score", ascending=order == "worst", kind="stable")
-    if order == "longest":
-        return frame.sort_values("response_length", ascending=False, kind="stable")
+            raise DataError(f"--source {source}: no sample has it. Sources: {', '.join(sources)}.")
+    if order in ("most_turns", "failed_tools") and "num_turns" not in frame:
+        raise DataError(f"--{order.replace('_', '-')}: the responses of this run have one turn each.")
+    if order == "mixed" and len(frame):  # for an empty table, pandas' `apply` returns a table and not a column
+        right = frame.apply(is_right, axis=1)
+        mixed = right.groupby(frame["row"]).transform("nunique") > 1
+        return frame[mixed & ~frame.assign(right=right).duplicated(["row", "right"])]
     if order == "failed":
         failed = frame["reward_failed"] > 0
-        return frame[failed | (frame["agent_failed"] != "")] if "agent_failed" in frame else frame[failed]
-    if order in ("most_turns", "failed_tools"):
-        return _by_turns(frame, order)
-    if order == "mixed":
-        right = frame.apply(is_right, axis=1)
-        # For an empty table, pandas' `apply` returns a table and not a column.
-        return frame[right.groupby(frame["row"]).transform("nunique") > 1] if len(frame) else frame
-    return frame
+        frame = frame[failed | (frame["agent_failed"] != "")] if "agent_failed" in frame else frame[failed]
+    elif order == "failed_tools":
+        frame = frame.assign(_errors=frame[list(_TROUBLES)].sum(axis=1)).query("_errors > 0")
+    column, ascending = _SORTED_BY.get(order or "", (None, True))
+    # Stable, so that equal scores keep the order of the data and repeated calls show the same.
+    frame = frame.sort_values(column, ascending=ascending, kind="stable") if column else frame
+    return different_prompts_first(frame).drop(columns="_errors", errors="ignore")
 
 
-def _by_turns(frame: pd.DataFrame, order: str) -> pd.DataFrame:
-    if "num_turns" not in frame:
-        raise DataError(f"--{order.replace('_', '-')}: the answers of this run have one turn each.")
-    if order == "most_turns":
-        return frame.sort_values("num_turns", ascending=False, kind="stable")
-    troubles = frame[list(_TROUBLES)].sum(axis=1)
-    return frame[troubles > 0].loc[troubles[troubles > 0].sort_values(ascending=False, kind="stable").index]
+def different_prompts_first(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows in their order, but the first row of every prompt before the second row of any."""
+    return frame.loc[frame.groupby("row").cumcount().sort_values(kind="stable").index]
 
 
 def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
@@ -269,7 +270,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--source", help="only this data_source")
     parser.add_argument("--lines", action="store_true", help="one line an answer")
     parser.add_argument("--chars", type=int, default=2000, help="longest text shown whole (default 2000)")
-    parser.add_argument("--width", type=int, help="columns (default: those of the terminal)")
     return parser
 
 
@@ -278,8 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     from rltrain.common.logs import PlainConsole
 
-    plainly = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": not sys.stdout.isatty()}
-    console = PlainConsole(width=arguments.width, **plainly)  # type: ignore[arg-type]
+    console = PlainConsole(markup=False, emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         if arguments.compare is not None:
             lines = compare(arguments.run, arguments.compare, arguments.n, arguments.source, console.width)

@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         _write(help_text(" ".join([arguments.help, *(arguments.overrides if arguments.help else ())])))
         return 0
     if arguments.version:
-        from rltrain.run.report.env_report import short_facts
+        from rltrain.tools.env import short_facts
 
         _write(short_facts() + "\n")
         return 0

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from rltrain.common.errors import DataError
-from rltrain.run.report.view import main, read_samples, shorten
+from rltrain.run.report.samples import read_samples, shorten
+from rltrain.tools.view import main
 
 
 def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:

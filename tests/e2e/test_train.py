@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rltrain
 from rltrain.main_ppo import main
+from rltrain.run.report.samples import read_samples
 from rltrain.run.report.table import read_metrics
-from rltrain.run.report.view import read_samples
 from tests.distance import distance
 from tests.tiny import small_run
 

@@ -90,7 +90,7 @@ from rltrain.data.rows import read_rows
 from rltrain.data.trial import trouble
 from rltrain.main_ppo import main
 from rltrain.models.files.safe import read_metadata
-from rltrain.run.report.view import read_samples
+from rltrain.run.report.samples import read_samples
 
 folder = Path(sys.argv[1])
 works = [

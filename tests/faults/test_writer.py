@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rltrain.run.report.view import read_samples
+from rltrain.run.report.samples import read_samples
 from tests.faults.plug import below, over, wait_for_step
 from tests.tiny import small_run
 

@@ -16,7 +16,7 @@ from rltrain.config.load import load_config
 from rltrain.models.vision import tower
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.report.sample_writer import _bounded
-from rltrain.run.report.view import one_line
+from rltrain.run.report.samples import one_line
 from rltrain.trainer.plan import ImageSizes
 from tests.distance import distance
 from tests.local import local_trainer

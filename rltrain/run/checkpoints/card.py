@@ -16,7 +16,7 @@ from rltrain.common.secrets import masked, masked_text
 from rltrain.common.versions import installed_version
 from rltrain.config.check import as_list
 from rltrain.config.schema import Config
-from rltrain.run.report.env_report import command_line
+from rltrain.tools.env import command_line
 
 # Arguments of user code, and environment variables: a published page needs neither, and either may hold a secret.
 _NOT_SHOWN = ("reward_kwargs", "env_vars", "url_headers")

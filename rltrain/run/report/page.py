@@ -29,8 +29,7 @@ from rltrain.config.verl.keys import leaves_of
 from rltrain.data.pictures import PictureFile, entries
 from rltrain.run.report.charts import Section, Table, page
 from rltrain.run.report.curves import sections
-from rltrain.run.report.table import learning_summary, mostly_truncated, nothing_earned, read_metrics, summary
-from rltrain.run.report.view import (
+from rltrain.run.report.samples import (
     different_prompts_first,
     is_right,
     numbers_of,
@@ -40,6 +39,7 @@ from rltrain.run.report.view import (
     shorten,
     texts_of,
 )
+from rltrain.run.report.table import learning_summary, mostly_truncated, nothing_earned, read_metrics, summary
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"

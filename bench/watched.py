@@ -23,10 +23,10 @@ import numpy as np
 
 import rltrain
 from bench.table import parse, table, write
+from rltrain.run.callbacks.drift import Drift
 from rltrain.run.report.archive import Archive
 from rltrain.run.report.page import write_page
 from rltrain.run.report.tracking import Sender
-from rltrain.run.watchers.drift import Drift
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
 PROMPTS, ANSWERS, LENGTH = 16, 8, 24

@@ -227,7 +227,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             show_report(run_trainer.folder)
         except (RltrainError, OSError) as error:  # the run itself has finished
             log.warning("the report of the run cannot be shown: %s", error)
-        if words := run_trainer.watchers.last_words():
+        if words := run_trainer.callbacks.last_words():
             log.warning("%s", words)
         if stop.loses:  # with trainer.save_at_end=False
             log.warning("%s", stop.kept())

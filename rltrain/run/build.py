@@ -19,6 +19,7 @@ from rltrain.common.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.run.assemble import sampler_of
+from rltrain.run.callbacks.user import UserCallbacks
 from rltrain.run.changes import tell_changes, tell_finished
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, find_start
@@ -31,7 +32,6 @@ from rltrain.run.report.plan import describe
 from rltrain.run.report.table import METRICS
 from rltrain.run.splits import load_data
 from rltrain.run.start import Ready, start_run
-from rltrain.run.watchers.callbacks import Callbacks
 from rltrain.runtime.cluster import cluster_address, ray_logs, start_ray
 from rltrain.runtime.hang import Deadlines
 from rltrain.runtime.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
@@ -62,7 +62,7 @@ def build(
         reading.enter_context(working())
         findings = preflight(loaded)
         _tell(findings, notes)
-        hooks = Callbacks(cfg.trainer.callbacks, callbacks)
+        hooks = UserCallbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
         look_at_images(cfg, of_rows := Findings(images=data.images))
         _tell(of_rows)

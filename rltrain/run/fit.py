@@ -17,10 +17,10 @@ from typing import Any
 from rltrain.common.errors import AgentError, ConfigError, DiskError, JudgeError, RewardError, StorageError, WorkerLost
 from rltrain.common.stop import StepLeft, Stop, listen
 from rltrain.config.schema import Config
+from rltrain.run.callbacks.callback import Callback, CallbackList
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.report.archive import Archive
-from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.runtime.lifeline import working
 from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.plan import Plan
@@ -30,12 +30,12 @@ from rltrain.trainer.validation import Rows, Validation
 log = logging.getLogger(__name__)
 
 
-class Trainer(Watcher):
+class Trainer(Callback):
     """A run that `rltrain.build` has started: make single steps, or `fit` all of them.
 
     Use it as a context manager or call `close`: this finishes the trackers and stops scorers, workers, and Ray if
     `build` has started it. config: the settings. plan: the numbers derived from the settings. ppo: the algorithm with
-    its roles. num_steps: steps made so far, including those before a resume. watchers: callbacks that observe the run.
+    its roles. num_steps: steps made so far, including those before a resume. callbacks: observers of the run.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Trainer(Watcher):
         closing: ExitStack,
         ppo: PPOTrainer | None = None,
         saver: Saver | None = None,
-        watchers: Watchers | None = None,
+        callbacks: CallbackList | None = None,
         owes_validation: bool = False,
         validation: Validation | None = None,
         archive: Archive | None = None,
@@ -63,8 +63,8 @@ class Trainer(Watcher):
         # A signal interrupted the validation of `num_steps`; `fit` repeats it.
         self._owes_validation = owes_validation
         self._under_way = num_steps
-        self.watchers = watchers or Watchers()
-        self.watchers.add(self)
+        self.callbacks = callbacks or CallbackList()
+        self.callbacks.add(self)
 
     @property
     def ppo(self) -> PPOTrainer:
@@ -87,13 +87,13 @@ class Trainer(Watcher):
         ppo, _ = self._started
         metrics = self._make(ppo, self.num_steps + 1)
         self.num_steps += 1
-        self.watchers.on_metrics(self.num_steps, metrics)
+        self.callbacks.on_metrics(self.num_steps, metrics)
         return metrics
 
     def validate(self) -> Metrics:
         """Validate the current policy. Return the metrics, which are also sent to the trackers."""
         metrics = self._validate()
-        self.watchers.on_metrics(self.num_steps, metrics)
+        self.callbacks.on_metrics(self.num_steps, metrics)
         return metrics
 
     @property
@@ -128,7 +128,7 @@ class Trainer(Watcher):
                 return bool(self.validate()) if self.config.trainer.val_only else self._fit(*self._started)
             except Exception:
                 if not self._stop.at_once:
-                    self.watchers.on_failure()
+                    self.callbacks.on_failure()
                 raise
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
@@ -148,7 +148,7 @@ class Trainer(Watcher):
         first = untested or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
             val_metrics = self._validate()
-            self.watchers.on_metrics(first_step, val_metrics)
+            self.callbacks.on_metrics(first_step, val_metrics)
             saver.best.observe(first_step, val_metrics)
             untested = self._owes_validation = untested and not val_metrics
         for step in range(first_step + 1, total + 1):
@@ -170,7 +170,7 @@ class Trainer(Watcher):
                 untested = self._keep_and_test(ppo, saver, metrics)
                 metrics["timing_s/wall"] = time.perf_counter() - started
             finally:  # metrics are logged even if saving fails
-                self.watchers.on_metrics(step, metrics)
+                self.callbacks.on_metrics(step, metrics)
         # The signal may have come after the check whether a save is due.
         saver.finish()
         if stop.requested and trainer.save_at_end and saver.last_step < done:
@@ -191,7 +191,7 @@ class Trainer(Watcher):
         # Saved first, because validation wakes the engine, which then keeps its weights for the next step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
-            self.watchers.on_phase("save_checkpoint")
+            self.callbacks.on_phase("save_checkpoint")
             stop.save_requested = False
             metrics |= saver.save(step, ppo.progress, by_time=not due)
         saver.on_wait()
@@ -237,17 +237,17 @@ class Trainer(Watcher):
             raise
 
     def _make(self, ppo: PPOTrainer, step: int) -> Metrics:
-        self.watchers.before_step(step)
+        self.callbacks.before_step(step)
         try:
             # A copy, because later metrics belong to the line of the step, not to its checkpoint.
-            return dict(self.watchers.on_step(ppo.step(step)))
+            return dict(self.callbacks.on_step(ppo.step(step)))
         finally:
-            self.watchers.after_step(step)
+            self.callbacks.after_step(step)
 
     def _validate(self) -> Metrics:
         """Return the metrics of a validation; empty if a signal interrupted it."""
         answered = self.validation.run(self.num_steps, self._stop)
-        return self.watchers.on_validation(answered) if answered else {}
+        return self.callbacks.on_validation(answered) if answered else {}
 
     def close(self) -> None:
         """Stop everything that `build` started. A second call does nothing."""

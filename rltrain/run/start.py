@@ -24,6 +24,11 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.data.rows import Rows
 from rltrain.models.weights.spec import specs_of
 from rltrain.run.assemble import make_evaluation, make_trainer
+from rltrain.run.callbacks.callback import CallbackList
+from rltrain.run.callbacks.drift import Drift
+from rltrain.run.callbacks.notice import Notice
+from rltrain.run.callbacks.profile import Profile
+from rltrain.run.callbacks.user import UserCallbacks
 from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, verified
@@ -37,11 +42,6 @@ from rltrain.run.report.sample_writer import WriterProcess
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.scorers import start_pool
 from rltrain.run.splits import Data
-from rltrain.run.watchers.callbacks import Callbacks
-from rltrain.run.watchers.drift import Drift
-from rltrain.run.watchers.notice import Notice
-from rltrain.run.watchers.profile import Profile
-from rltrain.run.watchers.watcher import Watchers
 from rltrain.runtime.cluster import free, reserve, share
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.hang import Deadlines
@@ -67,7 +67,9 @@ class Ready:
     """Finds another checkpoint to start from; see `verified`."""
 
 
-def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack, deadlines: Deadlines) -> Trainer:
+def start_run(
+    ready: Ready, stop: Stop, user_callbacks: UserCallbacks, closing: ExitStack, deadlines: Deadlines
+) -> Trainer:
     """Start workers, models, scorers and trackers. Return the trainer of the run.
 
     closing: holds the exits of everything that was started; the trainer takes it over.
@@ -83,17 +85,17 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     # The stack unwinds in reverse: trackers, writer, scorers and workers end before their devices are released.
     closing.callback(unless_lost(free), groups)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
-    watchers = Watchers()
+    callbacks = CallbackList()
 
     def on_wait() -> None:
         """Check the cluster, callbacks and signals. Called wherever the driver waits for workers or scorers."""
         raise_if_lost()
-        watchers.on_wait()
+        callbacks.on_wait()
         stop.raise_if_asked()
 
     # Before models are loaded, so that a broken scorer fails early.
     pool = start_pool(cfg.scoring, cfg.algorithm, plan, splits, data, groups, folder.path, deadlines, on_wait)
-    rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), watchers.on_failure)
+    rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), callbacks.on_failure)
     group = WorkerGroup("hybrid", groups, device, threads, *rest)
     # After an error, an orderly stop would wait for workers that hang.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
@@ -114,10 +116,10 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     engine = "no" if plan.passes.supervised else f"the {cfg.actor_rollout_ref.rollout.name}"
     with logs.waiting(f"loading {weights} on {workers}, with {engine} engine"):
         if plan.passes.trains:
-            ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase)
+            ppo = make_trainer(cfg, plan, data, group, pool, callbacks.on_phase)
         else:
-            validation = make_evaluation(cfg, plan, data, group, pool, start.folder, watchers.on_phase)
-    saver = _resume(ready, start, ppo, watchers) if ppo else None
+            validation = make_evaluation(cfg, plan, data, group, pool, start.folder, callbacks.on_phase)
+    saver = _resume(ready, start, ppo, callbacks) if ppo else None
     # Only once the run can start: a refused start leaves the files of the previous run unchanged.
     if ppo:
         set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
@@ -127,29 +129,29 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     tracker = Tracker.of(cfg.trainer, to_dict(cfg), folder.path, start.step, plan.total_steps)
     if keeps_samples(cfg.trainer):
         writer = WriterProcess(splits, prompts, data.encoder.backend)
-        watchers.add(archive := Archive(cfg.trainer, folder.path, writer, tracker))
+        callbacks.add(archive := Archive(cfg.trainer, folder.path, writer, tracker))
         closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must know whether the run failed.
     closing.enter_context(tracker)
     # Callbacks see the archive's metrics. The notice comes last, because a step ends when all others have run.
-    watchers.add(callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
+    callbacks.add(user_callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
-        watchers.add(Notice(stop, lambda: saver.under_way_s))
-    parts = ppo, saver, watchers, owes, validation, archive
+        callbacks.add(Notice(stop, lambda: saver.under_way_s))
+    parts = ppo, saver, callbacks, owes, validation, archive
     return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), *parts)
 
 
-def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> Saver:
-    """Restore the training state from ``start``. Return the saver, which is registered as a watcher."""
+def _resume(ready: Ready, start: Start, ppo: PPOTrainer, callbacks: CallbackList) -> Saver:
+    """Restore the training state from ``start``. Return the saver, which is registered as a callback."""
     cfg, sizes = ready.loaded.config, ppo.model_sizes
     numbers = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
     num_bytes = checkpoint_bytes(cfg.actor_rollout_ref.actor, ready.plan.passes, *numbers)
     rows = ready.data.rows["train"]
     saver = Saver(
-        cfg, ready.folder, ppo.actor, ppo.critic, rows.identity(), num_bytes, watchers, ready.plan.steps_per_epoch,
+        cfg, ready.folder, ppo.actor, ppo.critic, rows.identity(), num_bytes, callbacks, ready.plan.steps_per_epoch,
         ppo.reference, sorted(set(rows.sources())),
     )  # fmt: skip
-    watchers.add(saver)
+    callbacks.add(saver)
     # With the sizes of the loaded weights and of the verified checkpoint.
     saver.check_room(start.step, ready.plan.total_steps, start.size)
     with logs.waiting(f"loading {start.folder}") if start.folder else nullcontext():

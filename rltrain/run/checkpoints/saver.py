@@ -26,13 +26,13 @@ from rltrain.common.background import BackgroundJob, heartbeat
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.config.schema import Config
+from rltrain.run.callbacks.callback import Callback, CallbackList
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record, size_of
 from rltrain.run.checkpoints.resume import Start, files_of
 from rltrain.run.checkpoints.room import describe_room, free_bytes, missing_room, superfluous
-from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.runtime.lifeline import raise_if_lost
 from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.progress import ANSWERS, Progress
@@ -74,7 +74,7 @@ def _over(work: BackgroundJob[Any], waits: bool) -> bool:
     return work.ready()
 
 
-class Saver(Watcher):
+class Saver(Callback):
     """Writer of checkpoints: shards of every role, progress, and a Hugging Face folder."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Saver(Watcher):
         critic: Critic | None,
         dataset_fingerprint: str,
         num_bytes: int,
-        watchers: Watchers | None = None,
+        callbacks: CallbackList | None = None,
         steps_per_epoch: int | None = None,
         reference: Reference | None = None,
         sources: Sequence[str] = (),
@@ -93,7 +93,7 @@ class Saver(Watcher):
     ) -> None:
         self._clock, self._sources = clock, sources
         self._cfg, self._steps_per_epoch = cfg, steps_per_epoch
-        self._watchers = watchers or Watchers()
+        self._callbacks = callbacks or CallbackList()
         self._folder = folder
         self._actor = actor
         named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
@@ -226,7 +226,7 @@ class Saver(Watcher):
         # From the second save on, the size is known instead of estimated.
         self._bytes_needed = size or self._bytes_needed
         folder, seconds = self._folder.step_folder(pending.step), time.perf_counter() - pending.began
-        self._news |= self._watchers.on_save(pending.step, folder, seconds)
+        self._news |= self._callbacks.on_save(pending.step, folder, seconds)
 
     def _bring_on(self, pending: _Pending, waits: bool) -> int | None:
         """Advance the save, with ``waits`` to its end. Return the size of the finished checkpoint, else None."""
@@ -242,7 +242,7 @@ class Saver(Watcher):
                 now = self._clock.monotonic()
                 pending.written_at = min(now, pending.written_at)
                 left_s = max(0.0, pending.written_at + _ANSWERS_S - now)
-                complete = self._watchers.written(pending.step, left_s if waits else 0.0)
+                complete = self._callbacks.written(pending.step, left_s if waits else 0.0)
                 if not complete and left_s and not waits:
                     return None
                 pending.closing = BackgroundJob(f"save of step {pending.step}", partial(self._close, pending, written))

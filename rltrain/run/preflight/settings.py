@@ -22,8 +22,8 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get, plugin_keys
 from rltrain.config.step_passes import roles_of
+from rltrain.run.callbacks.user import callback_problems
 from rltrain.run.preflight.models import Findings, look_at_models
-from rltrain.run.watchers.callbacks import callback_problems
 from rltrain.runtime.cluster import cluster_address, ray_problems
 
 _NAMES = {"cuda": "CUDA", "npu": "NPU"}

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from rltrain.common.columns import names as c
 from rltrain.common.errors import DiskError
 from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.run.callbacks.callback import Callback
 from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.run.report.tracking import Tracker
-from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.lifeline import raise_if_lost
 from rltrain.runtime.samples import Samples, driver_bytes
 from rltrain.trainer.batching.balance import Ids
@@ -42,8 +42,8 @@ def keeps_samples(trainer: TrainerConfig) -> bool:
     return trainer.samples_freq > 0 or bool(folders) or trainer.log_val_generations > 0
 
 
-class Archive(Watcher):
-    """Watcher that sends samples to the writer by reference.
+class Archive(Callback):
+    """Callback that sends samples to the writer by reference.
 
     Only the texts of ``log_val_generations`` come into this process. Each kind of error is logged once, and the end of
     the run lists the steps whose samples are missing.

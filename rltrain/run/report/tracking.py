@@ -22,10 +22,10 @@ from rltrain.common.background import Appender
 from rltrain.common.errors import first_line
 from rltrain.common.storage import disk_errors, json_lines
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
+from rltrain.run.callbacks.callback import Callback
 from rltrain.run.report.console import Console
 from rltrain.run.report.table import METRICS
 from rltrain.run.report.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
-from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Sender(threading.Thread):
             log.warning(text, self._tracker, type(error).__name__, error)
 
 
-class Tracker(Watcher):
+class Tracker(Callback):
     """Sender of metrics and tables to all outputs of ``trainer.logger``.
 
     The exit of its context finishes these outputs.

@@ -16,7 +16,7 @@ from typing import Any
 
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_plugin
-from rltrain.run.watchers.watcher import Watcher
+from rltrain.run.callbacks.callback import Callback
 from rltrain.trainer.metrics.step import Answered, Metrics
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def callback_problems(names: Sequence[str]) -> Iterator[str]:
             yield str(error)
 
 
-class Callbacks(Watcher):
+class UserCallbacks(Callback):
     """The callbacks of ``trainer.callbacks`` and ``objects``. Classes are instantiated without arguments.
 
     Raises ConfigError.

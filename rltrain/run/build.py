@@ -24,10 +24,10 @@ from rltrain.run.changes import tell_changes, tell_finished
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.room import check_room, checkpoint_bytes
-from rltrain.run.earlier import complete, owes_validation
 from rltrain.run.fit import Trainer
 from rltrain.run.preflight.models import Findings, look_at_images
 from rltrain.run.preflight.settings import preflight
+from rltrain.run.previous_attempt import append_last_line, pending_validation
 from rltrain.run.report.plan import describe
 from rltrain.run.report.table import METRICS
 from rltrain.run.splits import load_data
@@ -88,9 +88,9 @@ def build(
 
         start = find()
         if start.is_of(folder.path):
-            complete(folder.path / METRICS, start.step, start.progress.metrics)
+            append_last_line(folder.path / METRICS, start.step, start.progress.metrics)
         changes = tell_changes(loaded, start)
-        owes = owes_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
+        owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
         if start.step >= plan.total_steps and not owes:
             tell_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())

@@ -49,7 +49,7 @@ class Trainer(Callback):
         ppo: PPOTrainer | None = None,
         saver: Saver | None = None,
         callbacks: CallbackList | None = None,
-        owes_validation: bool = False,
+        pending_validation: bool = False,
         validation: Validation | None = None,
         archive: Archive | None = None,
     ) -> None:
@@ -61,7 +61,7 @@ class Trainer(Callback):
         self._stop = stop
         self._ppo, self._saver, self._validation, self._archive = ppo, saver, validation, archive
         # A signal interrupted the validation of `num_steps`; `fit` repeats it.
-        self._owes_validation = owes_validation
+        self._pending_validation = pending_validation
         self._under_way = num_steps
         self.callbacks = callbacks or CallbackList()
         self.callbacks.add(self)
@@ -120,7 +120,7 @@ class Trainer(Callback):
 
     def fit(self) -> bool:
         """Make all remaining steps, with validation and saving. Return False if a signal stopped the run."""
-        if self.num_steps >= self.plan.total_steps and not self._owes_validation:
+        if self.num_steps >= self.plan.total_steps and not self._pending_validation:
             return True
         with listen(self._stop), working(), self._stop.telling():
             try:
@@ -143,14 +143,14 @@ class Trainer(Callback):
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
         # Steps that the caller made with `step` are in no checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
-        done, untested = first_step, self._owes_validation
+        done, untested = first_step, self._pending_validation
         # Nothing is unsaved here, so a signal ends the validation at once.
         first = untested or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
             val_metrics = self._validate()
             self.callbacks.on_metrics(first_step, val_metrics)
             saver.best.observe(first_step, val_metrics)
-            untested = self._owes_validation = untested and not val_metrics
+            untested = self._pending_validation = untested and not val_metrics
         for step in range(first_step + 1, total + 1):
             # Checked between steps: a step that has begun is worth finishing, the next one is not.
             if stop.requested or saver.best.stalled():

@@ -34,9 +34,9 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, verified
 from rltrain.run.checkpoints.room import checkpoint_bytes
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.run.earlier import evaluation_folder, owes_validation, set_aside
 from rltrain.run.fit import Trainer
 from rltrain.run.preflight.health import look_at_nodes, refuse, try_collectives
+from rltrain.run.previous_attempt import archive_outputs, evaluation_folder, pending_validation
 from rltrain.run.report.archive import Archive, keeps_samples
 from rltrain.run.report.sample_writer import WriterProcess
 from rltrain.run.report.tracking import Tracker
@@ -105,7 +105,7 @@ def start_run(
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
         refuse(look_at_nodes(group, cfg.trainer, specs_of(cfg, device), folder.path, start.folder))
     start = verified(start, group, folder, ready.find)
-    owes = owes_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
+    owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
     reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is large enough to be shared.
@@ -122,7 +122,7 @@ def start_run(
     saver = _resume(ready, start, ppo, callbacks) if ppo else None
     # Only once the run can start: a refused start leaves the files of the previous run unchanged.
     if ppo:
-        set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
+        archive_outputs(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
     else:
         closing.callback((folder := evaluation_folder(cfg.trainer, folder, start.step)).release)
     write_run_files(folder, loaded, plan, group.hosts)

@@ -11,7 +11,7 @@ from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.run.earlier import owes_validation
+from rltrain.run.previous_attempt import pending_validation
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.trackers import RunInfo
 from rltrain.run.report.tracking import Tracker
@@ -109,7 +109,7 @@ def test_a_last_validation_that_was_cut_short_is_owed(tmp_path):
     def owed(step, *keys):
         config = load_config(["data.val_files=v.parquet", *keys]).config
         plan = replace(make_plan(config), total_steps=3, steps_per_epoch=2)
-        return owes_validation(config.trainer, True, tmp_path, step, plan)
+        return pending_validation(config.trainer, True, tmp_path, step, plan)
 
     assert [owed(step) for step in (0, 2, 3)] == [False, False, True]
     assert [owed(step, "trainer.test_freq=2") for step in (1, 2, 3)] == [False, True, True]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rltrain.common.errors import DataError, DiskError
-from rltrain.run.earlier import complete
+from rltrain.run.previous_attempt import append_last_line
 from rltrain.run.report.table import learning_summary, phase_table, read_metrics, report
 from rltrain.run.report.tracking import JsonLines
 from rltrain.trainer.batching.balance import Layout, Workload, cost_of
@@ -108,7 +108,7 @@ def test_lines_that_never_come_are_counted_at_the_end(tmp_path, caplog):
     writer.log(2, {"x": 2.0})
     writer.close()
     assert "metrics.jsonl lacks its last 2 lines: [Errno 21]" in caplog.text
-    for use in (lambda: JsonLines(file), lambda: complete(file, 2, {"x": 1.0})):
+    for use in (lambda: JsonLines(file), lambda: append_last_line(file, 2, {"x": 1.0})):
         with pytest.raises(DiskError, match=r"metrics\.jsonl cannot be written"):
             use()
 

@@ -25,7 +25,7 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import Start, find_start
 from rltrain.run.checkpoints.room import check_room, checkpoint_bytes
 from rltrain.run.fit import Trainer
-from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.run.preflight.settings import preflight
 from rltrain.run.previous_attempt import append_last_line, pending_validation
 from rltrain.run.report.plan import describe
@@ -60,11 +60,11 @@ def build(
         closing.enter_context(logs.session())
         reading.enter_context(watching(deadlines, local=False, reads=True, kept=stop.kept))
         reading.enter_context(working())
-        findings = preflight(loaded)
-        _tell(findings, notes)
+        result = preflight(loaded)
+        _tell(result, notes)
         hooks = UserCallbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
-        look_at_images(cfg, of_rows := Findings(images=data.images))
+        check_images(cfg, of_rows := PreflightResult(images=data.images))
         _tell(of_rows)
         train = data.prompts.get("train")
         counts = (len(train), train.num_dropped) if train else ()
@@ -94,7 +94,7 @@ def build(
         if start.step >= plan.total_steps and not owes:
             tell_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
-        sizes = findings.num_parameters, findings.num_trained
+        sizes = result.num_parameters, result.num_trained
         size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, plan.passes, *sizes)
         check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
         reading.close()
@@ -115,9 +115,9 @@ def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
     return started
 
 
-def _tell(findings: Findings, notes: Sequence[str] = ()) -> None:
+def _tell(result: PreflightResult, notes: Sequence[str] = ()) -> None:
     """Raise all problems as one error, before anything slow or any write to disk. Log the notes."""
-    if findings.problems:
-        raise ConfigError("\n".join(findings.problems))
-    for note in [*notes, *findings.notes]:
+    if result.problems:
+        raise ConfigError("\n".join(result.problems))
+    for note in [*notes, *result.notes]:
         log.warning("note: %s", note)

@@ -16,7 +16,7 @@ from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.config.schema.arguments import read_arguments
-from rltrain.run.preflight.memory_room import look_at_memory
+from rltrain.run.preflight.memory_room import check_memory
 from rltrain.run.preflight.models import problems_of_experts
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import Lengths, lognormal, read_lengths
@@ -57,7 +57,7 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     found = foretell(cfg, plan, lengths, chip, assumed, round(size * 2**30) if size else None)
     if problems := list(problems_of_experts(cfg)):
         raise ConfigError("\n".join(problems))
-    memory, too_large = look_at_memory(cfg, plan)
+    memory, too_large = check_memory(cfg, plan)
     lines = [_describe(found, plan, chip, lengths, assumed), *memory]
     lines += [f"a run would run out of memory: {too_large}"] if too_large else []
     return "\n".join(lines) + "\n", bool(too_large)

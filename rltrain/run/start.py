@@ -35,7 +35,7 @@ from rltrain.run.checkpoints.resume import Start, verified
 from rltrain.run.checkpoints.room import checkpoint_bytes
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.fit import Trainer
-from rltrain.run.preflight.health import look_at_nodes, refuse, try_collectives
+from rltrain.run.preflight.health import check_nodes, refuse, try_collectives
 from rltrain.run.previous_attempt import archive_outputs, evaluation_folder, pending_validation
 from rltrain.run.report.archive import Archive, keeps_samples
 from rltrain.run.report.sample_writer import WriterProcess
@@ -103,7 +103,7 @@ def start_run(
     closing.callback(unless_lost(lambda: pool.shutdown() if pool and not stop.at_once else None))
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
-        refuse(look_at_nodes(group, cfg.trainer, specs_of(cfg, device), folder.path, start.folder))
+        refuse(check_nodes(group, cfg.trainer, specs_of(cfg, device), folder.path, start.folder))
     start = verified(start, group, folder, ready.find)
     owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
     reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)

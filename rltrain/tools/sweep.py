@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.api import look_over, train
+from rltrain.api import check_settings, train
 from rltrain.common import logs
 from rltrain.common.errors import ConfigError, Interrupted, RltrainError, first_line, system_error
 from rltrain.common.stop import Stop
@@ -116,7 +116,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
             out = out or Path(plain.default_local_dir).expanduser()
             own = [f"{_FOLDER}={out / name}", f"{_EXPERIMENT}={plain.experiment_name}-{name}"]
             loaded = load_config([*words, *own], arguments.config)
-            runs.append(SweepRun(name, loaded, look_over(loaded)))
+            runs.append(SweepRun(name, loaded, check_settings(loaded)))
         except ConfigError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, []).append(name)

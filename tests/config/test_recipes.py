@@ -194,7 +194,7 @@ def dry(typed, of_another_machine, monkeypatch, capsys):
 @pytest.fixture
 def without_memory(monkeypatch):
     """What foretells it takes seconds."""
-    monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))
+    monkeypatch.setattr(dry_run, "check_memory", lambda *_: ([], ""))
 
 
 def the_row(stem: str) -> Row:

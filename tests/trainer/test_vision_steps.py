@@ -14,7 +14,7 @@ if not importlib.util.find_spec("torchvision"):
 
 from rltrain.config.load import load_config
 from rltrain.models.vision import tower
-from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.run.report.archive import _job
 from rltrain.run.report.sample_writer import SampleWriter
 from rltrain.trainer.plan import ImageSizes
@@ -136,5 +136,5 @@ def test_what_takes_no_pictures_is_refused(vision_models, picture_files, tmp_pat
     changes = {key: vision_models.get(value, value) for key, value in changes.items()}
     cfg = load_config(small_run(vision_models["qwen2_5_vl"], picture_files, tmp_path, **changes)).config
     for images in (ImageSizes(), None):
-        look_at_images(cfg, found := Findings(images=images))
+        check_images(cfg, found := PreflightResult(images=images))
         assert [message in problem for problem in found.problems] == [True] * bool(images)

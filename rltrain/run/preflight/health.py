@@ -1,7 +1,7 @@
 """Checks on the nodes of a run before a model is loaded. Results are compared and reported by node name.
 
 `preflight` checks settings and the local machine. Here every node checks itself (`workers.diagnostics.node`) in a few
-seconds. The start of every run calls `look_at_nodes` and refuses a run that cannot work; `python -m rltrain.doctor`
+seconds. The start of every run calls `check_nodes` and refuses a run that cannot work; `python -m rltrain.doctor`
 shows all results as a table. Nothing is repaired, and changes during a run are not noticed.
 """
 
@@ -53,7 +53,7 @@ class Check:
     """Warnings; the run starts anyway."""
 
 
-def look_at_nodes(
+def check_nodes(
     group: WorkerGroup, trainer: TrainerConfig, specs: Specs, folder: Path, resumed: Path | None = None
 ) -> list[Check]:
     """Check all nodes of ``group``, whose ranks are not connected yet. Takes seconds.

@@ -34,7 +34,7 @@ def device_bytes(cfg: Config) -> int | None:
         return None
 
 
-def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
+def check_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
     """Return the table of phases, and the problem ("" if all fit or it is unknown)."""
     if get_device(cfg.trainer.device).is_cpu:
         return [], ""

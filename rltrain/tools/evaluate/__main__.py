@@ -42,7 +42,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     with logs.session(), logs.waiting(IMPORTING):
         from pandas import read_parquet
 
-        from rltrain.api import look_over
+        from rltrain.api import check_settings
         from rltrain.common.storage import write_json
         from rltrain.run.build import begin_ray
         from rltrain.tools.evaluate.evaluation import evaluate_model, folder_of
@@ -58,7 +58,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     results = list[dict[str, Any]]()
     settings = [request.settings(model) for model in request.models]
     # Before the first evaluation: otherwise a problem of the last one would be reported after hours.
-    notes = [look_over(loaded) for loaded in settings]
+    notes = [check_settings(loaded) for loaded in settings]
     for model, loaded in zip(request.models, settings, strict=True):
         folder_of(request, model, loaded)
     if used := request.used(settings[0]):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rltrain.api import look_over
+from rltrain.api import check_settings
 from rltrain.common import __version__
 from rltrain.common.logs import count
 from rltrain.common.stop import Stop
@@ -43,7 +43,7 @@ def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]
         log.info("%s: was evaluated before, in %s", model.name, kept.folder)
         return found
     stop.says(f"nothing of {model.name} is answered yet: the same command begins with it")
-    with build(loaded, stop, notes=look_over(loaded)) as trainer, working(), stop.telling():
+    with build(loaded, stop, notes=check_settings(loaded)) as trainer, working(), stop.telling():
         kept.begin()
         _answer(trainer, kept, model, stop)
         file = kept.join(trainer.num_steps)

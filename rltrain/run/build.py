@@ -22,7 +22,7 @@ from rltrain.run.assemble import sampler_of
 from rltrain.run.callbacks.user import UserCallbacks
 from rltrain.run.changes import tell_changes, tell_finished
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import check_room, checkpoint_bytes
 from rltrain.run.fit import Trainer
 from rltrain.run.preflight.models import PreflightResult, check_images
@@ -31,7 +31,7 @@ from rltrain.run.previous_attempt import append_last_line, pending_validation
 from rltrain.run.report.plan import describe
 from rltrain.run.report.table import METRICS
 from rltrain.run.splits import load_data
-from rltrain.run.start import Ready, start_run
+from rltrain.run.start import RunSpec, start_run
 from rltrain.runtime.cluster import cluster_address, ray_logs, start_ray
 from rltrain.runtime.hang import Deadlines
 from rltrain.runtime.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
@@ -80,9 +80,9 @@ def build(
         identity = data.rows["train"].identity() if train else None
         images = plan.passes.images_in_training
 
-        def find() -> Start:
+        def find() -> ResumePoint:
             stop.searching()  # called again only if the previous checkpoint is damaged
-            start = find_start(cfg, folder, identity, images=images)
+            start = find_resume_point(cfg, folder, identity, images=images)
             stop.reached(start.step, plan.total_steps, start.step)
             return start
 
@@ -103,11 +103,11 @@ def build(
         closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg.cluster), kept=stop.kept))
         log.info("Ray's logs: %s", ray_logs())
         with working(), stop.telling():
-            return start_run(Ready(loaded, plan, data, folder, start, find), stop, hooks, closing, deadlines)
+            return start_run(RunSpec(loaded, plan, data, folder, start, find), stop, hooks, closing, deadlines)
 
 
 def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
-    """Start Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
+    """ResumePoint Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
     with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if started := start_ray(cfg.cluster):
             closing.enter_context(ended_after_us(not cluster_address(cfg.cluster)))

@@ -25,7 +25,7 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
 from rltrain.config.schema.keys import all_keys
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import Start
+from rltrain.run.checkpoints.resume import ResumePoint
 from rltrain.runtime.cluster import ray_logs
 from rltrain.tools.env import device_facts, facts
 from rltrain.trainer.plan import Plan
@@ -66,7 +66,7 @@ _AROUND = ("trainer.", "ray_kwargs.")
 _MISSING = object()
 
 
-def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
+def tell_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
     """Log the settings that changed since the last start. Return the changes that training depends on.
 
     Raises ConfigError if the experiment has changed and the run has no explicit name.

@@ -1,7 +1,7 @@
 """``--dry-run``: checks whether a run would start and describes it, within seconds, without Ray or workers.
 
 It calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
-`check_columns`, `find_start`), so that the two cannot diverge. All problems are collected; the first one does not end
+`check_columns`, `find_resume_point`), so that the two cannot diverge. All problems are collected; the first one does not end
 the check. Not checked: facts that only a start can reveal, such as other nodes, and rows after the first 20,000.
 """
 
@@ -33,7 +33,7 @@ from rltrain.rewards.processes.worker import make_scorer, rule_scorer
 from rltrain.run.assemble import sampler_of
 from rltrain.run.changes import tell_changes
 from rltrain.run.checkpoints.folder import Checkpoints
-from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
 from rltrain.run.estimate import about_seconds
 from rltrain.run.preflight.judge import check_judge_messages, check_judge_server
@@ -100,12 +100,12 @@ def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, resul
     """
     cfg = loaded.config
     # Not a `RunFolder`, which would create the folder and take its lock.
-    run, start = Checkpoints(cfg.trainer.default_local_dir), Start()
+    run, start = Checkpoints(cfg.trainer.default_local_dir), ResumePoint()
     refusal = run.problem()
     try:
         train = rows["train"] if rows else None
         images = train is None or plan.passes.images_in_training
-        start = find_start(cfg, run, train.identity() if train else None, images=images)
+        start = find_resume_point(cfg, run, train.identity() if train else None, images=images)
         tell_changes(loaded, start)
     except RltrainError as error:
         result.problems.append(str(error))

@@ -1,4 +1,4 @@
-"""Start of the workers of a run and of its scorers, trackers and sample writer.
+"""ResumePoint of the workers of a run and of its scorers, trackers and sample writer.
 
 An ExitStack records how to stop each of these, and the `Trainer` unwinds it, so that the order is right however the run
 ends. An evaluation starts in the same way, without steps and their checkpoints.
@@ -31,7 +31,7 @@ from rltrain.run.callbacks.profile import Profile
 from rltrain.run.callbacks.user import UserCallbacks
 from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import Start, verified
+from rltrain.run.checkpoints.resume import ResumePoint, verified
 from rltrain.run.checkpoints.room import checkpoint_bytes
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.fit import Trainer
@@ -55,26 +55,26 @@ _WORKER = "rltrain.workers.hybrid:HybridWorker"
 
 
 @dataclass(frozen=True)
-class Ready:
+class RunSpec:
     """The specification of a run before anything is started."""
 
     loaded: LoadedConfig
     plan: Plan
     data: Data
     folder: RunFolder
-    start: Start
-    find: Callable[[], Start]
+    start: ResumePoint
+    find: Callable[[], ResumePoint]
     """Finds another checkpoint to start from; see `verified`."""
 
 
 def start_run(
-    ready: Ready, stop: Stop, user_callbacks: UserCallbacks, closing: ExitStack, deadlines: Deadlines
+    spec: RunSpec, stop: Stop, user_callbacks: UserCallbacks, closing: ExitStack, deadlines: Deadlines
 ) -> Trainer:
-    """Start workers, models, scorers and trackers. Return the trainer of the run.
+    """ResumePoint workers, models, scorers and trackers. Return the trainer of the run.
 
     closing: holds the exits of everything that was started; the trainer takes it over.
     """
-    loaded, plan, data, folder, start = ready.loaded, ready.plan, ready.data, ready.folder, ready.start
+    loaded, plan, data, folder, start = spec.loaded, spec.plan, spec.data, spec.folder, spec.start
     cfg, device = loaded.config, get_device(loaded.config.trainer.device)
     # Rows and prompts are stored once, not once per process. Images that a dataset class made go with the prompts.
     splits = {name: share(_as_scored(cfg, rows)) for name, rows in data.rows.items()}
@@ -104,7 +104,7 @@ def start_run(
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
         refuse(check_nodes(group, cfg.trainer, specs_of(cfg, device), folder.path, start.folder))
-    start = verified(start, group, folder, ready.find)
+    start = verified(start, group, folder, spec.find)
     owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
     reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
@@ -119,7 +119,7 @@ def start_run(
             ppo = make_trainer(cfg, plan, data, group, pool, callbacks.on_phase)
         else:
             validation = make_evaluation(cfg, plan, data, group, pool, start.folder, callbacks.on_phase)
-    saver = _resume(ready, start, ppo, callbacks) if ppo else None
+    saver = _resume(spec, start, ppo, callbacks) if ppo else None
     # Only once the run can start: a refused start leaves the files of the previous run unchanged.
     if ppo:
         archive_outputs(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
@@ -141,19 +141,19 @@ def start_run(
     return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), *parts)
 
 
-def _resume(ready: Ready, start: Start, ppo: PPOTrainer, callbacks: CallbackList) -> Saver:
+def _resume(spec: RunSpec, start: ResumePoint, ppo: PPOTrainer, callbacks: CallbackList) -> Saver:
     """Restore the training state from ``start``. Return the saver, which is registered as a callback."""
-    cfg, sizes = ready.loaded.config, ppo.model_sizes
+    cfg, sizes = spec.loaded.config, ppo.model_sizes
     numbers = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
-    num_bytes = checkpoint_bytes(cfg.actor_rollout_ref.actor, ready.plan.passes, *numbers)
-    rows = ready.data.rows["train"]
+    num_bytes = checkpoint_bytes(cfg.actor_rollout_ref.actor, spec.plan.passes, *numbers)
+    rows = spec.data.rows["train"]
     saver = Saver(
-        cfg, ready.folder, ppo.actor, ppo.critic, rows.identity(), num_bytes, callbacks, ready.plan.steps_per_epoch,
+        cfg, spec.folder, ppo.actor, ppo.critic, rows.identity(), num_bytes, callbacks, spec.plan.steps_per_epoch,
         ppo.reference, sorted(set(rows.sources())),
     )  # fmt: skip
     callbacks.add(saver)
     # With the sizes of the loaded weights and of the verified checkpoint.
-    saver.check_room(start.step, ready.plan.total_steps, start.size)
+    saver.check_room(start.step, spec.plan.total_steps, start.size)
     with logs.waiting(f"loading {start.folder}") if start.folder else nullcontext():
         saver.load(start)
     ppo.restore(start.progress, start.folder)

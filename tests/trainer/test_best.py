@@ -9,7 +9,7 @@ from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.previous_attempt import pending_validation
 from rltrain.run.report.table import read_metrics
@@ -48,7 +48,7 @@ def test_the_best_of_a_run_is_none_of_what_an_earlier_one_has_left_in_its_folder
     lines = [json.dumps({"step": step, METRIC: value}) for step, value in ((3, 0.9), (4, 0.2), (6, 0.1))]
     (folder.path / "metrics.jsonl").write_text("\n".join(lines))
     saver, _ = saver_of(folder, f"trainer.keep_best={METRIC}", "trainer.patience=1")
-    saver.load(Start(4, folder=folder.path.with_name(of) / "global_step_4"))
+    saver.load(ResumePoint(4, folder=folder.path.with_name(of) / "global_step_4"))
     assert saver.best.values == values
 
 
@@ -74,7 +74,7 @@ def run(tiny_trainer, tmp_path):
     def run(found, **changes):
         ppo = tiny_trainer(**(KEYS | changes))
         folder = RunFolder(str(tmp_path / "run"))
-        start = find_start(ppo.cfg, folder, "rows:1")
+        start = find_resume_point(ppo.cfg, folder, "rows:1")
         saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 16)
         saver.load(start)
         ppo.restore(start.progress, start.folder)

@@ -31,7 +31,7 @@ from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record, size_of
-from rltrain.run.checkpoints.resume import Start, files_of
+from rltrain.run.checkpoints.resume import ResumePoint, files_of
 from rltrain.run.checkpoints.room import describe_room, free_bytes, missing_room, superfluous
 from rltrain.runtime.lifeline import raise_if_lost
 from rltrain.trainer.metrics.timing import StepTimer
@@ -290,7 +290,7 @@ class Saver(Callback):
             self.finish()
 
     def _begin(self, step: int, progress: Progress) -> bool:
-        """Start the save on the workers. Return whether the steps may continue."""
+        """ResumePoint the save on the workers. Return whether the steps may continue."""
         asynchronous, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
         exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
         files = files_of(progress, step, self._cfg, self._fingerprint, self._by_time[step])
@@ -336,7 +336,7 @@ class Saver(Callback):
             sentence = f"checkpoint of step {step} could not be written: {error}"
             raise unwritten(sentence, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
 
-    def load(self, start: Start) -> None:
+    def load(self, start: ResumePoint) -> None:
         """Load every role from the checkpoint that the run starts from."""
         if start.folder:
             for name, role in self._roles.items():

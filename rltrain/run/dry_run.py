@@ -1,8 +1,9 @@
 """``--dry-run``: checks whether a run would start and describes it, within seconds, without Ray or workers.
 
 It calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
-`check_columns`, `find_resume_point`), so that the two cannot diverge. All problems are collected; the first one does not end
-the check. Not checked: facts that only a start can reveal, such as other nodes, and rows after the first 20,000.
+`check_columns`, `find_resume_point`), so that the two cannot diverge. All problems are collected; the first one does
+not end the check. Not checked: facts that only a start can reveal, such as other nodes, and rows after the first
+20,000.
 """
 
 from __future__ import annotations
@@ -208,8 +209,10 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
     if not cfg.reward_model.runs_scorers or cfg.sft.enabled:
         return []
     judges = bool(judge.url) or cfg.reward_model.judges
-    by_judge = check_judge_server(judge, found) if judge.url else []
-    by_judge += check_judge_messages(cfg.scoring, judge_lengths(cfg)[0], rows, found) if cfg.reward_model.judges else []
+    by_judge = check_judge_server(judge, result) if judge.url else []
+    by_judge += (
+        check_judge_messages(cfg.scoring, judge_lengths(cfg)[0], rows, result) if cfg.reward_model.judges else []
+    )
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []

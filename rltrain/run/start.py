@@ -1,4 +1,4 @@
-"""ResumePoint of the workers of a run and of its scorers, trackers and sample writer.
+"""Start of the workers of a run and of its scorers, trackers and sample writer.
 
 An ExitStack records how to stop each of these, and the `Trainer` unwinds it, so that the order is right however the run
 ends. An evaluation starts in the same way, without steps and their checkpoints.
@@ -70,7 +70,7 @@ class RunSpec:
 def start_run(
     spec: RunSpec, stop: Stop, user_callbacks: UserCallbacks, closing: ExitStack, deadlines: Deadlines
 ) -> Trainer:
-    """ResumePoint workers, models, scorers and trackers. Return the trainer of the run.
+    """Start workers, models, scorers and trackers. Return the trainer of the run.
 
     closing: holds the exits of everything that was started; the trainer takes it over.
     """

@@ -81,7 +81,7 @@ class ResumePoint:
 
 
 def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: bool = False) -> dict[str, bytes]:
-    """Return the files of a checkpoint of ``step`` that hold ``progress`` and the values that `find_resume_point` compares.
+    """Return the files of a checkpoint of ``step`` with ``progress`` and the values that `find_resume_point` compares.
 
     dataset: `Rows.identity`. by_time: the save is due by time only.
     """
@@ -156,7 +156,7 @@ def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
     if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
             f"{folder} has no state of the optimizer any more (rltrain checkpoint thin), so no run goes on from it. "
-            "ResumePoint one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
+            "Start one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
@@ -164,8 +164,8 @@ def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
 def verified(start: ResumePoint, group: WorkerGroup, run: Checkpoints, find: Callable[[], ResumePoint]) -> ResumePoint:
     """Return ``start`` if the workers find the large files of its checkpoint intact.
 
-    Otherwise return the result of ``find``, which is `find_resume_point` with the arguments of this run: an older checkpoint,
-    or an error.
+    Otherwise return the result of ``find``, which is `find_resume_point` with the arguments of this run: an older
+    checkpoint, or an error.
     """
     while start.folder and (files := large_files(start.folder)):
         with waiting(f"comparing {start.folder} with its digests on {count(group.world, 'worker')}"):

@@ -290,7 +290,7 @@ class Saver(Callback):
             self.finish()
 
     def _begin(self, step: int, progress: Progress) -> bool:
-        """ResumePoint the save on the workers. Return whether the steps may continue."""
+        """Start the save on the workers. Return whether the steps may continue."""
         asynchronous, began, folder = self._cfg.trainer.async_save, time.perf_counter(), self._folder.under_way(step)
         exports = "hf_model" in self._cfg.actor_rollout_ref.actor.checkpoint.save_contents
         files = files_of(progress, step, self._cfg, self._fingerprint, self._by_time[step])

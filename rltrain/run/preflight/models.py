@@ -77,7 +77,7 @@ def check_models(cfg: Config, result: PreflightResult) -> None:
     for role, (kind, spec) in models.items():
         try:
             if spec.path not in wrong:
-                _check_model(role, kind, spec, cfg, found)
+                _check_model(role, kind, spec, cfg, result)
         except (ConfigError, DataError) as error:
             result.problems.append(str(error))
     result.problems += problems_of_experts(cfg, [path for path in wrong if Path(path, "config.json").is_file()])

@@ -20,7 +20,7 @@ from rltrain.run.preflight.memory_room import check_memory
 from rltrain.run.preflight.models import problems_of_experts
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import Lengths, lognormal, read_lengths
-from rltrain.run.seconds.step import Foretold, foretell
+from rltrain.run.seconds.step import StepEstimate, estimate_step
 from rltrain.trainer.plan import Plan, make_plan
 
 # Mean response length as a share of data.max_response_length, if --lengths is not given.
@@ -54,7 +54,7 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     lengths = read_lengths(arguments.lengths) if arguments.lengths else _usual_lengths(cfg)
     changes = list(filter(None, (arguments.assume or "").split(",")))
     assumed = read_arguments(Assumptions, changes, where="--assume")
-    found = foretell(cfg, plan, lengths, chip, assumed, round(size * 2**30) if size else None)
+    found = estimate_step(cfg, plan, lengths, chip, assumed, round(size * 2**30) if size else None)
     if problems := list(problems_of_experts(cfg)):
         raise ConfigError("\n".join(problems))
     memory, too_large = check_memory(cfg, plan)
@@ -73,7 +73,7 @@ def about_seconds(cfg: Config, plan: Plan, device_bytes: int | None) -> list[str
     if chip is None or not plan.passes.trains or cfg.data.max_response_length * _MEAN < 1:
         return []
     try:
-        found = foretell(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
+        found = estimate_step(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
     except RltrainError:  # a fault of the model or the engine's memory, which the dry run reports as a problem
         return []
     return [
@@ -105,7 +105,7 @@ def _usual_lengths(cfg: Config) -> Lengths:
     return lognormal(max(1, most * _MEAN), most, prompt=max(1, cfg.data.max_prompt_length // 4))
 
 
-def _describe(found: Foretold, plan: Plan, chip: Chip, lengths: Lengths, assumed: Assumptions) -> str:
+def _describe(found: StepEstimate, plan: Plan, chip: Chip, lengths: Lengths, assumed: Assumptions) -> str:
     nodes = f", {count(plan.num_nodes, 'node')}" if plan.num_nodes > 1 else ""
     lines = [
         f"a step takes about {_seconds(found.step_s)} s on {plan.num_devices} x {chip.name}{nodes} (estimated, not "

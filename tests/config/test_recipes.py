@@ -1,5 +1,5 @@
 """The launch scripts of examples/, each on the devices it is for: with data as the converters make them, and models of
-the real sizes without weights. What a device needs is foretold as for a user, and stands in examples/README.md.
+the real sizes without weights. What a device needs is estimated as for a user, and stands in examples/README.md.
 """
 
 import json

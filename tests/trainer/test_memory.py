@@ -1,4 +1,4 @@
-"""Memory foretold from a config.json alone: sums by hand, and settings that keep their promise."""
+"""Memory estimated from a config.json alone: sums by hand, and settings that keep their promise."""
 
 import json
 
@@ -12,9 +12,9 @@ from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema.model import OptimConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight.fake_run import fake_model, forward_only, peak_of, update
 from rltrain.run.preflight.memory import forecast, fullest
 from rltrain.run.preflight.memory_room import check_memory, no_cache, too_large
+from rltrain.run.preflight.meta_run import fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import make_plan
 from tests.tiny import small_run
 

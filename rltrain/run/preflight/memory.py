@@ -1,7 +1,7 @@
 """Estimated device memory of every phase by owner, from the configuration and the model's config only.
 
 Resident memory follows from sizes and from the rules of `workers.state.residency`. The additional memory of a pass is
-measured by running the worker's code on fake tensors (`run.preflight.fake_run`), with the fullest micro-batch that its
+measured by running the worker's code on fake tensors (`run.preflight.meta_run`), with the fullest micro-batch that its
 budget allows. Memory of drivers, communicators and fragmentation is not estimated; a share of the device is kept free
 for it.
 """
@@ -35,7 +35,7 @@ from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.names import ADAPTER, Part, whole_weights
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, actor_spec, judge_spec, specs_of
-from rltrain.run.preflight.fake_run import Owners, Work, fake_model, forward_only, peak_of, update
+from rltrain.run.preflight.meta_run import Owners, Work, fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
 from rltrain.workers.rollout.embedded.kv import ROOM

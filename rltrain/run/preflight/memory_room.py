@@ -11,8 +11,8 @@ from rltrain.common.device import get_device
 from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
-from rltrain.run.preflight.fake_run import Owners
 from rltrain.run.preflight.memory import OWNERS, forecast, longest_cache_bytes
+from rltrain.run.preflight.meta_run import Owners
 from rltrain.trainer.plan import Plan
 
 # Share of a device for its driver, communicators and the gaps between blocks.

@@ -24,8 +24,8 @@ import numpy as np
 import rltrain
 from bench.table import parse, table, write
 from rltrain.run.callbacks.drift import Drift
-from rltrain.run.report.archive import Archive
 from rltrain.run.report.page import write_page
+from rltrain.run.report.sample_logger import SampleLogger
 from rltrain.run.report.tracking import Sender
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
@@ -63,7 +63,7 @@ def seconds(root: Path, num_groups: int) -> np.ndarray:
     files = write_arithmetic(root / "train.parquet", range(200)), write_arithmetic(root / "val.parquet", range(6))
     with (
         mock.patch.object(Drift, "before_step", begin),
-        mock.patch.object(Archive, "on_step", where_watched(Archive.on_step, {})),
+        mock.patch.object(SampleLogger, "on_step", where_watched(SampleLogger.on_step, {})),
         mock.patch.object(Sender, "put", where_watched(Sender.put)),
     ):
         rltrain.train(small_run(model, files, root / "run", **changes))

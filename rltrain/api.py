@@ -227,8 +227,8 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             show_report(run_trainer.folder)
         except (RltrainError, OSError) as error:  # the run itself has finished
             log.warning("the report of the run cannot be shown: %s", error)
-        if words := run_trainer.callbacks.last_words():
-            log.warning("%s", words)
+        if warning := run_trainer.callbacks.closing_warning():
+            log.warning("%s", warning)
         if stop.loses:  # with trainer.save_at_end=False
             log.warning("%s", stop.kept())
         return run_trainer.folder

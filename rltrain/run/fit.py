@@ -20,7 +20,7 @@ from rltrain.config.schema import Config
 from rltrain.run.callbacks.callback import Callback, CallbackList
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.run.report.archive import Archive
+from rltrain.run.report.sample_logger import SampleLogger
 from rltrain.runtime.lifeline import working
 from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.plan import Plan
@@ -51,7 +51,7 @@ class Trainer(Callback):
         callbacks: CallbackList | None = None,
         pending_validation: bool = False,
         validation: Validation | None = None,
-        archive: Archive | None = None,
+        sample_logger: SampleLogger | None = None,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -59,7 +59,7 @@ class Trainer(Callback):
         self.num_steps = num_steps
         self._closing = closing
         self._stop = stop
-        self._ppo, self._saver, self._validation, self._archive = ppo, saver, validation, archive
+        self._ppo, self._saver, self._validation, self._sample_logger = ppo, saver, validation, sample_logger
         # A signal interrupted the validation of `num_steps`; `fit` repeats it.
         self._pending_validation = pending_validation
         self._under_way = num_steps
@@ -107,9 +107,9 @@ class Trainer(Callback):
 
         Raises ConfigError if no samples are saved (trainer.samples_freq), DiskError if the file cannot be written.
         """
-        if not self._archive:
+        if not self._sample_logger:
             raise ConfigError("no answers are kept: trainer.samples_freq is off. Set trainer.samples_freq=1.")
-        self._archive.write(self.validation.answer(rows, self.num_steps), file)
+        self._sample_logger.write(self.validation.answer(rows, self.num_steps), file)
 
     def save(self) -> Path:
         """Write a checkpoint of the current step. Return its folder."""
@@ -158,7 +158,7 @@ class Trainer(Callback):
             started, self._under_way = time.perf_counter(), step
             stop.finishing = "finishing this step, saving"
             try:
-                with self._rescued(ppo, saver, done):
+                with self._saved_on_error(ppo, saver, done):
                     metrics = self._make(ppo, step)
             except StepLeft as left:
                 log.warning("%s", left)
@@ -197,7 +197,7 @@ class Trainer(Callback):
         saver.on_wait()
         stop.reached(step, total, saver.last_step)
         if ppo.rewards.has_validation and trainer.validates_after(step, total, self.plan.steps_per_epoch):
-            with self._rescued(ppo, saver, step):
+            with self._saved_on_error(ppo, saver, step):
                 val_metrics = {} if stop.requested else self._validate()
             metrics |= val_metrics
             # An interrupted validation returns nothing.
@@ -211,11 +211,11 @@ class Trainer(Callback):
                 metrics |= saver.save(step, ppo.progress)
         if last or stop.requested or saver.best.stalled():
             saver.finish()
-        metrics |= saver.news()
+        metrics |= saver.take_metrics()
         return untested
 
     @contextmanager
-    def _rescued(self, ppo: PPOTrainer, saver: Saver, step: int) -> Iterator[None]:
+    def _saved_on_error(self, ppo: PPOTrainer, saver: Saver, step: int) -> Iterator[None]:
         """Save ``step``, the newest step, if generation or scoring fails in the body."""
         # The progress before the step, because a step draws prompts and adapts the KL coefficient before a reward can
         # fail.
@@ -228,7 +228,7 @@ class Trainer(Callback):
             if isinstance(error, StepLeft):
                 ppo.actor.give_up()
             try:
-                saver.rescue(step, before)
+                saver.save_emergency(step, before)
             except (DiskError, StorageError, WorkerLost) as unsaved:
                 if isinstance(error, StepLeft):
                     raise

@@ -37,7 +37,7 @@ from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.fit import Trainer
 from rltrain.run.preflight.health import check_nodes, refuse, try_collectives
 from rltrain.run.previous_attempt import archive_outputs, evaluation_folder, pending_validation
-from rltrain.run.report.archive import Archive, keeps_samples
+from rltrain.run.report.sample_logger import SampleLogger, keeps_samples
 from rltrain.run.report.sample_writer import WriterProcess
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.scorers import start_pool
@@ -112,7 +112,7 @@ def start_run(
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if reads_rows else None})
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
-    ppo = validation = archive = None
+    ppo = validation = sample_logger = None
     engine = "no" if plan.passes.supervised else f"the {cfg.actor_rollout_ref.rollout.name}"
     with logs.waiting(f"loading {weights} on {workers}, with {engine} engine"):
         if plan.passes.trains:
@@ -129,15 +129,15 @@ def start_run(
     tracker = Tracker.of(cfg.trainer, to_dict(cfg), folder.path, start.step, plan.total_steps)
     if keeps_samples(cfg.trainer):
         writer = WriterProcess(splits, prompts, data.encoder.backend)
-        callbacks.add(archive := Archive(cfg.trainer, folder.path, writer, tracker))
-        closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
+        callbacks.add(sample_logger := SampleLogger(cfg.trainer, folder.path, writer, tracker))
+        closing.callback(unless_lost(lambda: sample_logger.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must know whether the run failed.
     closing.enter_context(tracker)
-    # Callbacks see the archive's metrics. The notice comes last, because a step ends when all others have run.
+    # Callbacks see the sample_logger's metrics. The notice comes last, because a step ends when all others have run.
     callbacks.add(user_callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
         callbacks.add(Notice(stop, lambda: saver.under_way_s))
-    parts = ppo, saver, callbacks, owes, validation, archive
+    parts = ppo, saver, callbacks, owes, validation, sample_logger
     return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), *parts)
 
 

@@ -15,7 +15,7 @@ if not importlib.util.find_spec("torchvision"):
 from rltrain.config.load import load_config
 from rltrain.models.vision import tower
 from rltrain.run.preflight.models import PreflightResult, check_images
-from rltrain.run.report.archive import _job
+from rltrain.run.report.sample_logger import _job
 from rltrain.run.report.sample_writer import SampleWriter
 from rltrain.trainer.plan import ImageSizes
 from tests.distance import distance

@@ -48,7 +48,7 @@ class Callback:
     def on_failure(self) -> None:
         """Called when an error ends the run, while the workers still run: the last chance to save."""
 
-    def last_words(self) -> str:
+    def closing_warning(self) -> str:
         """Return text for the end of the output of a finished run, after the report; "" for none."""
         return ""
 
@@ -106,5 +106,5 @@ class CallbackList(Callback):
         for callback in self._all:
             callback.on_failure()
 
-    def last_words(self) -> str:
-        return "\n".join(filter(None, (callback.last_words() for callback in self._all)))
+    def closing_warning(self) -> str:
+        return "\n".join(filter(None, (callback.closing_warning() for callback in self._all)))

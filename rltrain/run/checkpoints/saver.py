@@ -106,7 +106,7 @@ class Saver(Callback):
         self._by_time: dict[int, bool] = {}
         self._room: BackgroundJob[bool] | None = None
         self._pending: _Pending | None = None
-        self._news: dict[str, float] = {}
+        self._save_metrics: dict[str, float] = {}
         self._told = False
         self._looked = -math.inf
 
@@ -173,7 +173,7 @@ class Saver(Callback):
             in_background = self._begin(step, progress)
             if not in_background:
                 self.finish()
-        return timer.metrics() | self.news()
+        return timer.metrics() | self.take_metrics()
 
     @property
     def newest(self) -> int:
@@ -185,10 +185,10 @@ class Saver(Callback):
         """Seconds since the running save began; None if there is none."""
         return time.perf_counter() - self._pending.began if self._pending else None
 
-    def news(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Return the metrics of callbacks on finished saves, and clear them."""
-        news, self._news = self._news, {}
-        return news
+        metrics, self._save_metrics = self._save_metrics, {}
+        return metrics
 
     def on_wait(self) -> None:
         """Advance the running save without waiting, at most once a second. Raises as `finish`."""
@@ -226,7 +226,7 @@ class Saver(Callback):
         # From the second save on, the size is known instead of estimated.
         self._bytes_needed = size or self._bytes_needed
         folder, seconds = self._folder.step_folder(pending.step), time.perf_counter() - pending.began
-        self._news |= self._callbacks.on_save(pending.step, folder, seconds)
+        self._save_metrics |= self._callbacks.on_save(pending.step, folder, seconds)
 
     def _bring_on(self, pending: _Pending, waits: bool) -> int | None:
         """Advance the save, with ``waits`` to its end. Return the size of the finished checkpoint, else None."""
@@ -282,7 +282,7 @@ class Saver(Callback):
         if problem:
             raise DiskError(problem)
 
-    def rescue(self, step: int, progress: Progress) -> None:
+    def save_emergency(self, step: int, progress: Progress) -> None:
         """Save ``step`` if it is not saved yet, after an error that leaves the workers' state intact."""
         self.finish()
         if step > self.last_step and self._cfg.trainer.save_at_end:
@@ -345,6 +345,6 @@ class Saver(Callback):
         # A run that starts from another run's checkpoint has no metrics yet. Older files in its folder are moved aside.
         file = self._folder.path / "metrics.jsonl" if start.is_of(self._folder.path) else None
         self.best = Best(self._cfg.trainer, file, start.step)
-        # The step that the run starts from is already saved, also for `rescue`.
+        # The step that the run starts from is already saved, also for `save_emergency`.
         self.last_step = start.step
         self._saved_at = self._clock.monotonic()

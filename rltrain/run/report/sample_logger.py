@@ -42,7 +42,7 @@ def keeps_samples(trainer: TrainerConfig) -> bool:
     return trainer.samples_freq > 0 or bool(folders) or trainer.log_val_generations > 0
 
 
-class Archive(Callback):
+class SampleLogger(Callback):
     """Callback that sends samples to the writer by reference.
 
     Only the texts of ``log_val_generations`` come into this process. Each kind of error is logged once, and the end of
@@ -127,10 +127,10 @@ class Archive(Callback):
     def close(self, wait: bool = True) -> None:
         """Wait at most a minute until everything is written, and log missing steps."""
         self._hear(self._writer.close(_LAST_WAIT_S if wait else 0.0))
-        if missing := self.last_words():
+        if missing := self.closing_warning():
             log.warning("%s", missing)
 
-    def last_words(self) -> str:
+    def closing_warning(self) -> str:
         """Return a sentence on the steps whose samples are missing; "" if none."""
         gaps = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
         return f"{self._folder}: the answers of these steps are missing: {', '.join(gaps)}" if gaps else ""

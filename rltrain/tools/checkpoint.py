@@ -23,7 +23,7 @@ from rltrain.run.checkpoints.model_folder import find_step, whole_export
 from rltrain.run.checkpoints.room import sized
 from rltrain.run.checkpoints.thin import damage, optimizer_bytes, thin
 from rltrain.run.report.table import METRICS
-from rltrain.tools.evaluate.kept import RESULT
+from rltrain.tools.evaluate.results import RESULT
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:

@@ -17,7 +17,7 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import checkpoint_digest, find_damage, is_thinned
 from rltrain.run.checkpoints.resume import find_resume_point
 from rltrain.tools.checkpoint import main
-from rltrain.tools.evaluate.kept import RESULT
+from rltrain.tools.evaluate.results import RESULT
 from tests.local import local_trainer
 from tests.tiny import small_run
 from tests.trainer.test_saving import saver_of

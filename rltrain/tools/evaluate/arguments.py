@@ -39,7 +39,7 @@ class Arguments:
 NAMES = (*(each.name for each in fields(Arguments)), *_SHORT)
 
 
-def read_words(words: Sequence[str], problems: Sequence[str]) -> tuple[Arguments, list[str]]:
+def split_arguments(words: Sequence[str], problems: Sequence[str]) -> tuple[Arguments, list[str]]:
     """Return the arguments, and the words that are keys of the trainer. Raises ConfigError with all errors."""
     foreign = [word for word in words if word.partition("=")[0] in _OTHER_WORDS]
     wrong = [*problems, *(f"{word}: {_OTHER_WORDS[word.partition('=')[0]]}. Leave the key out." for word in foreign)]

@@ -20,7 +20,7 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.run.assemble import sampler_of
 from rltrain.run.callbacks.user import UserCallbacks
-from rltrain.run.changes import tell_changes, tell_finished
+from rltrain.run.changes import log_changes, log_finished
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import check_room, checkpoint_bytes
@@ -61,11 +61,11 @@ def build(
         reading.enter_context(watching(deadlines, local=False, reads=True, kept=stop.kept))
         reading.enter_context(working())
         result = preflight(loaded)
-        _tell(result, notes)
+        _raise_problems(result, notes)
         hooks = UserCallbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
         check_images(cfg, of_rows := PreflightResult(images=data.images))
-        _tell(of_rows)
+        _raise_problems(of_rows)
         train = data.prompts.get("train")
         counts = (len(train), train.num_dropped) if train else ()
         plan = make_plan(cfg, *counts, images=data.images)
@@ -89,10 +89,10 @@ def build(
         start = find()
         if start.is_of(folder.path):
             append_last_line(folder.path / METRICS, start.step, start.progress.metrics)
-        changes = tell_changes(loaded, start)
+        changes = log_changes(loaded, start)
         owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
         if start.step >= plan.total_steps and not owes:
-            tell_finished(folder.path, plan.total_steps, changes)
+            log_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
         sizes = result.num_parameters, result.num_trained
         size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, plan.passes, *sizes)
@@ -115,7 +115,7 @@ def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
     return started
 
 
-def _tell(result: PreflightResult, notes: Sequence[str] = ()) -> None:
+def _raise_problems(result: PreflightResult, notes: Sequence[str] = ()) -> None:
     """Raise all problems as one error, before anything slow or any write to disk. Log the notes."""
     if result.problems:
         raise ConfigError("\n".join(result.problems))

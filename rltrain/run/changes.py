@@ -66,7 +66,7 @@ _AROUND = ("trainer.", "ray_kwargs.")
 _MISSING = object()
 
 
-def tell_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
+def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
     """Log the settings that changed since the last start. Return the changes that training depends on.
 
     Raises ConfigError if the experiment has changed and the run has no explicit name.
@@ -100,7 +100,7 @@ def tell_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
     return [text for key, text in changes.items() if not key.startswith(_AROUND)]
 
 
-def tell_finished(run: Path, num_steps: int, changes: list[str]) -> None:
+def log_finished(run: Path, num_steps: int, changes: list[str]) -> None:
     """Log that the run has all its steps. changes: settings that differ from the ones of these steps."""
     log.info(
         "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs), in %s",

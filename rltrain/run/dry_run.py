@@ -32,7 +32,7 @@ from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.processes.worker import make_scorer, rule_scorer
 from rltrain.run.assemble import sampler_of
-from rltrain.run.changes import tell_changes
+from rltrain.run.changes import log_changes
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
@@ -107,7 +107,7 @@ def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, resul
         train = rows["train"] if rows else None
         images = train is None or plan.passes.images_in_training
         start = find_resume_point(cfg, run, train.identity() if train else None, images=images)
-        tell_changes(loaded, start)
+        log_changes(loaded, start)
     except RltrainError as error:
         result.problems.append(str(error))
     sizes = result.num_parameters, result.num_trained

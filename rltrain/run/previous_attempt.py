@@ -53,7 +53,7 @@ def archive_outputs(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = Fa
                 for file in _repeated_files(run / "samples", pattern, first[split]):
                     _move(file, aside / "samples")
             _cut(run / METRICS, step, aside)
-        _tell(run, aside, step if not anew else None)
+        _log_archived(run, aside, step if not anew else None)
     _archive_data(cfg.rollout_data_dir, first["train"], step)
     _archive_data(cfg.validation_data_dir, first["val"], step)
 
@@ -80,7 +80,7 @@ def _archive_data(name: str | None, first: int, step: int, last: float = math.in
         aside = _free(folder)
         for file in _repeated_files(folder, _DATA, first, last):
             _move(file, aside)
-        _tell(folder, aside, step)
+        _log_archived(folder, aside, step)
 
 
 def _repeated_files(folder: Path, pattern: re.Pattern[str], first: int, last: float = math.inf) -> list[Path]:
@@ -117,7 +117,7 @@ def _cut(file: Path, step: int, aside: Path) -> None:
     anew.replace(file)
 
 
-def _tell(folder: Path, aside: Path, step: int | None) -> None:
+def _log_archived(folder: Path, aside: Path, step: int | None) -> None:
     if aside.exists():
         content = "what an earlier start has left there" if step is None else f"what is there of steps after {step}"
         log.info("%s: %s is now in %s, as this start makes it again", folder, content, aside.name)

@@ -268,5 +268,5 @@ def test_a_folder_of_another_evaluation_is_refused_before_the_first_model(
     lengths = ["data.max_prompt_length=16", "data.max_response_length=8", "trainer.device=cpu"]
     words = [f"model={tmp_path}/models/a,{tmp_path}/models/b", f"data={arithmetic_files[1]}", f"out={tmp_path}"]
     assert main([*words, *lengths]) == 2
-    assert f"{tmp_path / 'b'} holds an evaluation of something else" in capsys.readouterr().err
+    assert f"{tmp_path / 'b'} holds another evaluation" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()

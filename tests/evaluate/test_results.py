@@ -96,7 +96,7 @@ def test_what_is_missing_is_what_no_part_has(tmp_path):
 def test_another_evaluation_of_the_folder_is_refused_by_what_differs(tmp_path):
     ResultFolder(tmp_path, {"model": "a", "n": 4, "top_p": 1.0}).begin()
     ResultFolder(tmp_path, {"model": "a", "n": 4, "top_p": 1.0}).check()
-    with pytest.raises(ConfigError, match=r"something else \(model; n: 4 then, 8 now\)\. Put that back"):
+    with pytest.raises(ConfigError, match=r"another evaluation \(model; n: 4 then, 8 now\)\. Use these settings"):
         ResultFolder(tmp_path, {"model": "b", "n": 8, "top_p": 1.0}).check()
 
 

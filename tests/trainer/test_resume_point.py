@@ -14,7 +14,7 @@ from rltrain.common.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.models.files.digest import digest_of_weights
-from rltrain.run.changes import tell_changes, tell_finished, write_config
+from rltrain.run.changes import log_changes, log_finished, write_config
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record
 from rltrain.run.checkpoints.resume import ResumePoint, files_of, find_resume_point, verified
@@ -218,7 +218,7 @@ def test_a_resumed_run_logs_changes_and_keeps_old_settings(folder, caplog):
     started(folder, name, GRPO)
     started(folder, name, GRPO)  # nothing new to keep
     again = load_config([name, "algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.optim.lr=1e-4"])
-    tell_changes(again, ResumePoint(3, folder=folder.path / "global_step_3"))
+    log_changes(again, ResumePoint(3, folder=folder.path / "global_step_3"))
     assert "  actor_rollout_ref.actor.optim.lr: 1e-06 -> 0.0001\n" in caplog.text + "\n"
     assert caplog.text.count(" -> ") == 3  # and the estimator, once more in the warning
     assert "the 3 steps so far are of another experiment" in caplog.text
@@ -233,9 +233,9 @@ def test_a_finished_run_says_where_it_is_and_what_differs(folder, caplog):
     caplog.set_level(logging.INFO)
     started(folder, "trainer.experiment_name=mine", "data.seed=3", "trainer.logger=[console]")
     start = ResumePoint(3, folder=folder.path / "global_step_3")
-    changes = tell_changes(load_config(["trainer.experiment_name=mine"]), start)
+    changes = log_changes(load_config(["trainer.experiment_name=mine"]), start)
     assert changes == ["data.seed: 3 -> 1"]
-    tell_finished(folder.path, 3, changes)
+    log_finished(folder.path, 3, changes)
     assert "nothing left to do: the run has its 3 steps" in caplog.text
     assert "other settings than this command has (data.seed: 3 -> 1). A new run" in caplog.text
 
@@ -244,13 +244,13 @@ def test_another_experiment_needs_a_name_to_resume(folder):
     started(folder, GRPO)
     start, rloo = ResumePoint(2, folder=folder.path / "global_step_2"), "algorithm.adv_estimator=rloo"
     with pytest.raises(ConfigError, match=r"algorithm.adv_estimator: grpo -> rloo.*trainer.experiment_name="):
-        tell_changes(load_config([rloo]), start)
+        log_changes(load_config([rloo]), start)
     with pytest.raises(ConfigError, match="clip_ratio_high"):
-        tell_changes(load_config([GRPO, "actor_rollout_ref.actor.clip_ratio_high=0.3"]), start)
-    tell_changes(load_config([GRPO, "actor_rollout_ref.actor.optim.lr=1e-5"]), start)
-    tell_changes(load_config([rloo, "trainer.experiment_name=run"]), start)
+        log_changes(load_config([GRPO, "actor_rollout_ref.actor.clip_ratio_high=0.3"]), start)
+    log_changes(load_config([GRPO, "actor_rollout_ref.actor.optim.lr=1e-5"]), start)
+    log_changes(load_config([rloo, "trainer.experiment_name=run"]), start)
     of_weights = ResumePoint(folder=start.folder, weights_only=True)
-    tell_changes(load_config([rloo, "trainer.resume_weights_only=True"]), of_weights)
+    log_changes(load_config([rloo, "trainer.resume_weights_only=True"]), of_weights)
     # A default that earlier versions wrote out is no other experiment.
     started(folder, "actor_rollout_ref.actor.loss_agg_mode=token-mean")
-    tell_changes(load_config([]), start)
+    log_changes(load_config([]), start)

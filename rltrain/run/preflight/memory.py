@@ -179,23 +179,23 @@ def forecast(
         return Counter(own | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
 
     passes = {phase: own for phase, own in _passes(cfg, plan, device, roles).items() if phase in phases}
-    found = {phase: together(phase, own()) for phase, own in passes.items()}
+    peaks = {phase: together(phase, own()) for phase, own in passes.items()}
     if "gen" in phases:
-        found["gen"] = together("gen", engine)
+        peaks["gen"] = together("gen", engine)
     if "sync" in phases or ("gen" in phases and not engine):
         writing = _Writing.of_policy(cfg, plan, device)
         parts, weights = _load(cfg, device, roles["actor"], writing.dtype)
         # Compared with all resident memory: the mask is not part of their activations.
-        found["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
+        peaks["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
         if "gen" in phases and not engine:
-            found["gen"] += _generation(writing, device, roles["actor"], weights, found["gen"], device_bytes)
+            peaks["gen"] += _generation(writing, device, roles["actor"], weights, peaks["gen"], device_bytes)
     if JUDGE_PHASE in phases and "judge" in roles:
         writing = _Writing.of_judge(cfg, plan, device)
         parts, weights = _load(cfg, device, roles["judge"], writing.dtype, embedded=True)
         resting = together(JUDGE_PHASE, {})
         replies = resting + _generation(writing, device, roles["judge"], weights, resting, device_bytes)
-        found[JUDGE_PHASE] = max((*(together(JUDGE_PHASE, part) for part in parts), replies), key=Counter.total)
-    return {phase: found[phase] for phase in device_phases() if phase in found and phase in phases}
+        peaks[JUDGE_PHASE] = max((*(together(JUDGE_PHASE, part) for part in parts), replies), key=Counter.total)
+    return {phase: peaks[phase] for phase in device_phases() if phase in peaks and phase in phases}
 
 
 def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:

@@ -40,22 +40,22 @@ def check_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
         return [], ""
     size = device_bytes(cfg)
     try:
-        found = forecast(cfg, plan, size)
+        peaks = forecast(cfg, plan, size)
     except RuntimeError as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [f"memory of a device: not estimated: {said}"], ""
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [f"memory of a device: not estimated: {message}"], ""
     if size is None:
-        return [table(found, size)], ""
-    problems = [_problem(cfg, phase, found[phase], size) for phase in too_large(found, size)]
-    return [table(found, size)], " ".join(filter(None, [*problems, no_cache(cfg, found["gen"], size)]))
+        return [table(peaks, size)], ""
+    problems = [_problem(cfg, phase, peaks[phase], size) for phase in too_large(peaks, size)]
+    return [table(peaks, size)], " ".join(filter(None, [*problems, no_cache(cfg, peaks["gen"], size)]))
 
 
 def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     """Return the problem of an engine whose weights leave no room for one longest response in its share, else ""."""
     rollout, weights = cfg.actor_rollout_ref.rollout, gen["engine weights"]
     if ENGINES[rollout.name].embedded:
-        said = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
-        return "" if gen["cache"] else f"{_R}name={rollout.name}: {said}"
+        message = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
+        return "" if gen["cache"] else f"{_R}name={rollout.name}: {message}"
     if gen["cache"] >= (longest := longest_cache_bytes(cfg)):
         return ""
     # A fifth of the share for keys and values is little, but it starts.
@@ -68,9 +68,9 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     )
 
 
-def table(found: Mapping[str, Owners], size: int | None) -> str:
+def table(peaks: Mapping[str, Owners], size: int | None) -> str:
     """Return the table: a row per phase, a column per owner."""
-    frame = pd.DataFrame({owner: [row[owner] for row in found.values()] for owner in OWNERS}, list(found)) / _GIB
+    frame = pd.DataFrame({owner: [row[owner] for row in peaks.values()] for owner in OWNERS}, list(peaks)) / _GIB
     frame = frame.loc[:, frame.any()]
     rows = frame.assign(together=frame.sum(axis=1)).to_string(float_format="{:,.2f}".format).splitlines()
     has = f"it has {size / _GIB:,.1f}, of which {_KEPT_FREE:.0%} are for driver and communicators" if size else (
@@ -79,9 +79,9 @@ def table(found: Mapping[str, Owners], size: int | None) -> str:
     return "\n  ".join([f"memory of a device in GiB, at the fullest micro-batch ({has})", *rows])
 
 
-def too_large(found: Mapping[str, Owners], size: int | None) -> list[str]:
+def too_large(peaks: Mapping[str, Owners], size: int | None) -> list[str]:
     """Return the phases that do not fit."""
-    return [phase for phase, row in found.items() if size and row.total() > (1 - _KEPT_FREE) * size]
+    return [phase for phase, row in peaks.items() if size and row.total() > (1 - _KEPT_FREE) * size]
 
 
 def _problem(cfg: Config, phase: str, owners: Owners, size: int) -> str:

@@ -62,8 +62,8 @@ def _parts(sample: Mapping[str, Any]) -> list[str]:
     for message, following in zip(messages, [*messages[1:], {}], strict=False):
         if message["role"] != "assistant":
             call = " ".join(filter(None, [message.get("name"), _values(message.get("arguments", ""))]))
-            said = as_text(message["content"])
-            parts.append(f"[{call} = {said}]" if call else f"[{said}]")
+            texts = as_text(message["content"])
+            parts.append(f"[{call} = {texts}]" if call else f"[{texts}]")
         elif following.get("role") != "tool":  # otherwise the call is shown with its result
             parts.append(message["content"])
     return parts or [sample["answer"]]
@@ -145,9 +145,9 @@ def texts_of(sample: Mapping[str, Any], most: int, how: str = "") -> list[tuple[
     def columns(*names: str) -> list[tuple[str, str]]:
         return [(name, sample[name]) for name in names if sample.get(name)]
 
-    said = _labelled(conversation(sample)) or columns("answer")
-    behind = columns("ground_truth", "reward_error", "agent_failed")
-    return [(label, without_middle(text, most, how)) for label, text in [*columns("prompt"), *said, *behind]]
+    texts = _labelled(conversation(sample)) or columns("answer")
+    after = columns("ground_truth", "reward_error", "agent_failed")
+    return [(label, without_middle(text, most, how)) for label, text in [*columns("prompt"), *texts, *after]]
 
 
 def numbers_of(sample: Mapping[str, Any]) -> str:

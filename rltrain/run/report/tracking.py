@@ -56,11 +56,11 @@ class JsonLines:
     def __init__(self, file: Path) -> None:
         with disk_errors(file), file.open("ab"):
             self._file, self._lines = file, Appender(file)
-        self._told = False
+        self._has_warned = False
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if (error := self._lines.add(json.dumps({"step": step, **metrics}) + "\n")) and not self._told:
-            self._told = True
+        if (error := self._lines.add(json.dumps({"step": step, **metrics}) + "\n")) and not self._has_warned:
+            self._has_warned = True
             text = "%s cannot be written (%s): training goes on, and its lines wait until it can"
             log.warning(text, self._file, error.strerror)
 
@@ -91,7 +91,7 @@ class Sender(threading.Thread):
         self._waiting: dict[Callable[[Sink], None], int] = {}  # entry -> number of failures
         self._finish: Callable[[Sink], None] | None = None
         self._lost = 0
-        self._told = False
+        self._has_warned = False
         self.given_up = False
         self.start()
 
@@ -135,7 +135,7 @@ class Sender(threading.Thread):
                     return
             # Any error, SystemExit too: if the thread ended, its entries would be lost silently.
             except BaseException as error:  # noqa: BLE001
-                self._tell(error)
+                self._warn_once(error)
                 sent = False
             if not sent:
                 with self._changed:
@@ -156,7 +156,7 @@ class Sender(threading.Thread):
                 # Raised before attempts are counted, because entries are not to blame for a tracker that is down.
                 if in_a_row == _DOWN_AFTER:
                     raise
-                self._tell(error)
+                self._warn_once(error)
             else:
                 in_a_row = 0
                 with self._changed:
@@ -171,9 +171,9 @@ class Sender(threading.Thread):
                         self._lost += 1
         return not failed
 
-    def _tell(self, error: BaseException) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_once(self, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             text = (
                 "tracker '%s' failed (%s: %s). Training goes on; "
                 "what is not sent is kept and tried again in the background"

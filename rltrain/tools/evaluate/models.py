@@ -76,21 +76,21 @@ class Model:
 
 def models_of(words: Sequence[str]) -> list[Model]:
     """Return the models of paths, patterns and hub names. Raises ConfigError or CheckpointError for other words."""
-    found = [_model(name) for word in words for name in expand_pattern(word)]
-    names, typed = [model.name for model in found], [model.named for model in found]
+    models = [_model(name) for word in words for name in expand_pattern(word)]
+    names, typed = [model.name for model in models], [model.named for model in models]
     if again := next((name for name in typed if typed.count(name) > 1), None):
         raise ConfigError(f"model={','.join(words)} names {again} twice.")
     # Checkpoints of equal steps of two runs: the shortest ends of their paths distinguish them.
     return [
-        replace(model, name=_distinct_name(model, found)) if model.folder and names.count(model.name) > 1 else model
-        for model in found
+        replace(model, name=_distinct_name(model, models)) if model.folder and names.count(model.name) > 1 else model
+        for model in models
     ]
 
 
-def _distinct_name(model: Model, found: Sequence[Model]) -> str:
+def _distinct_name(model: Model, models: Sequence[Model]) -> str:
     folder = model.folder
     assert folder
-    others = [other.folder for other in found if other.folder and other is not model]
+    others = [other.folder for other in models if other.folder and other is not model]
     for length in range(1, len(folder.parts)):
         end = folder.parts[-length:]
         if all(other.parts[-length:] != end for other in others):

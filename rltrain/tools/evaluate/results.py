@@ -42,14 +42,14 @@ class ResultFolder:
             return
         keys = sorted(key for key in then.keys() | self.identity.keys() if then.get(key) != self.identity.get(key))
         if keys:
-            told = [
+            differences = [
                 key if key in ("model", "data", "reward function") else f"{key}: {then.get(key)} then, {now} now"
                 for key, now in ((key, self.identity.get(key)) for key in keys[:_NUM_SHOWN])
             ]
             more = f" and {len(keys) - _NUM_SHOWN} more" if len(keys) > _NUM_SHOWN else ""
             raise ConfigError(
-                f"{self.folder} holds an evaluation of something else ({'; '.join(told)}{more}). Put that back, or "
-                "give another out=FOLDER."
+                f"{self.folder} holds another evaluation ({'; '.join(differences)}{more}). Use these settings, or give "
+                "another out=FOLDER."
             )
 
     def result(self) -> dict[str, Any] | None:

@@ -102,7 +102,7 @@ def prepare(folder: Path) -> None:
 
 
 class _Kernel(torch.autograd.Function):
-    """The stand-in's attention with the memory use of the real one: its workspace and the outputs that `fake_run`
+    """The stand-in's attention with the memory use of the real one: its workspace and the outputs that `meta_run`
     states."""
 
     @staticmethod

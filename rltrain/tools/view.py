@@ -1,4 +1,4 @@
-"""``python -m rltrain.view RUN``: shows the saved samples of a run on the terminal."""
+"""``rltrain view RUN``: shows the saved samples of a run on the terminal."""
 
 from __future__ import annotations
 

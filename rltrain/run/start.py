@@ -67,9 +67,7 @@ class RunSpec:
     """Finds another checkpoint to start from; see `verified`."""
 
 
-def start_run(
-    spec: RunSpec, stop: Stop, user_callbacks: UserCallbacks, closing: ExitStack, deadlines: Deadlines
-) -> Trainer:
+def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack, deadlines: Deadlines) -> Trainer:
     """Start workers, models, scorers and trackers. Return the trainer of the run.
 
     closing: holds the exits of everything that was started; the trainer takes it over.
@@ -134,7 +132,7 @@ def start_run(
     # As a context and not as a callback, because a tracker must know whether the run failed.
     closing.enter_context(tracker)
     # Callbacks see the sample_logger's metrics. The notice comes last, because a step ends when all others have run.
-    callbacks.add(user_callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
+    callbacks.add(user, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
         callbacks.add(Notice(stop, lambda: saver.under_way_s))
     parts = ppo, saver, callbacks, owes, validation, sample_logger

@@ -71,7 +71,7 @@ def test_answers_before_and_after_stand_below_each_other(run, capsys):
     assert text.splitlines() == [
         "0+0=?", "  step     1 -> s1 says 0 ✗ (0)", "  step     7 -> s7 says 0 ✗ (0)",
         "1+1=?", "  step     1 -> s1 says 2 ✗ (2)", "  step     7 -> s7 says 2 ✓",
-        "right, of all that were kept: step 1: 0.0%, step 7: 50.0%",
+        "right, of all saved ones: step 1: 0.0%, step 7: 50.0%",
     ]  # fmt: skip
     assert shown(capsys, run, "--compare", 1, 7, "-n", 2) == text
     assert shown(capsys, run, "--compare", 7, "-n", 2) == text
@@ -97,7 +97,7 @@ def test_what_is_not_there_is_said(run, tmp_path, capsys):
     (run / "samples" / "train_000010.parquet").write_bytes(b"half")
     with pytest.raises(DataError, match="cannot be read"):
         read_samples(run)
-    with pytest.raises(DataError, match="no answers of validation"):
+    with pytest.raises(DataError, match="no responses of validation"):
         read_samples(tmp_path / "other", split="val")
 
 

@@ -116,7 +116,7 @@ def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, resul
     result.problems += [problem for problem in (refusal, lacking) if problem]
     result.notes += [note] if note else []
     ending = "; all its steps are made" if start.step >= plan.total_steps else ""
-    return [f"goes on from {start.folder}, step {start.step}{ending}"] if start.folder else []
+    return [f"resumes from {start.folder}, step {start.step}{ending}"] if start.folder else []
 
 
 def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | None, int]:

@@ -74,7 +74,7 @@ class Trainer(Callback):
     @property
     def _started(self) -> tuple[PPOTrainer, Saver]:
         if self.config.trainer.val_only:
-            raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
+            raise ConfigError("trainer.val_only=True loads only the models of a validation. Leave it out to train.")
         if not self._ppo or not self._saver:
             raise ConfigError(
                 f"the run in {self.folder} has its {self.num_steps} steps. Raise trainer.total_training_steps "
@@ -108,7 +108,7 @@ class Trainer(Callback):
         Raises ConfigError if no samples are saved (trainer.samples_freq), DiskError if the file cannot be written.
         """
         if not self._sample_logger:
-            raise ConfigError("no answers are kept: trainer.samples_freq is off. Set trainer.samples_freq=1.")
+            raise ConfigError("no responses are saved: trainer.samples_freq is off. Set trainer.samples_freq=1.")
         self._sample_logger.write(self.validation.answer(rows, self.num_steps), file)
 
     def save(self) -> Path:

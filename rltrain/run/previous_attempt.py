@@ -119,8 +119,8 @@ def _cut(file: Path, step: int, aside: Path) -> None:
 
 def _log_archived(folder: Path, aside: Path, step: int | None) -> None:
     if aside.exists():
-        content = "what an earlier start has left there" if step is None else f"what is there of steps after {step}"
-        log.info("%s: %s is now in %s, as this start makes it again", folder, content, aside.name)
+        content = "the output of an earlier start" if step is None else f"the output of steps after {step}"
+        log.info("%s: %s was moved to %s, because this start writes it again", folder, content, aside.name)
 
 
 def append_last_line(file: Path, step: int, metrics: dict[str, float]) -> None:

@@ -62,7 +62,7 @@ def verify(name: str) -> int:
         problem = damage(step)
         state = f"damaged: {problem}" if problem else "whole"
         if not problem:
-            state += "" if has_digests(step) else " (saved without digests: sizes alone are compared)"
+            state += "" if has_digests(step) else " (saved without digests: only sizes are compared)"
             state += ", without optimizer" if is_thinned(step) else ""
         sys.stdout.write(f"{step.name:<20} {sized(size_of(step)):>10}  {state}\n")
         sys.stdout.flush()
@@ -91,7 +91,7 @@ def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
         for step in run.steps():
             folder = run.step_folder(step)
             if step not in whole:
-                status = "damaged: left as it is"
+                status = "damaged: unchanged"
             elif is_thinned(folder):
                 status = "has no optimizer any more"
             elif step in whole[max(0, len(whole) - keep) :]:

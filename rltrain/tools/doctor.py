@@ -88,7 +88,7 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
         checks = check_nodes(group, cfg.trainer, specs_of(cfg, device), folder)
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
         # They would hang, or fail with a less specific message.
-        return [*checks, Check("collectives", "not tried", notes=["mend what failed, and all devices will be tried"])]
+        return [*checks, Check("collectives", "not tried", notes=["fix the failed checks, then all devices are tried"])]
     return [*checks, *try_together(group, cfg.trainer.device, device.is_cpu)]
 
 

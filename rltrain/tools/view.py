@@ -89,7 +89,7 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
         for sample in (before.loc[row].to_dict(), after.loc[row].to_dict()):
             lines.append(f"  step {sample['step']:>5}{one_line(sample | {'question': ''}, width - 16)}")
     rights = [f"step {frame['step'].iloc[0]}: {frame.apply(is_right, axis=1).mean():.1%}" for frame in frames]
-    return [*lines, f"right, of all that were kept: {', '.join(rights)}"]
+    return [*lines, f"right, of all saved ones: {', '.join(rights)}"]
 
 
 def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
@@ -111,7 +111,7 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rltrain view", description="Show the answers that a run has kept.")
+    parser = argparse.ArgumentParser(prog="rltrain view", description="Show the saved samples of a run.")
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--val", action="store_true", help="answers of validation instead of training")

@@ -48,7 +48,7 @@ def test_a_run_that_begins_anew_moves_all_of_the_one_before_aside(run, step, ane
     before = contents(run)
     archive_outputs(TrainerConfig(), run, step, anew=anew)
     assert contents(run) == {f"earlier_1/{name}" * (name not in LEFT) or name: text for name, text in before.items()}
-    assert caplog.text.count(f"{run}: what an earlier start has left there is now in earlier_1") == 1
+    assert caplog.text.count(f"{run}: the output of an earlier start was moved to earlier_1") == 1
     # The next one, of which there is little.
     writer = JsonLines(run / "metrics.jsonl")
     writer.log(1, {"x": 1.0})
@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_moves_what_is_of_later_steps_aside(run, caplog):
     later = {f"samples/{name}.parquet" for name in SAMPLES if name.endswith("3")}
     after = {name: text for name, text in contents(run).items() if not name.endswith("metrics.jsonl")}
     assert after == {f"earlier_1/{name}" if name in later else name: text for name, text in before.items()}
-    assert "what is there of steps after 2 is now in earlier_1" in caplog.text
+    assert "the output of steps after 2 was moved to earlier_1" in caplog.text
     caplog.clear()
     after = contents(run)
     archive_outputs(TrainerConfig(), run, 2)

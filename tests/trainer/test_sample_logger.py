@@ -97,7 +97,7 @@ def test_all_answers_go_into_a_file_that_is_named_or_an_error_says_why(make, tmp
     sample_logger.write(answered(3), tmp_path / "parts" / "a.parquet")
     assert pd.read_parquet(tmp_path / "parts" / "a.parquet")["answer"].tolist() == [f"answer {i}" for i in range(10)]
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(DiskError, match=r"a.parquet could not be written: .*Mend that, and run the same command again"):
+    with pytest.raises(DiskError, match=r"a.parquet could not be written: .*Fix that, and run the same command again"):
         sample_logger.write(answered(3), tmp_path / "file" / "a.parquet")
 
 
@@ -180,7 +180,7 @@ def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):
     lines = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().split("\n")[:-1]]
     assert [line["pred"] for line in lines][:6] == expected
     assert "an answer of step 1, train: 2+1=? -> half" in caplog.text
-    assert "not kept" not in caplog.text
+    assert "not saved" not in caplog.text
 
 
 def test_a_folder_that_takes_nothing_is_told_once_and_stops_nothing(make, tmp_path, caplog):
@@ -189,8 +189,8 @@ def test_a_folder_that_takes_nothing_is_told_once_and_stops_nothing(make, tmp_pa
     for step in (1, 2, 3):
         sample_logger.on_step(answered(step))
     sample_logger.close()
-    assert caplog.text.count("step 1, train: answers are not kept") == 1
-    assert f"{tmp_path / 'run' / 'samples'}: the answers of these steps are missing: train 1-3" in caplog.text
+    assert caplog.text.count("step 1, train: responses are not saved") == 1
+    assert f"{tmp_path / 'run' / 'samples'}: the responses of these steps are missing: train 1-3" in caplog.text
 
 
 def test_one_answer_is_shown_every_so_often(make, caplog):

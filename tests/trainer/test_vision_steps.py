@@ -122,7 +122,7 @@ def test_kept_answers_say_where_the_pictures_are(make, picture_files):
 
 
 REFUSED = {
-    "sglang": ({ROLLOUT + "name": "sglang"}, "takes text alone"),
+    "sglang": ({ROLLOUT + "name": "sglang"}, "takes texts only"),
     "a critic of another family": (
         {"algorithm__adv_estimator": "gae", "critic__model__path": "qwen3_vl"},
         "is a qwen3_vl",

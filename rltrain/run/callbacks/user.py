@@ -85,7 +85,7 @@ class UserCallbacks(Callback):
                 kind = (name, hook, type(error))
                 if kind not in self._logged_errors:
                     log.warning(
-                        "trainer.callbacks=%s: %s failed; the run goes on, and more %ss of it are only counted "
+                        "trainer.callbacks=%s: %s failed; the run continues, and further %ss of it are only counted "
                         "(callbacks/errors).\n%s",
                         name, hook, type(error).__name__, traceback.format_exc(limit=-3).rstrip(),
                     )  # fmt: skip

@@ -53,7 +53,7 @@ def model_card(cfg: Config, step: int, sources: Sequence[str] = ()) -> str:
         rows["images"] = f"scaled to {' and '.join(set_ones)} pixels, within the bounds of the processor"
     if model.uses_lora:
         rows["LoRA"] = (
-            "the adapters are merged into these weights; the checkpoint holds them alone in actor/lora_adapter"
+            "the adapters are merged into these weights; the checkpoint has them separately in actor/lora_adapter"
         )
     table = "\n".join(f"| {name} | {masked_text(value)} |" for name, value in rows.items() if value)
     head = {

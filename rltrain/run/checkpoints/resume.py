@@ -144,7 +144,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
         _refuse_later_checkpoints(run, start.step)
     if folder is not None:
         if not has_digests(folder):
-            log.warning("note: %s was saved without digests, so the sizes of its files alone are compared", folder)
+            log.warning("note: %s was saved without digests, so only the sizes of its files are compared", folder)
         content = "weights only" if weights_only else f"{start.step} steps are done"
         content += f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if continued else ""
@@ -155,7 +155,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
 def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
     if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
-            f"{folder} has no state of the optimizer any more (rltrain checkpoint thin), so no run goes on from it. "
+            f"{folder} has no optimizer state any more (rltrain checkpoint thin), so no run can resume from it. "
             "Start one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )

@@ -221,7 +221,7 @@ class Saver(Callback):
             self._pending = pending
             return
         for problem in (problem for part in pending.parts for problem in part.finish().problems):
-            log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", pending.step, problem)
+            log.warning("step %d, huggingface/: %s. The rest of the checkpoint is complete.", pending.step, problem)
         self.last_step = pending.step
         # From the second save on, the size is known instead of estimated.
         self._bytes_needed = size or self._bytes_needed

@@ -74,7 +74,7 @@ def table(peaks: Mapping[str, Owners], size: int | None) -> str:
     frame = frame.loc[:, frame.any()]
     rows = frame.assign(together=frame.sum(axis=1)).to_string(float_format="{:,.2f}".format).splitlines()
     has = f"it has {size / _GIB:,.1f}, of which {_KEPT_FREE:.0%} are for driver and communicators" if size else (
-        "set trainer.device_memory_gb to its size to be told whether it fits"
+        "set trainer.device_memory_gb to its size to check whether it fits"
     )  # fmt: skip
     return "\n  ".join([f"memory of a device in GiB, at the fullest micro-batch ({has})", *rows])
 

@@ -107,11 +107,11 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
             (result.problems if asked else result.notes).append(problem)
         if cfg.distillation.enabled and passes.images_in_training:
             result.problems.append(
-                "distillation.enabled=True: prompts have images, and a teacher reads texts alone in this version. "
+                "distillation.enabled=True: prompts have images, and a teacher reads texts only. "
                 "Leave distillation out, or train on texts."
             )
         if cfg.reward_model.enable:
-            result.notes.append("the reward model reads texts alone; where a prompt has an image it reads <image>")
+            result.notes.append("the reward model reads texts only; it gets <image> instead of an image")
     elif cfg.actor_rollout_ref.actor.freeze_vision_tower:
         key = "actor_rollout_ref.actor.freeze_vision_tower"
         result.notes.append(f"{key}: no effect: no prompt has images, so a vision tower rests anyway")
@@ -121,7 +121,7 @@ def _image_problems(cfg: Config, why: str) -> Iterator[str]:
     """Yield problems of an engine or another model that does not accept the policy's images. why: their reason."""
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
-        yield f"{_R}name={engine} takes text alone, and {why}. Use {engines_with('images')}."
+        yield f"{_R}name={engine} takes texts only, and {why}. Use {engines_with('images')}."
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:
@@ -276,8 +276,8 @@ def _chat(cfg: Config, config: Any, result: PreflightResult) -> None:
         )
     if encoder.ignores_generation_prompt:
         result.notes.append(
-            f"the chat template of {path} writes the same with and without add_generation_prompt, so the model is not "
-            "told that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+            f"the chat template of {path} writes the same with and without add_generation_prompt, so the model "
+            "does not see that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
         )
 
 
@@ -301,7 +301,7 @@ def _check_turns(cfg: Config, encoder: ChatEncoder, result: PreflightResult) -> 
     seam = Seam(encoder, encoder.tools, format_of(rollout.multi_turn.format, encoder))
     if problem := seam.problem(roles):
         result.problems.append(
-            f"{who_answers(rollout)}: the chat template of {encoder.path} cannot be continued behind a turn: {problem} "
+            f"{who_answers(rollout)}: the chat template of {encoder.path} cannot be continued after a turn: {problem} "
             "Give one that can with actor_rollout_ref.model.custom_chat_template."
         )
     for agent in rollout.agent.own:

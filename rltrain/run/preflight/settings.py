@@ -36,8 +36,7 @@ def preflight(loaded: LoadedConfig) -> PreflightResult:
     result = PreflightResult([*missing_files(cfg), *of_engine, *check_devices(loaded), *ray_problems(cfg.cluster)])
     if "critic" in roles_of(cfg) and "algorithm.adv_estimator" not in loaded.explicit:
         result.notes.append(
-            "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
-            "grpo needs none"
+            "a critic is trained too, because algorithm.adv_estimator is gae unless set (as in verl); grpo needs none"
         )
     result.notes += other_meanings(loaded)
     result.notes += _chosen_engine(loaded)

@@ -166,7 +166,7 @@ def _reward(config: Config) -> str:
     terms = [f"{model.weight:g} x the reward model's score"]
     terms += [f"{model.rule_weight:g} x the scorer's"] if model.runs_scorers else []
     penalty = " - overlong penalty" if model.reward_manager == "dapo" and model.overlong_buffer.enable else ""
-    alone = "" if model.runs_scorers else " (it alone decides; reward_model.rule_weight adds the scorer's)"
+    alone = "" if model.runs_scorers else " (the only score; reward_model.rule_weight adds the scorer's)"
     return " + ".join(terms) + penalty + alone
 
 

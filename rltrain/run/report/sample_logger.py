@@ -114,7 +114,7 @@ class SampleLogger(Callback):
             raise_if_lost()
             outcomes += self._writer.flush(_LOOK_S)
         if problems := [outcome.problem for outcome in outcomes if outcome.problem]:
-            raise DiskError(f"{file} could not be written: {problems[0]}. Mend that, and run the same command again.")
+            raise DiskError(f"{file} could not be written: {problems[0]}. Fix that, and run the same command again.")
 
     def written(self, step: int, wait_s: float) -> bool:
         """Return whether the samples of steps up to ``step`` are written within ``wait_s``.
@@ -133,7 +133,7 @@ class SampleLogger(Callback):
     def closing_warning(self) -> str:
         """Return a sentence on the steps whose samples are missing; "" if none."""
         gaps = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
-        return f"{self._folder}: the answers of these steps are missing: {', '.join(gaps)}" if gaps else ""
+        return f"{self._folder}: the responses of these steps are missing: {', '.join(gaps)}" if gaps else ""
 
     def _report(self, results: list[Written]) -> None:
         for result in results:
@@ -142,7 +142,7 @@ class SampleLogger(Callback):
                 # Numbers, as in file names and sizes, do not make a new kind of error.
                 if (kind := re.sub(r"\d+", "", result.problem)) not in self._logged_problems:
                     self._logged_problems.add(kind)
-                    log.warning("step %d, %s: answers are not kept: %s", result.step, result.split, result.problem)
+                    log.warning("step %d, %s: responses are not saved: %s", result.step, result.split, result.problem)
             elif result.example and (result.split == "val" or result.step == 1 or result.step % _EXAMPLE_EVERY == 0):
                 # Logged after writing, perhaps after lines of later steps, so it names its step.
                 log.info("an answer of step %d, %s: %s", result.step, result.split, result.example)

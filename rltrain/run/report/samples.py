@@ -105,11 +105,11 @@ def sample_steps(run: Path, split: str) -> dict[int, Path]:
     ]
     if not matches:
         if split == "train" and any(run_folder(run).glob("samples/val_*")):
-            raise DataError(f"{run}/samples holds answers of validation only: add --val.")
+            raise DataError(f"{run}/samples has responses of validations only: add --val.")
         kind = "validation" if split == "val" else "training"
         hint = "data.val_files and " if split == "val" else ""
         raise DataError(
-            f"{run}/samples holds no answers of {kind}. Give the folder of a run with {hint}trainer.samples_freq=1."
+            f"{run}/samples has no responses of {kind}. Give the folder of a run with {hint}trainer.samples_freq=1."
         )
     return dict(sorted((int(match[2]), file) for match, file in matches))
 

@@ -61,7 +61,7 @@ class JsonLines:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if (error := self._lines.add(json.dumps({"step": step, **metrics}) + "\n")) and not self._has_warned:
             self._has_warned = True
-            text = "%s cannot be written (%s): training goes on, and its lines wait until it can"
+            text = "%s cannot be written (%s): training continues, and its lines are written later"
             log.warning(text, self._file, error.strerror)
 
     def close(self) -> None:
@@ -175,8 +175,8 @@ class Sender(threading.Thread):
         if not self._has_warned:
             self._has_warned = True
             text = (
-                "tracker '%s' failed (%s: %s). Training goes on; "
-                "what is not sent is kept and tried again in the background"
+                "tracker '%s' failed (%s: %s). Training continues; "
+                "entries that were not sent are retried in the background"
             )
             log.warning(text, self._tracker, type(error).__name__, error)
 
@@ -204,7 +204,7 @@ class Tracker(Callback):
             self._summarise(line["step"], line)
         for name in dict.fromkeys(loggers):
             if package := missing_package(name):
-                log.warning("trainer.logger=%s needs 'pip install %s'; going on without it", name, package)
+                log.warning("trainer.logger=%s needs 'pip install %s'; it is skipped", name, package)
             elif name in TRACKERS:
                 own = replace(run, run_id=self._ids.get(name))
                 self._senders.append(Sender(name, lambda name=name, own=own: self._make(name, own)))  # type: ignore[misc]

@@ -119,7 +119,7 @@ def _kept(run: Path) -> Lengths:
     # The first step counts like any other: warm-up of engines and files does not change lengths.
     samples = [pd.read_parquet(file, columns=columns) for file in files]
     if not samples:
-        raise DataError(f"--lengths {run}: this run has kept no answers (samples/train_*.parquet). {_WAY_OUT}")
+        raise DataError(f"--lengths {run}: this run has saved no responses (samples/train_*.parquet). {_WAY_OUT}")
     groups = [group for _, group in pd.concat(samples).groupby(["step", "row"], sort=True)]
     given = np.array([int(group["prompt_length"].iloc[0]) for group in groups])
     written = [group["response_length"].to_numpy(dtype=np.int64) for group in groups]
@@ -129,5 +129,5 @@ def _kept(run: Path) -> Lengths:
         chosen = np.resize(np.random.default_rng(0).permutation(len(groups)), prompts)
         return given[chosen], np.stack([np.resize(written[place], answers) for place in chosen])
 
-    description = f"the answers that {run} has kept, {mean:,.1f} tokens on average, {len(files)} steps"
+    description = f"the saved responses of {run}, {mean:,.1f} tokens on average, {len(files)} steps"
     return Lengths(description, draw)

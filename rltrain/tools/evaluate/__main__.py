@@ -52,7 +52,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
         from rltrain.tools.evaluate.request import read_request
         from rltrain.tools.evaluate.results import PAGE, RESULT, RESULTS
 
-    stop.says("nothing is answered yet: the same command begins anew")
+    stop.says("no response yet: the same command starts again")
     request = read_request(arguments.overrides, arguments.config, arguments.problems)
     several = len(request.models) > 1
     results = list[dict[str, Any]]()

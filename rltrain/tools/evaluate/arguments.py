@@ -17,8 +17,8 @@ _OTHER_WORDS = {
     "trainer.resume_mode": "model=CHECKPOINT names the weights",
     "trainer.resume_from_path": "model=CHECKPOINT names the weights",
     "trainer.resume_weights_only": "model=CHECKPOINT names the weights",
-    "trainer.samples_freq": "all answers are kept",
-    "trainer.samples_max_prompts": "all answers are kept",
+    "trainer.samples_freq": "all responses are saved",
+    "trainer.samples_max_prompts": "all responses are saved",
     "data.val_files": "data=FILES names them",
     "actor_rollout_ref.model.path": "model=PATH names it",
 }

@@ -84,7 +84,7 @@ def _answer(trainer: Trainer, results: ResultFolder, model: Model, stop: Stop) -
         left_s = (time.monotonic() - started) / made * left
         log.info("%s: %d of %s are answered, %s left", model.name, total - left, count(total, "prompt"), _span(left_s))
         stop.says(
-            f"{total - left} of {total} prompts of {model.name} are answered: the same command goes on after them"
+            f"{total - left} of {total} prompts of {model.name} are answered: the same command continues after them"
         )
 
 

@@ -115,7 +115,7 @@ def test_no_run_goes_on_from_a_thinned_checkpoint_but_one_starts_from_its_weight
     assert main(["thin", str(run), "--keep", "0"]) == 0
     folder = RunFolder(str(run))
     with pytest.raises(
-        CheckpointError, match=r"no state of the optimizer.*another trainer\.default_local_dir: .*only=True"
+        CheckpointError, match=r"no optimizer state.*another trainer\.default_local_dir: .*only=True"
     ):
         find_resume_point(load_config([]).config, folder, None)
     keys = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / 'global_step_3'}"]

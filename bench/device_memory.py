@@ -31,8 +31,8 @@ from rltrain.config.load import load_config
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
-from rltrain.run.preflight.fake_run import Ledger
 from rltrain.run.preflight.memory import OWNERS, forecast
+from rltrain.run.preflight.meta_run import Ledger
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.interface.tasks import GenerateTask, MiniBatch, SaveTask, UpdateTask
@@ -102,7 +102,7 @@ def prepare(folder: Path) -> None:
 
 
 class _Kernel(torch.autograd.Function):
-    """The stand-in's attention with the memory use of the real one: its workspace and the outputs that `fake_run`
+    """The stand-in's attention with the memory use of the real one: its workspace and the outputs that `meta_run`
     states."""
 
     @staticmethod
@@ -266,7 +266,7 @@ def measured(folder: Path, case: str, cap: int | None = None, steps: int = 2) ->
 Row = tuple[str, Counter[str], Counter[str], int]
 
 
-def foretold(folder: Path, case: str, room: float = 1.1) -> tuple[dict[str, Counter[str]], int]:
+def estimated(folder: Path, case: str, room: float = 1.1) -> tuple[dict[str, Counter[str]], int]:
     """Estimate every phase by owner, and a device of ``room`` times the largest, or more if the engine needs it."""
     cfg = load_config(arguments(folder, case)).config
     plan = make_plan(cfg, PROMPTS)
@@ -277,8 +277,8 @@ def foretold(folder: Path, case: str, room: float = 1.1) -> tuple[dict[str, Coun
 
 
 def compare(folder: Path, case: str, steps: int = 2, room: float = 1.1) -> list[Row]:
-    """Return phase, estimate by owner, count by owner, and the allocator's peak, on the device of `foretold`."""
-    told, cap = foretold(folder, case, room)
+    """Return phase, estimate by owner, count by owner, and the allocator's peak, on the device of `estimated`."""
+    told, cap = estimated(folder, case, room)
     found = measured(folder, case, cap, steps)
     assert found["moving"][0] == 0, "what leaves is gone before anything comes"
     return [(phase, told[phase], found[phase][1], found[phase][0]) for phase in told]
@@ -302,7 +302,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         axes.plot([number, number + 0.4], [peak / 1e6] * 2, color="black")
     axes.set_xticks(range(len(rows)), [row[0] for row in rows])
     axes.set_ylabel("MB on a device, at the peak")
-    axes.set_title("left: foretold; right: counted by owner; line: the allocator's own peak")
+    axes.set_title("left: estimated; right: counted by owner; line: the allocator's own peak")
     axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
@@ -331,7 +331,7 @@ def main() -> None:
                 finished_row(rows, f"| {case} | {phase} | {' | '.join(cells)} | {total} |")
     write(
         options,
-        "MB on a device at the peak of each phase: foretold / counted by owner, and the allocator's own count. Two "
+        "MB on a device at the peak of each phase: estimated / counted by owner, and the allocator's own count. Two "
         "ranks, a Qwen3 of 7 layers of 256 (7.7 M weights), 544 tokens a micro-batch, compute in bf16, weights in "
         "fp32, the second of two steps.",
         table(["run", "phase", *OWNERS, "all", "off by"], rows),

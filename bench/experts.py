@@ -36,7 +36,7 @@ from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.weights.names import whole_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight.fake_run import Owners, peak_of, update
+from rltrain.run.preflight.meta_run import Owners, peak_of, update
 from rltrain.workers.updates.expert_balance import ExpertBalance
 from tests.batches import batch_of_rows
 from tests.config.test_recipes import TEXT

@@ -23,7 +23,7 @@ from rltrain.config.load import load_config
 from rltrain.config.schema.arguments import read_arguments
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
-from rltrain.run.seconds.step import Foretold, foretell
+from rltrain.run.seconds.step import StepEstimate, estimate_step
 from rltrain.trainer.plan import make_plan
 from tests.config.test_recipes import TEXT
 
@@ -72,7 +72,7 @@ def words_of(script: str, model: str) -> list[str]:
     return [*words, AS_VERL]
 
 
-def published(folder: Path, change: str = "") -> Iterator[tuple[str, Foretold, dict[str, float]]]:
+def published(folder: Path, change: str = "") -> Iterator[tuple[str, StepEstimate, dict[str, float]]]:
     """Yield the tables; with a change, only tables with phases.
 
     change: to the lengths (``name:value``) or to the assumptions (``name=value``).
@@ -87,7 +87,7 @@ def published(folder: Path, change: str = "") -> Iterator[tuple[str, Foretold, d
         settings = [assumed, *([change] if "=" in change else [])]
         drawn = read_lengths(lengths + (f",{change}" if ":" in change else ""))
         assumptions = read_arguments(Assumptions, [part for part in settings if part])
-        yield name, foretell(cfg, make_plan(cfg), drawn, chip, assumptions, round(chip.memory_bytes)), seconds
+        yield name, estimate_step(cfg, make_plan(cfg), drawn, chip, assumptions, round(chip.memory_bytes)), seconds
 
 
 def row(what: str, phase: str, real: float, found: float) -> str:

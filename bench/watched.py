@@ -1,4 +1,4 @@
-"""Cost of observing a step: details for the page, two trackers, saved and dumped responses.
+"""Cost of observing a step: two trackers, saved and dumped responses.
 
     python -m bench.watched [--groups 16]
 
@@ -23,9 +23,9 @@ import numpy as np
 
 import rltrain
 from bench.table import parse, table, write
-from rltrain.run.report.archive import Archive
-from rltrain.run.report.details import Details
+from rltrain.run.callbacks.drift import Drift
 from rltrain.run.report.page import write_page
+from rltrain.run.report.sample_logger import SampleLogger
 from rltrain.run.report.tracking import Sender
 from tests.tiny import save_tiny_model, small_run, write_arithmetic
 
@@ -38,9 +38,9 @@ WARM_UP = 2
 def seconds(root: Path, num_groups: int) -> np.ndarray:
     """Return [groups, kinds]: mean seconds of a step, from its beginning to that of the next."""
     begins: list[float] = []
-    before, last = Details.before_step, WARM_UP + num_groups * len(ORDER) + 1
+    before, last = Drift.before_step, WARM_UP + num_groups * len(ORDER) + 1
 
-    def begin(self: Details, step: int) -> None:
+    def begin(self: Drift, step: int) -> None:
         begins.append(time.perf_counter())
         before(self, step)
 
@@ -62,9 +62,8 @@ def seconds(root: Path, num_groups: int) -> np.ndarray:
     model = save_tiny_model(root / "model", width=128)
     files = write_arithmetic(root / "train.parquet", range(200)), write_arithmetic(root / "val.parquet", range(6))
     with (
-        mock.patch.object(Details, "before_step", begin),
-        mock.patch.object(Details, "on_step", where_watched(Details.on_step, {})),
-        mock.patch.object(Archive, "on_step", where_watched(Archive.on_step, {})),
+        mock.patch.object(Drift, "before_step", begin),
+        mock.patch.object(SampleLogger, "on_step", where_watched(SampleLogger.on_step, {})),
         mock.patch.object(Sender, "put", where_watched(Sender.put)),
     ):
         rltrain.train(small_run(model, files, root / "run", **changes))
@@ -91,7 +90,7 @@ def main() -> None:
     write(
         options,
         f"Of {6 * len(ratios)} steps of {PROMPTS} prompts x {ANSWERS} answers of {LENGTH} tokens a third each: console "
-        "and metrics.jsonl alone; details, TensorBoard, wandb (offline), samples and dumps beside them; and alone once "
+        "and metrics.jsonl alone; TensorBoard, wandb (offline), samples and dumps beside them; and alone once "
         "more, which shows the noise. From the begin of a step to that of the next; differences are means over groups "
         "of six steps in mirrored order.",
         table(["steps", "median, s", "difference", "standard error"], rows),

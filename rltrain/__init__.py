@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rltrain.config.load import load_config
     from rltrain.config.loaded import LoadedConfig
     from rltrain.run.fit import Trainer
+    from rltrain.run.report.samples import read_samples
     from rltrain.run.report.table import read_metrics
-    from rltrain.run.report.view import read_samples
 
 __all__ = [
     "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config",
@@ -33,7 +33,7 @@ _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "sft", "train"), "rltr
     "Trainer": "rltrain.run.fit",
     "load_config": "rltrain.config.load",
     "read_metrics": "rltrain.run.report.table",
-    "read_samples": "rltrain.run.report.view",
+    "read_samples": "rltrain.run.report.samples",
     "tool": "rltrain.agents.marks",
 }
 

@@ -101,7 +101,7 @@ def train(
     # Outside of the main thread this changes no handlers, so a run may also be started from a thread.
     with listen() as stop:
         try:
-            folder = run(loaded, look_over(loaded), stop, objects)
+            folder = run(loaded, check_settings(loaded), stop, objects)
         except BaseException as error:
             # Ray replaces the exception of a signal handler by another error. For a script, a stopped run is not an
             # error: it gets the exit code.
@@ -138,7 +138,7 @@ def build(
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
     # The log belongs to the trainer: it ends with the trainer, not with this call.
-    return put_together(loaded, callbacks=objects, notes=look_over(loaded))
+    return put_together(loaded, callbacks=objects, notes=check_settings(loaded))
 
 
 def evaluate(config: Settings, *, reward: Code | None = None, callbacks: Sequence[Any] = ()) -> dict[str, float]:
@@ -191,7 +191,7 @@ def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[Lo
     return loaded, [callback for callback in callbacks if not isinstance(callback, str)]
 
 
-def look_over(loaded: LoadedConfig) -> list[str]:
+def check_settings(loaded: LoadedConfig) -> list[str]:
     """Raise ConfigError with all broken rules of the settings. Return notes on keys without effect."""
     check(loaded)
     return join_by_reason(
@@ -227,8 +227,8 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             show_report(run_trainer.folder)
         except (RltrainError, OSError) as error:  # the run itself has finished
             log.warning("the report of the run cannot be shown: %s", error)
-        if words := run_trainer.watchers.last_words():
-            log.warning("%s", words)
+        if warning := run_trainer.callbacks.closing_warning():
+            log.warning("%s", warning)
         if stop.loses:  # with trainer.save_at_end=False
             log.warning("%s", stop.kept())
         return run_trainer.folder

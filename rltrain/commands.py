@@ -31,7 +31,7 @@ COMMANDS = {
     "compare": ("rltrain.tools.compare", "compare runs: curves, paired differences, settings"),
     "simulate": ("rltrain.tools.simulate", "estimate the seconds of a step: key=value … --device H100"),
     "sweep": ("rltrain.tools.sweep", "one run per combination of settings: key=a,b ..."),
-    "view": ("rltrain.run.report.view", "show the samples of a run"),
+    "view": ("rltrain.tools.view", "show the samples of a run"),
     "average": ("rltrain.tools.average", "average the weights of several models"),
     "checkpoint": ("rltrain.tools.checkpoint", "export, thin or verify the checkpoints of a run"),
     "serve": ("rltrain.tools.serve", "start vLLM's OpenAI-compatible server of a model"),
@@ -40,7 +40,7 @@ COMMANDS = {
     "agents try": ("rltrain.tools.try_agent", "try tools, an environment or an agent on a row"),
     "collect": ("rltrain.tools.collect", "collect the files of a run for a bug report"),
     "completion": ("rltrain.tools.completion", "tab completion for bash and zsh: source <(rltrain completion)"),
-    "env": ("rltrain.run.report.env_report", "versions, machine and devices, for a bug report"),
+    "env": ("rltrain.tools.env", "versions, machine and devices, for a bug report"),
 }
 # Commands of earlier versions -> error message.
 REMOVED: dict[str, str] = {

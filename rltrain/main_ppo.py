@@ -110,14 +110,14 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         _write(help_text(" ".join([arguments.help, *(arguments.overrides if arguments.help else ())])))
         return 0
     if arguments.version:
-        from rltrain.run.report.env_report import short_facts
+        from rltrain.tools.env import short_facts
 
         _write(short_facts() + "\n")
         return 0
     if arguments.dry_run and not arguments.print_config:
         return dry_run(arguments)
     # Imported here, so that --help and --version need not wait for it.
-    from rltrain.api import look_over, run
+    from rltrain.api import check_settings, run
     from rltrain.config.load import load_config, to_yaml
 
     given = [f"--{name}" for name in ESTIMATE_FLAGS if getattr(arguments, name) is not None]
@@ -126,7 +126,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.print_config:
         _write(to_yaml(loaded.config))
         return 0
-    run(loaded, look_over(loaded), stop)
+    run(loaded, check_settings(loaded), stop)
     return 0
 
 
@@ -137,12 +137,12 @@ def dry_run(arguments: argparse.Namespace) -> int:
 
         text, refused = estimate(arguments)
     else:
-        from rltrain.api import look_over
+        from rltrain.api import check_settings
         from rltrain.config.load import load_config
         from rltrain.run.dry_run import dry_run as describe
 
         loaded = load_config(arguments.overrides, arguments.config, arguments.problems)
-        text, refused = describe(loaded, look_over(loaded))
+        text, refused = describe(loaded, check_settings(loaded))
     _write(text)
     return ConfigError.exit_code if refused else 0
 

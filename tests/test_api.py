@@ -13,7 +13,7 @@ import pytest
 import rltrain
 from rltrain import api
 from rltrain.common.errors import ConfigError, DataError
-from rltrain.run.watchers.callbacks import Callbacks
+from rltrain.run.callbacks.user import UserCallbacks
 from rltrain.trainer.metrics.step import Answered
 from tests.config.commands import BASE
 
@@ -122,11 +122,11 @@ def test_callbacks_stay_the_callers_own_objects():
             self.steps.append(step)
 
     mine, steps = Mine(), []
-    callbacks = Callbacks([], [mine, lambda step, metrics: steps.append(step)])
+    callbacks = UserCallbacks([], [mine, lambda step, metrics: steps.append(step)])
     callbacks.on_step(Answered(3, {}, SimpleNamespace(numbers={}), 1))
     assert (mine.steps, steps) == ([3], [3])
     with pytest.raises(ConfigError, match="it has none of the methods on_step"):
-        Callbacks([], [object()])
+        UserCallbacks([], [object()])
 
 
 def test_the_page_lists_the_whole_public_surface():

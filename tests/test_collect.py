@@ -91,6 +91,6 @@ def test_big_files_are_cut_and_the_archive_is_bounded(run, tmp_path):
 
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([])

@@ -197,7 +197,7 @@ def test_each_kind_of_bad_row_is_shown_at_once(dry, made, tmp_path):
 
 def test_a_run_folder_that_cannot_be_had_is_known(dry, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "is no folder one may write in" in refused(dry, trainer__default_local_dir=tmp_path / "file" / "run")
+    assert "is not a writable folder" in refused(dry, trainer__default_local_dir=tmp_path / "file" / "run")
     other = RunFolder(str(tmp_path / "run"))
     found = refused(dry)
     other.release()

@@ -68,7 +68,7 @@ def test_a_template_that_cannot_go_on_is_refused_with_the_key(dry, tmp_path, old
     code, text = dry(**changes)
     assert code == 2
     assert f"multi_turn.{key}=" in text
-    assert "cannot be continued behind a turn: " in text
+    assert "cannot be continued after a turn: " in text
 
 
 def test_a_place_that_cannot_be_loaded_is_refused_before_models(dry, tmp_path):

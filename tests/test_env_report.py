@@ -10,7 +10,7 @@ import rltrain
 from rltrain.config.load import masked_command
 from rltrain.config.schema import Config
 from rltrain.run.checkpoints.card import model_card
-from rltrain.run.report import env_report
+from rltrain.tools import env as env_report
 
 
 def test_the_command_line_is_told_without_its_secrets():

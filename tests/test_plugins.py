@@ -12,9 +12,9 @@ import pytest
 from rltrain.common.errors import ConfigError
 from rltrain.common.stop import Stop
 from rltrain.config.check import missing_files
+from rltrain.run.callbacks.callback import CallbackList
+from rltrain.run.callbacks.user import UserCallbacks
 from rltrain.run.preflight.settings import check_plugins
-from rltrain.run.watchers.callbacks import Callbacks
-from rltrain.run.watchers.watcher import Watchers
 from rltrain.trainer.metrics.step import Answered
 from tests.config.commands import load, problems
 from tests.local import local_trainer
@@ -39,8 +39,8 @@ def plugin(folder: Path, text: str, name: str = "mine.py") -> Path:
     return folder / name
 
 
-def callbacks(folder: Path, text: str, name: str = "Mine") -> Callbacks:
-    return Callbacks([f"{plugin(folder, text)}:{name}"])
+def callbacks(folder: Path, text: str, name: str = "Mine") -> UserCallbacks:
+    return UserCallbacks([f"{plugin(folder, text)}:{name}"])
 
 
 def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files, tmp_path, capsys):
@@ -50,16 +50,16 @@ def test_the_files_of_the_page_train_together(page, tiny_model, arithmetic_files
     run = small_run(tiny_model, arithmetic_files, tmp_path / "run", **changes)
     trainer = local_trainer(run)
     assert list(check_plugins(trainer.cfg)) == []
-    watchers = Watchers(watch := Callbacks(trainer.cfg.trainer.callbacks))
+    callbacks = CallbackList(watch := UserCallbacks(trainer.cfg.trainer.callbacks))
     rows = trainer.experience.sampler.rows(0)
     assert len(set(rows)) == 4
-    metrics = watchers.on_step(trainer.step(1))
+    metrics = callbacks.on_step(trainer.step(1))
     assert metrics["actor/outside"] >= 0
     assert metrics["critic/advantages/min"] <= 0 <= metrics["critic/advantages/max"]
     assert metrics["watch/best_reward"] == metrics["critic/rewards/max"]
     assert metrics["callbacks/errors"] == 0
     assert "watch/hours" in metrics
-    watchers.on_validation(trainer.validation.run(1, Stop()))
+    callbacks.on_validation(trainer.validation.run(1, Stop()))
     assert "val-core/" in capsys.readouterr().out
     watch.on_save(1, tmp_path / "global_step_1", 0.0)
     assert json.loads((tmp_path / "saved.jsonl").read_text())["step"] == 1

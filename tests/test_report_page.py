@@ -23,12 +23,7 @@ def write_lines(file, lines):
 def line(step, **more):
     scores = {"critic/score/mean": 0.5 + step / 5000, "critic/score/sem": 0.02, "actor/grad_norm": 1 / step}
     times = {f"timing_s/{name}": 1.0 for name in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor")}
-    return {"step": step, **scores, **times, "timing_s/step": 6.5, "timing_s/reshard": 0.1, **more}
-
-
-def details(step, replicas=((0.4, 0.6, 0.7), (0.3, 0.5, 0.9), ())):
-    spans = [["gen", 0.0, 1.0], ["update_actor", 1.0, 6.5], ["step", 0.0, 6.5]]
-    return {"step": step, "spans": spans, "replicas": list(replicas), "lengths": [[4, 3], [40, 5]]}
+    return {"step": step, **scores, **times, "timing_s/step": 6.5, "response_length/max": 40 + step, **more}
 
 
 @pytest.fixture
@@ -36,7 +31,6 @@ def run(tmp_path):
     folder = tmp_path / "run"
     (folder / "samples").mkdir(parents=True)
     write_lines(folder / "metrics.jsonl", [line(step) for step in range(1, 7)])
-    write_lines(folder / "details.jsonl", [details(step) for step in range(1, 7)])
     settings = to_dict(load_config(["data.train_files=a.parquet", "data.seed=7"]).config)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "env.json").write_text(json.dumps({"torch": "2.13.0", "devices": [], "host": SCRIPT}))
@@ -61,7 +55,7 @@ def test_a_page_opens_offline_and_shows_what_the_run_has(run):
     assert not re.findall(r"<(?:script|img|link|iframe)[^>]*(?:src|href)=\"(?!data:)", page)
     assert "@import" not in shown(page)
     words = shown(page)
-    for word in ("Learning", "Lengths of answers", "Time", "Seconds of a step", "Answers", "Warnings", "Environment"):
+    for word in ("Learning", "Lengths of answers", "Time", "Seconds of a step", "Answers", "Warnings"):
         assert f"<h2>{word}</h2>" in words
     assert "the disk is slow</td><td>2</td>" in words
     assert "all is well" not in words
@@ -79,7 +73,7 @@ def test_what_a_model_or_a_machine_says_is_text_and_no_script(run):
 
 
 def test_a_run_that_has_metrics_alone_has_a_page_and_a_folder_that_is_none_a_sentence(tmp_path, run, capsys):
-    for name in ("details.jsonl", "config.yaml", "env.json", "train.log", "samples/train_000006.parquet"):
+    for name in ("config.yaml", "env.json", "train.log", "samples/train_000006.parquet"):
         (run / name).unlink()
     assert main([str(run), "--html", str(tmp_path / "elsewhere.html")]) == 0
     assert capsys.readouterr().out == f"written: {tmp_path / 'elsewhere.html'}\n"

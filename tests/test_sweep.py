@@ -7,7 +7,8 @@ import pytest
 
 from rltrain.api import RunResult
 from rltrain.common.errors import DataError
-from rltrain.runtime import cluster
+from rltrain.config.load import to_yaml
+from rltrain.run import build
 from rltrain.tools import compare as compare_tool
 from rltrain.tools import sweep
 from rltrain.tools.sweep import combinations, main, values_of
@@ -20,7 +21,7 @@ def made(monkeypatch, tmp_path, capsys):
     """made(*words, ends=…): exit code, output, and the names of the runs that were begun. ends: by name, the error or
     exit code of a run."""
 
-    def start_ray(cfg):
+    def begin_ray(cfg, stop, closing):
         return False
 
     def call(*words, ends=None):
@@ -30,6 +31,7 @@ def made(monkeypatch, tmp_path, capsys):
             folder = Path(loaded.config.trainer.default_local_dir)
             begun.append(folder.name)
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(to_yaml(loaded.config))
             end = (ends or {}).get(folder.name, 0)
             if isinstance(end, Exception):
                 raise end
@@ -38,7 +40,7 @@ def made(monkeypatch, tmp_path, capsys):
         def compare(folders, out):
             print("compared", *(path.name for path in folders))
 
-        for home, stand_in in ((sweep, train), (compare_tool, compare), (cluster, start_ray)):
+        for home, stand_in in ((sweep, train), (compare_tool, compare), (build, begin_ray)):
             monkeypatch.setattr(home, stand_in.__name__, stand_in)
         code = main([*BASE, "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--out", str(tmp_path / "out"), *words])
         printed = capsys.readouterr()
@@ -95,7 +97,7 @@ def test_a_signal_ends_the_sweep(made):
     code, text, begun = made("data.seed=1,2,3", ends={"seed=2": 130})
     assert (code, begun) == (130, ["seed=1", "seed=2"])
     assert "1 of 3 runs are finished" in text
-    assert "  seed=3: not begun" in text
+    assert "  seed=3: not started" in text
     assert made("data.seed=1,2,3")[2] == ["seed=2", "seed=3"]
     # Whoever starts it again looks at the code, also where another run has failed.
     assert made("data.seed=4,5,6", ends={"seed=4": ZeroDivisionError("oh"), "seed=5": 75})[0] == 75

@@ -12,7 +12,7 @@ from rltrain.common import versions
 from rltrain.common.errors import ConfigError
 from rltrain.config.schema import Config
 from rltrain.run.preflight import settings as preflight
-from rltrain.run.preflight.models import Findings
+from rltrain.run.preflight.models import PreflightResult
 from tests.conformance.uses import PACKAGES
 
 ROOT = Path(__file__).parent.parent
@@ -93,9 +93,9 @@ def test_an_engine_for_another_chip_is_an_error(built, chip, fits, tmp_path, mon
 
 def test_a_run_is_told_what_does_not_fit(installed, monkeypatch):
     installed(torch="2.15.0", transformers="5.23.0")
-    found = Findings([])
+    found = PreflightResult([])
     monkeypatch.setattr(preflight, "get_device", lambda name: SimpleNamespace(count=8, is_cpu=False, kind="npu"))
-    preflight.look_at_versions(Config(), found)
+    preflight.check_versions(Config(), found)
     assert "do not fit" in "".join(found.problems)
     assert "transformers 5.23.0 (5.5.4)" in "".join(found.notes)
 
@@ -105,7 +105,7 @@ def test_liger_is_missed_before_the_start(monkeypatch):
     config.trainer.device, config.actor_rollout_ref.rollout.name = "cuda", "hf"
     config.actor_rollout_ref.model.use_liger = True
     monkeypatch.setitem(sys.modules, "liger_kernel", None)  # counts as not installed
-    assert "pip install 'rltrain[liger]'" in "".join(preflight.look_at_packages(SimpleNamespace(config=config)))
+    assert "pip install 'rltrain[liger]'" in "".join(preflight.check_packages(SimpleNamespace(config=config)))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "scripts/docker").glob("*.Dockerfile")), ids=lambda file: file.stem)

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from rltrain.common.errors import DataError
-from rltrain.run.report.view import main, read_samples, shorten
+from rltrain.run.report.samples import read_samples, shorten
+from rltrain.tools.view import main
 
 
 def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:
@@ -41,6 +42,7 @@ def shown(capsys, *arguments) -> str:
 
 def test_the_newest_step_is_shown_plainly_where_it_is_piped(run, capsys):
     text = shown(capsys, run)
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("answer: ")] == ["0", "2", "4", "1", "3"]
     assert "\x1b" not in text
     assert text.count("answer: s7 says") == 5
     assert "prompt: <user>0+0=?" in text
@@ -49,9 +51,9 @@ def test_the_newest_step_is_shown_plainly_where_it_is_piped(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("--worst", [0, 1]), ("--best", [2, 4]), ("--longest", [5, 4]), ("--mixed", [2, 3])]
+    ("order", "first"), [("--worst", [0, 3]), ("--best", [2, 4]), ("--longest", [5, 3]), ("--mixed", [2, 3])]
 )
-def test_answers_come_in_the_order_that_is_asked_for(run, capsys, order, first):
+def test_view_sorts_and_shows_one_response_of_each_prompt_first(run, capsys, order, first):
     text = shown(capsys, run, order, "-n", 2, "--lines")
     assert [line.split(" -> ")[1].split()[2] for line in text.splitlines()[:2]] == [str(each) for each in first]
 
@@ -69,7 +71,7 @@ def test_answers_before_and_after_stand_below_each_other(run, capsys):
     assert text.splitlines() == [
         "0+0=?", "  step     1 -> s1 says 0 ✗ (0)", "  step     7 -> s7 says 0 ✗ (0)",
         "1+1=?", "  step     1 -> s1 says 2 ✗ (2)", "  step     7 -> s7 says 2 ✓",
-        "right, of all that were kept: step 1: 0.0%, step 7: 50.0%",
+        "right, of all saved ones: step 1: 0.0%, step 7: 50.0%",
     ]  # fmt: skip
     assert shown(capsys, run, "--compare", 1, 7, "-n", 2) == text
     assert shown(capsys, run, "--compare", 7, "-n", 2) == text
@@ -95,7 +97,7 @@ def test_what_is_not_there_is_said(run, tmp_path, capsys):
     (run / "samples" / "train_000010.parquet").write_bytes(b"half")
     with pytest.raises(DataError, match="cannot be read"):
         read_samples(run)
-    with pytest.raises(DataError, match="no answers of validation"):
+    with pytest.raises(DataError, match="no responses of validation"):
         read_samples(tmp_path / "other", split="val")
 
 
@@ -126,7 +128,7 @@ def conversations(run):
 
 
 def test_a_conversation_is_shown_message_by_message(conversations, capsys):
-    text = shown(capsys, conversations, "-n", 2)
+    text = shown(capsys, conversations, "-n", 3)
     order = [
         "prompt: <user>0+0=?", "policy, turn 1: I will. <tool_call>", 'tool mul {"a": 17, "b": 23} (0.0123 s): 391',
         "policy, turn 2: 391", "ground_truth: 0", "policy, turn 1: 16", "user: higher", "policy, turn 2: 24",
@@ -137,14 +139,15 @@ def test_a_conversation_is_shown_message_by_message(conversations, capsys):
     assert "messages" not in text
 
 
-def test_a_conversation_fits_a_line(conversations, capsys):
-    lines = shown(capsys, conversations, "--lines", "--width", 200).splitlines()
+def test_a_conversation_fits_a_line(conversations, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = shown(capsys, conversations, "--lines").splitlines()
     assert lines[0] == "0+0=? -> [mul 17, 23 = 391] -> 391 ✓"
-    assert lines[1] == "0+0=? -> 16 -> [higher] -> 24 ✓"
+    assert lines[2] == "0+0=? -> 16 -> [higher] -> 24 ✓"
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("--most-turns", [1, 0, 2, 3]), ("--failed-tools", [2, 1]), ("--failed", [3])]
+    ("order", "first"), [("--most-turns", [1, 2, 0, 3]), ("--failed-tools", [2, 1]), ("--failed", [3])]
 )
 def test_conversations_come_in_the_order_that_is_asked_for(conversations, capsys, order, first):
     text = shown(capsys, conversations, order)
@@ -153,14 +156,15 @@ def test_conversations_come_in_the_order_that_is_asked_for(conversations, capsys
     assert ("agent_failed: the agent's process ended" in text) == (3 in first)
 
 
-def test_an_answer_does_not_steer_the_terminal(run, capsys):
+def test_an_answer_does_not_steer_the_terminal(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
     hostile = "\x1b]52;c;cm0gLXJmIH4=\x07\x9b2J\x1b[31m red \r over \ud83d 漢字"
     calls = [said("assistant", hostile), said("tool", hostile, name=hostile, arguments=hostile, seconds=1.0)]
     table = frame(10, [1.0] * 4, messages=[json.dumps(calls)] * 2 + [""] * 2, num_turns=2)
     for column in ("agent_failed", "answer", "prompt", "reward_error"):
         table[column] = hostile.replace("\ud83d", "")
     table.to_parquet(run / "samples" / "train_000010.parquet")
-    for flags in ([], ["--lines", "--width", 300]):
+    for flags in ([], ["--lines"]):
         text = shown(capsys, run, *flags)
         assert "red" in text
         assert "漢字" in text

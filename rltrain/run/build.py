@@ -19,19 +19,19 @@ from rltrain.common.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.run.assemble import sampler_of
-from rltrain.run.changes import tell_changes, tell_finished
+from rltrain.run.callbacks.user import UserCallbacks
+from rltrain.run.changes import log_changes, log_finished
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import check_room, checkpoint_bytes
-from rltrain.run.earlier import complete, owes_validation
 from rltrain.run.fit import Trainer
-from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.run.preflight.settings import preflight
+from rltrain.run.previous_attempt import append_last_line, pending_validation
 from rltrain.run.report.plan import describe
 from rltrain.run.report.table import METRICS
 from rltrain.run.splits import load_data
-from rltrain.run.start import Ready, start_run
-from rltrain.run.watchers.callbacks import Callbacks
+from rltrain.run.start import RunSpec, start_run
 from rltrain.runtime.cluster import cluster_address, ray_logs, start_ray
 from rltrain.runtime.hang import Deadlines
 from rltrain.runtime.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
@@ -60,12 +60,12 @@ def build(
         closing.enter_context(logs.session())
         reading.enter_context(watching(deadlines, local=False, reads=True, kept=stop.kept))
         reading.enter_context(working())
-        findings = preflight(loaded)
-        _tell(findings, notes)
-        hooks = Callbacks(cfg.trainer.callbacks, callbacks)
+        result = preflight(loaded)
+        _raise_problems(result, notes)
+        hooks = UserCallbacks(cfg.trainer.callbacks, callbacks)
         data = load_data(cfg)
-        look_at_images(cfg, of_rows := Findings(images=data.images))
-        _tell(of_rows)
+        check_images(cfg, of_rows := PreflightResult(images=data.images))
+        _raise_problems(of_rows)
         train = data.prompts.get("train")
         counts = (len(train), train.num_dropped) if train else ()
         plan = make_plan(cfg, *counts, images=data.images)
@@ -80,21 +80,21 @@ def build(
         identity = data.rows["train"].identity() if train else None
         images = plan.passes.images_in_training
 
-        def find() -> Start:
+        def find() -> ResumePoint:
             stop.searching()  # called again only if the previous checkpoint is damaged
-            start = find_start(cfg, folder, identity, images=images)
+            start = find_resume_point(cfg, folder, identity, images=images)
             stop.reached(start.step, plan.total_steps, start.step)
             return start
 
         start = find()
         if start.is_of(folder.path):
-            complete(folder.path / METRICS, start.step, start.progress.metrics)
-        changes = tell_changes(loaded, start)
-        owes = owes_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
+            append_last_line(folder.path / METRICS, start.step, start.progress.metrics)
+        changes = log_changes(loaded, start)
+        owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
         if start.step >= plan.total_steps and not owes:
-            tell_finished(folder.path, plan.total_steps, changes)
+            log_finished(folder.path, plan.total_steps, changes)
             return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all())
-        sizes = findings.num_parameters, findings.num_trained
+        sizes = result.num_parameters, result.num_trained
         size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, plan.passes, *sizes)
         check_room(cfg.trainer, folder.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
         reading.close()
@@ -103,11 +103,11 @@ def build(
         closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg.cluster), kept=stop.kept))
         log.info("Ray's logs: %s", ray_logs())
         with working(), stop.telling():
-            return start_run(Ready(loaded, plan, data, folder, start, find), stop, hooks, closing, deadlines)
+            return start_run(RunSpec(loaded, plan, data, folder, start, find), stop, hooks, closing, deadlines)
 
 
 def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
-    """Start Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
+    """ResumePoint Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
     with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if started := start_ray(cfg.cluster):
             closing.enter_context(ended_after_us(not cluster_address(cfg.cluster)))
@@ -115,9 +115,9 @@ def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
     return started
 
 
-def _tell(findings: Findings, notes: Sequence[str] = ()) -> None:
+def _raise_problems(result: PreflightResult, notes: Sequence[str] = ()) -> None:
     """Raise all problems as one error, before anything slow or any write to disk. Log the notes."""
-    if findings.problems:
-        raise ConfigError("\n".join(findings.problems))
-    for note in [*notes, *findings.notes]:
+    if result.problems:
+        raise ConfigError("\n".join(result.problems))
+    for note in [*notes, *result.notes]:
         log.warning("note: %s", note)

@@ -25,9 +25,9 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, LossTraits
 from rltrain.config.schema.keys import all_keys
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import Start
-from rltrain.run.report.env_report import device_facts, facts
+from rltrain.run.checkpoints.resume import ResumePoint
 from rltrain.runtime.cluster import ray_logs
+from rltrain.tools.env import device_facts, facts
 from rltrain.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ _AROUND = ("trainer.", "ray_kwargs.")
 _MISSING = object()
 
 
-def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
+def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
     """Log the settings that changed since the last start. Return the changes that training depends on.
 
     Raises ConfigError if the experiment has changed and the run has no explicit name.
@@ -74,7 +74,7 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
     # Starting from weights only is a new run, with nothing to compare. An evaluation makes no step.
     if start.folder is None or start.weights_only or loaded.config.trainer.val_only:
         return []
-    changes = {key: f"{key}: {then} -> {now}" for key, then, now in _changes(start.folder.parent, loaded)}
+    changes = {key: f"{key}: {then} -> {now}" for key, then, now in changed_settings(start.folder.parent, loaded)}
     if not changes:
         return []
     of_experiment = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
@@ -100,7 +100,7 @@ def tell_changes(loaded: LoadedConfig, start: Start) -> list[str]:
     return [text for key, text in changes.items() if not key.startswith(_AROUND)]
 
 
-def tell_finished(run: Path, num_steps: int, changes: list[str]) -> None:
+def log_finished(run: Path, num_steps: int, changes: list[str]) -> None:
     """Log that the run has all its steps. changes: settings that differ from the ones of these steps."""
     log.info(
         "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs), in %s",
@@ -133,7 +133,7 @@ def _write(run: RunFolder, name: str, text: str) -> None:
     run.write(name, text)
 
 
-def _changes(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
+def changed_settings(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, Any]]:
     """Return (key, old value, new value) of each difference to the config.yaml of ``run``.
 
     Keys that the old file does not have count only if they are set now.

@@ -1,8 +1,9 @@
 """``--dry-run``: checks whether a run would start and describes it, within seconds, without Ray or workers.
 
 It calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
-`check_columns`, `find_start`), so that the two cannot diverge. All problems are collected; the first one does not end
-the check. Not checked: facts that only a start can reveal, such as other nodes, and rows after the first 20,000.
+`check_columns`, `find_resume_point`), so that the two cannot diverge. All problems are collected; the first one does
+not end the check. Not checked: facts that only a start can reveal, such as other nodes, and rows after the first
+20,000.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import PromptRow, Rows, bad_rows, keys_of, scan_rows
 from rltrain.data.tables import num_rows
 from rltrain.data_preprocess.lint import best_form, look_at
-from rltrain.data_preprocess.lint import describe as describe_findings
+from rltrain.data_preprocess.lint import describe as describe_problems
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.processes.worker import make_scorer, rule_scorer
 from rltrain.run.assemble import sampler_of
-from rltrain.run.changes import tell_changes
+from rltrain.run.changes import log_changes
 from rltrain.run.checkpoints.folder import Checkpoints
-from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
 from rltrain.run.estimate import about_seconds
-from rltrain.run.preflight.judge import look_at_judge, look_at_messages
-from rltrain.run.preflight.memory_room import device_bytes, look_at_memory
-from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.preflight.judge import check_judge_messages, check_judge_server
+from rltrain.run.preflight.memory_room import check_memory, device_bytes
+from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.run.preflight.settings import preflight
 from rltrain.run.report.plan import describe
 from rltrain.run.report.tracking import tracker_notes
@@ -57,32 +58,32 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
     notes: notes on the settings.
     """
     cfg = loaded.config
-    findings = preflight(loaded)
-    rows, num_prompts, num_too_long = _read(cfg, findings)
+    result = preflight(loaded)
+    rows, num_prompts, num_too_long = _read(cfg, result)
     parts, too_large = [], ""
     try:
-        plan = make_plan(cfg, num_prompts, num_too_long, images=findings.images)
+        plan = make_plan(cfg, num_prompts, num_too_long, images=result.images)
         parts.append(describe(plan, cfg))
         if "train" in rows and len(rows["train"]) == num_prompts:
             sampler_of(cfg, plan, rows["train"], trial=True)
-        goes_on = _look_at_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, findings)
+        goes_on = _check_folder(loaded, rows if len(rows.get("train", ())) == num_prompts else {}, plan, result)
         parts += goes_on
-        if findings.models_found:  # else transformers would request each missing model repeatedly
-            memory, too_large = look_at_memory(cfg, plan)
+        if result.models_found:  # else transformers would request each missing model repeatedly
+            memory, too_large = check_memory(cfg, plan)
             parts[1:1] = [*about_seconds(cfg, plan, device_bytes(cfg)), *memory]
     except RltrainError as error:
-        findings.problems.append(str(error))
-    parts += try_reward(cfg, rows, findings)
-    parts += _look_at(cfg, rows, findings)
-    findings.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
+        result.problems.append(str(error))
+    parts += try_reward(cfg, rows, result)
+    parts += _check_rows(cfg, rows, result)
+    result.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
     without_effect = [note for note in notes if ": no effect: " in note]
     read_as = [note for note in notes if note not in without_effect]
-    for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", findings.notes)):
+    for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", result.notes)):
         if lines:
             # The title already says "no effect".
             parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
     # A file may be checked twice, and `preflight` names keys as the user wrote them.
-    problems = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in findings.problems)
+    problems = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in result.problems)
     refused = f"a run would refuse: {count(len(problems), 'problem')}"
     lacking = [loaded.as_written(too_large, follow=False)] if too_large else []
     # A run does not check this: it takes seconds, and it is only an estimate.
@@ -93,42 +94,42 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
     return "\n".join([*parts, *([] if ends else ["a run would start"])]) + "\n", ends
 
 
-def _look_at_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, findings: Findings) -> list[str]:
+def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, result: PreflightResult) -> list[str]:
     """Check access to the run folder, the checkpoint to resume from, and disk space for checkpoints.
 
     Returns a line on the checkpoint, if there is one. rows: the rows of the run; empty if not all were read.
     """
     cfg = loaded.config
     # Not a `RunFolder`, which would create the folder and take its lock.
-    run, start = Checkpoints(cfg.trainer.default_local_dir), Start()
+    run, start = Checkpoints(cfg.trainer.default_local_dir), ResumePoint()
     refusal = run.problem()
     try:
         train = rows["train"] if rows else None
         images = train is None or plan.passes.images_in_training
-        start = find_start(cfg, run, train.identity() if train else None, images=images)
-        tell_changes(loaded, start)
+        start = find_resume_point(cfg, run, train.identity() if train else None, images=images)
+        log_changes(loaded, start)
     except RltrainError as error:
-        findings.problems.append(str(error))
-    sizes = findings.num_parameters, findings.num_trained
+        result.problems.append(str(error))
+    sizes = result.num_parameters, result.num_trained
     size = start.size or checkpoint_bytes(cfg.actor_rollout_ref.actor, plan.passes, *sizes)
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
-    findings.problems += [problem for problem in (refusal, lacking) if problem]
-    findings.notes += [note] if note else []
+    result.problems += [problem for problem in (refusal, lacking) if problem]
+    result.notes += [note] if note else []
     ending = "; all its steps are made" if start.step >= plan.total_steps else ""
-    return [f"goes on from {start.folder}, step {start.step}{ending}"] if start.folder else []
+    return [f"resumes from {start.folder}, step {start.step}{ending}"] if start.folder else []
 
 
-def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None, int]:
+def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | None, int]:
     """Return the rows by split, the number of training prompts (None: unknown), and the number of dropped prompts.
 
-    Problems are added to ``findings``.
+    Problems are added to ``result``.
     """
     data = cfg.data
     if data.custom_cls or cfg.sft.enabled:  # only the class knows how many rows it makes
         try:
-            read = _load(cfg, findings) if findings.tokenizer_works else None
+            read = _load(cfg, result) if result.tokenizer_works else None
         except RltrainError as error:
-            findings.problems.append(str(error))
+            result.problems.append(str(error))
             read = None
         prompts = read and read.prompts.get("train")
         return read.rows if read else {}, *((len(prompts), prompts.num_dropped) if prompts else (None, 0))
@@ -136,23 +137,23 @@ def _read(cfg: Config, findings: Findings) -> tuple[dict[str, Rows], int | None,
     stores: dict[str, PromptStore] = {}
     sizes: dict[str, int] = {}
     for split, files, limit in splits_of(cfg):
-        number = _count(split, as_list(files), findings)
+        number = _count(split, as_list(files), result)
         if number is None:
             continue
         sizes[split] = number if limit <= 0 else min(number, limit)
         if sizes[split] > MOST_ROWS:
-            findings.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
+            result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
         try:
             # For `scan_rows`, 0 means all rows.
-            _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, findings)
+            _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, result)
         except RltrainError as error:
-            findings.problems.append(str(error))
+            result.problems.append(str(error))
     is_whole = "train" in stores and sizes["train"] <= MOST_ROWS
     if data.filter_overlong_prompts and not is_whole:
-        findings.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
+        result.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
     if stores and (cfg.trainer.val_only or "train" in stores):
-        findings.images = ImageSizes.of(stores)
-        look_at_images(cfg, findings)
+        result.images = ImageSizes.of(stores)
+        check_images(cfg, result)
     # Only then is the count after the filter the one of the run.
     if is_whole:
         return rows, len(stores["train"]), stores["train"].num_dropped
@@ -166,7 +167,7 @@ def _read_split(
     most: int,
     rows: dict[str, Rows],
     stores: dict[str, PromptStore],
-    findings: Findings,
+    result: PreflightResult,
 ) -> None:
     """Add the usable rows of a split to ``rows``, and its prompts to ``stores`` if a run would accept all of them."""
     # If there are more rows than are read, take the first ones instead of a random subset.
@@ -176,40 +177,42 @@ def _read_split(
         problems = problems or [f"no usable row in {usable.paths}."]
     else:
         rows[split] = usable
-    findings.problems += [bad_rows(problems)] if problems else []
+    result.problems += [bad_rows(problems)] if problems else []
     # Valid rows may still have invalid prompts.
-    if len(usable) and findings.tokenizer_works:
+    if len(usable) and result.tokenizer_works:
         fitting, store = encode_split(cfg, split, usable, chat_encoder(cfg))
         if not problems:
             rows[split], stores[split] = fitting, store
 
 
-def _load(cfg: Config, findings: Findings) -> Data:
+def _load(cfg: Config, result: PreflightResult) -> Data:
     read = load_data(cfg)
-    findings.images = read.images
-    look_at_images(cfg, findings)
+    result.images = read.images
+    check_images(cfg, result)
     return read
 
 
-def _count(split: str, names: Sequence[str], findings: Findings) -> int | None:
-    """Return the number of rows of the files; None without files, or if one cannot be read (added to ``findings``)."""
+def _count(split: str, names: Sequence[str], result: PreflightResult) -> int | None:
+    """Return the number of rows of the files; None without files, or if one cannot be read (added to ``result``)."""
     if not names or not all(map(matching, names)):  # `preflight` has reported missing files
         return None
     try:
         return sum(num_rows(file) for name in names for file in files_of(name))
     except RltrainError as error:
-        findings.problems.append(f"data.{split}_files: {error}")
+        result.problems.append(f"data.{split}_files: {error}")
         return None
 
 
-def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
+def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> list[str]:
     """Score one row per data source with the ground truth as the response, one call each. Return the report."""
     custom, judge, lines = custom_reward(cfg.scoring), cfg.reward.judge, []
     if not cfg.reward_model.runs_scorers or cfg.sft.enabled:
         return []
     judges = bool(judge.url) or cfg.reward_model.judges
-    by_judge = look_at_judge(judge, found) if judge.url else []
-    by_judge += look_at_messages(cfg.scoring, judge_lengths(cfg)[0], rows, found) if cfg.reward_model.judges else []
+    by_judge = check_judge_server(judge, result) if judge.url else []
+    by_judge += (
+        check_judge_messages(cfg.scoring, judge_lengths(cfg)[0], rows, result) if cfg.reward_model.judges else []
+    )
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
@@ -238,9 +241,9 @@ def try_reward(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]
         if not judges:  # with a judge, a column may come from the judge
             check_columns(cfg.algorithm, cfg.reward.weights, scores)
     except RltrainError as error:
-        found.problems.append(str(error))
+        result.problems.append(str(error))
     if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
-        found.problems.append(
+        result.problems.append(
             f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on, see above."
         )
     return (["\n  ".join(["reward", *lines])] if lines else []) + by_judge
@@ -262,8 +265,8 @@ def _said(score: Score) -> str:
     )
 
 
-def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
-    """Return the linter's findings on the first rows.
+def _check_rows(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> list[str]:
+    """Return the linter's result on the first rows.
 
     Only built-in scorers grade them, because a user's function may cost money.
     """
@@ -272,6 +275,6 @@ def _look_at(cfg: Config, rows: dict[str, Rows], found: Findings) -> list[str]:
         return []
     by_rule = cfg.reward.judge.runs_rule or not (cfg.reward.judge.url or cfg.reward_model.judges)
     grade = cfg.reward_model.runs_scorers and by_rule and not (cfg.custom_reward_function.path or cfg.reward.url)
-    text = describe_findings(look_at(first, encoder=chat_encoder(cfg) if found.tokenizer_works else None, grade=grade))
+    text = describe_problems(look_at(first, encoder=chat_encoder(cfg) if result.tokenizer_works else None, grade=grade))
     shares = [f"{min(_GRADED_ROWS, len(split)):,} of {len(split):,} {name}" for name, split in rows.items()]
     return [f"data: looked at {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]

@@ -16,11 +16,11 @@ from rltrain.config.check import check
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.config.schema.arguments import read_arguments
-from rltrain.run.preflight.memory_room import look_at_memory
+from rltrain.run.preflight.memory_room import check_memory
 from rltrain.run.preflight.models import problems_of_experts
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import Lengths, lognormal, read_lengths
-from rltrain.run.seconds.step import Foretold, foretell
+from rltrain.run.seconds.step import StepEstimate, estimate_step
 from rltrain.trainer.plan import Plan, make_plan
 
 # Mean response length as a share of data.max_response_length, if --lengths is not given.
@@ -54,11 +54,11 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     lengths = read_lengths(arguments.lengths) if arguments.lengths else _usual_lengths(cfg)
     changes = list(filter(None, (arguments.assume or "").split(",")))
     assumed = read_arguments(Assumptions, changes, where="--assume")
-    found = foretell(cfg, plan, lengths, chip, assumed, round(size * 2**30) if size else None)
+    step = estimate_step(cfg, plan, lengths, chip, assumed, round(size * 2**30) if size else None)
     if problems := list(problems_of_experts(cfg)):
         raise ConfigError("\n".join(problems))
-    memory, too_large = look_at_memory(cfg, plan)
-    lines = [_describe(found, plan, chip, lengths, assumed), *memory]
+    memory, too_large = check_memory(cfg, plan)
+    lines = [_describe(step, plan, chip, lengths, assumed), *memory]
     lines += [f"a run would run out of memory: {too_large}"] if too_large else []
     return "\n".join(lines) + "\n", bool(too_large)
 
@@ -73,11 +73,11 @@ def about_seconds(cfg: Config, plan: Plan, device_bytes: int | None) -> list[str
     if chip is None or not plan.passes.trains or cfg.data.max_response_length * _MEAN < 1:
         return []
     try:
-        found = foretell(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
+        step = estimate_step(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
     except RltrainError:  # a fault of the model or the engine's memory, which the dry run reports as a problem
         return []
     return [
-        f"about {found.step_s:,.0f} s a step, of which {found.seconds['gen']:,.0f} s are generation, with responses of "
+        f"about {step.step_s:,.0f} s a step, of which {step.seconds['gen']:,.0f} s are generation, with responses of "
         "half of data.max_response_length on average: estimated, not measured on this device (rltrain simulate prints "
         "the phases)"
     ]
@@ -105,26 +105,26 @@ def _usual_lengths(cfg: Config) -> Lengths:
     return lognormal(max(1, most * _MEAN), most, prompt=max(1, cfg.data.max_prompt_length // 4))
 
 
-def _describe(found: Foretold, plan: Plan, chip: Chip, lengths: Lengths, assumed: Assumptions) -> str:
+def _describe(step: StepEstimate, plan: Plan, chip: Chip, lengths: Lengths, assumed: Assumptions) -> str:
     nodes = f", {count(plan.num_nodes, 'node')}" if plan.num_nodes > 1 else ""
     lines = [
-        f"a step takes about {_seconds(found.step_s)} s on {plan.num_devices} x {chip.name}{nodes} (estimated, not "
+        f"a step takes about {_seconds(step.step_s)} s on {plan.num_devices} x {chip.name}{nodes} (estimated, not "
         "measured on this device)"
     ]
-    width = max(map(len, found.seconds)) + 2
-    for name, value in found.seconds.items():
+    width = max(map(len, step.seconds)) + 2
+    for name, value in step.seconds.items():
         label = f"  {name}" if name in ("generate_sequences", "reshard") else name
-        share = f"{value / found.step_s:4.0%}"
-        lines.append(f"  {label:<{width}} {_seconds(value):>8} s {share}  {found.why.get(name, '')}".rstrip())
-    rate = found.response_tokens / (found.seconds["generate_sequences"] * found.num_devices)
+        share = f"{value / step.step_s:4.0%}"
+        lines.append(f"  {label:<{width}} {_seconds(value):>8} s {share}  {step.why.get(name, '')}".rstrip())
+    rate = step.response_tokens / (step.seconds["generate_sequences"] * step.num_devices)
     lines += [
-        f"throughput  {found.throughput:,.1f} tokens/s/device over the whole step; {rate:,.1f} response tokens in "
+        f"throughput  {step.throughput:,.1f} tokens/s/device over the whole step; {rate:,.1f} response tokens in "
         "generate_sequences",
-        f"lengths     {lengths.told}",
+        f"lengths     {lengths.description}",
         "assumed     (--assume NAME=VALUE,… sets another; docs/simulate.md says which are fitted)",
         "  " + " ".join(f"{name}={value:g}" for name, value in vars(assumed).items()),
     ]
-    return "\n  ".join(["\n".join(lines), *(["not counted", *found.left_out] if found.left_out else [])])
+    return "\n  ".join(["\n".join(lines), *(["not counted", *step.left_out] if step.left_out else [])])
 
 
 def _seconds(value: float) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 from rltrain.common.errors import AgentError, ConfigError, DiskError, JudgeError, RewardError, StorageError, WorkerLost
 from rltrain.common.stop import StepLeft, Stop, listen
 from rltrain.config.schema import Config
+from rltrain.run.callbacks.callback import Callback, CallbackList
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.run.report.archive import Archive
-from rltrain.run.watchers.watcher import Watcher, Watchers
+from rltrain.run.report.sample_logger import SampleLogger
 from rltrain.runtime.lifeline import working
 from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.plan import Plan
@@ -30,12 +30,12 @@ from rltrain.trainer.validation import Rows, Validation
 log = logging.getLogger(__name__)
 
 
-class Trainer(Watcher):
+class Trainer(Callback):
     """A run that `rltrain.build` has started: make single steps, or `fit` all of them.
 
     Use it as a context manager or call `close`: this finishes the trackers and stops scorers, workers, and Ray if
     `build` has started it. config: the settings. plan: the numbers derived from the settings. ppo: the algorithm with
-    its roles. num_steps: steps made so far, including those before a resume. watchers: callbacks that observe the run.
+    its roles. num_steps: steps made so far, including those before a resume. callbacks: observers of the run.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Trainer(Watcher):
         closing: ExitStack,
         ppo: PPOTrainer | None = None,
         saver: Saver | None = None,
-        watchers: Watchers | None = None,
-        owes_validation: bool = False,
+        callbacks: CallbackList | None = None,
+        pending_validation: bool = False,
         validation: Validation | None = None,
-        archive: Archive | None = None,
+        sample_logger: SampleLogger | None = None,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -59,12 +59,12 @@ class Trainer(Watcher):
         self.num_steps = num_steps
         self._closing = closing
         self._stop = stop
-        self._ppo, self._saver, self._validation, self._archive = ppo, saver, validation, archive
+        self._ppo, self._saver, self._validation, self._sample_logger = ppo, saver, validation, sample_logger
         # A signal interrupted the validation of `num_steps`; `fit` repeats it.
-        self._owes_validation = owes_validation
+        self._pending_validation = pending_validation
         self._under_way = num_steps
-        self.watchers = watchers or Watchers()
-        self.watchers.add(self)
+        self.callbacks = callbacks or CallbackList()
+        self.callbacks.add(self)
 
     @property
     def ppo(self) -> PPOTrainer:
@@ -74,7 +74,7 @@ class Trainer(Watcher):
     @property
     def _started(self) -> tuple[PPOTrainer, Saver]:
         if self.config.trainer.val_only:
-            raise ConfigError("trainer.val_only=True has loaded what a validation needs alone. Leave it out to train.")
+            raise ConfigError("trainer.val_only=True loads only the models of a validation. Leave it out to train.")
         if not self._ppo or not self._saver:
             raise ConfigError(
                 f"the run in {self.folder} has its {self.num_steps} steps. Raise trainer.total_training_steps "
@@ -87,13 +87,13 @@ class Trainer(Watcher):
         ppo, _ = self._started
         metrics = self._make(ppo, self.num_steps + 1)
         self.num_steps += 1
-        self.watchers.on_metrics(self.num_steps, metrics)
+        self.callbacks.on_metrics(self.num_steps, metrics)
         return metrics
 
     def validate(self) -> Metrics:
         """Validate the current policy. Return the metrics, which are also sent to the trackers."""
         metrics = self._validate()
-        self.watchers.on_metrics(self.num_steps, metrics)
+        self.callbacks.on_metrics(self.num_steps, metrics)
         return metrics
 
     @property
@@ -107,9 +107,9 @@ class Trainer(Watcher):
 
         Raises ConfigError if no samples are saved (trainer.samples_freq), DiskError if the file cannot be written.
         """
-        if not self._archive:
-            raise ConfigError("no answers are kept: trainer.samples_freq is off. Set trainer.samples_freq=1.")
-        self._archive.write(self.validation.answer(rows, self.num_steps), file)
+        if not self._sample_logger:
+            raise ConfigError("no responses are saved: trainer.samples_freq is off. Set trainer.samples_freq=1.")
+        self._sample_logger.write(self.validation.answer(rows, self.num_steps), file)
 
     def save(self) -> Path:
         """Write a checkpoint of the current step. Return its folder."""
@@ -120,7 +120,7 @@ class Trainer(Watcher):
 
     def fit(self) -> bool:
         """Make all remaining steps, with validation and saving. Return False if a signal stopped the run."""
-        if self.num_steps >= self.plan.total_steps and not self._owes_validation:
+        if self.num_steps >= self.plan.total_steps and not self._pending_validation:
             return True
         with listen(self._stop), working(), self._stop.telling():
             try:
@@ -128,7 +128,7 @@ class Trainer(Watcher):
                 return bool(self.validate()) if self.config.trainer.val_only else self._fit(*self._started)
             except Exception:
                 if not self._stop.at_once:
-                    self.watchers.on_failure()
+                    self.callbacks.on_failure()
                 raise
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
@@ -143,14 +143,14 @@ class Trainer(Watcher):
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
         # Steps that the caller made with `step` are in no checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
-        done, untested = first_step, self._owes_validation
+        done, untested = first_step, self._pending_validation
         # Nothing is unsaved here, so a signal ends the validation at once.
         first = untested or (trainer.val_before_train and not first_step)
         if ppo.rewards.has_validation and first:
             val_metrics = self._validate()
-            self.watchers.on_metrics(first_step, val_metrics)
+            self.callbacks.on_metrics(first_step, val_metrics)
             saver.best.observe(first_step, val_metrics)
-            untested = self._owes_validation = untested and not val_metrics
+            untested = self._pending_validation = untested and not val_metrics
         for step in range(first_step + 1, total + 1):
             # Checked between steps: a step that has begun is worth finishing, the next one is not.
             if stop.requested or saver.best.stalled():
@@ -158,7 +158,7 @@ class Trainer(Watcher):
             started, self._under_way = time.perf_counter(), step
             stop.finishing = "finishing this step, saving"
             try:
-                with self._rescued(ppo, saver, done):
+                with self._saved_on_error(ppo, saver, done):
                     metrics = self._make(ppo, step)
             except StepLeft as left:
                 log.warning("%s", left)
@@ -170,7 +170,7 @@ class Trainer(Watcher):
                 untested = self._keep_and_test(ppo, saver, metrics)
                 metrics["timing_s/wall"] = time.perf_counter() - started
             finally:  # metrics are logged even if saving fails
-                self.watchers.on_metrics(step, metrics)
+                self.callbacks.on_metrics(step, metrics)
         # The signal may have come after the check whether a save is due.
         saver.finish()
         if stop.requested and trainer.save_at_end and saver.last_step < done:
@@ -191,13 +191,13 @@ class Trainer(Watcher):
         # Saved first, because validation wakes the engine, which then keeps its weights for the next step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
-            self.watchers.on_phase("save_checkpoint")
+            self.callbacks.on_phase("save_checkpoint")
             stop.save_requested = False
             metrics |= saver.save(step, ppo.progress, by_time=not due)
         saver.on_wait()
         stop.reached(step, total, saver.last_step)
         if ppo.rewards.has_validation and trainer.validates_after(step, total, self.plan.steps_per_epoch):
-            with self._rescued(ppo, saver, step):
+            with self._saved_on_error(ppo, saver, step):
                 val_metrics = {} if stop.requested else self._validate()
             metrics |= val_metrics
             # An interrupted validation returns nothing.
@@ -211,11 +211,11 @@ class Trainer(Watcher):
                 metrics |= saver.save(step, ppo.progress)
         if last or stop.requested or saver.best.stalled():
             saver.finish()
-        metrics |= saver.news()
+        metrics |= saver.take_metrics()
         return untested
 
     @contextmanager
-    def _rescued(self, ppo: PPOTrainer, saver: Saver, step: int) -> Iterator[None]:
+    def _saved_on_error(self, ppo: PPOTrainer, saver: Saver, step: int) -> Iterator[None]:
         """Save ``step``, the newest step, if generation or scoring fails in the body."""
         # The progress before the step, because a step draws prompts and adapts the KL coefficient before a reward can
         # fail.
@@ -228,7 +228,7 @@ class Trainer(Watcher):
             if isinstance(error, StepLeft):
                 ppo.actor.give_up()
             try:
-                saver.rescue(step, before)
+                saver.save_emergency(step, before)
             except (DiskError, StorageError, WorkerLost) as unsaved:
                 if isinstance(error, StepLeft):
                     raise
@@ -237,17 +237,17 @@ class Trainer(Watcher):
             raise
 
     def _make(self, ppo: PPOTrainer, step: int) -> Metrics:
-        self.watchers.before_step(step)
+        self.callbacks.before_step(step)
         try:
             # A copy, because later metrics belong to the line of the step, not to its checkpoint.
-            return dict(self.watchers.on_step(ppo.step(step)))
+            return dict(self.callbacks.on_step(ppo.step(step)))
         finally:
-            self.watchers.after_step(step)
+            self.callbacks.after_step(step)
 
     def _validate(self) -> Metrics:
         """Return the metrics of a validation; empty if a signal interrupted it."""
         answered = self.validation.run(self.num_steps, self._stop)
-        return self.watchers.on_validation(answered) if answered else {}
+        return self.callbacks.on_validation(answered) if answered else {}
 
     def close(self) -> None:
         """Stop everything that `build` started. A second call does nothing."""

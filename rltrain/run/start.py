@@ -24,25 +24,24 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.data.rows import Rows
 from rltrain.models.weights.spec import specs_of
 from rltrain.run.assemble import make_evaluation, make_trainer
+from rltrain.run.callbacks.callback import CallbackList
+from rltrain.run.callbacks.drift import Drift
+from rltrain.run.callbacks.notice import Notice
+from rltrain.run.callbacks.profile import Profile
+from rltrain.run.callbacks.user import UserCallbacks
 from rltrain.run.changes import write_run_files
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import Start, verified
+from rltrain.run.checkpoints.resume import ResumePoint, verified
 from rltrain.run.checkpoints.room import checkpoint_bytes
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.run.earlier import evaluation_folder, owes_validation, set_aside
 from rltrain.run.fit import Trainer
-from rltrain.run.preflight.health import look_at_nodes, refuse, try_collectives
-from rltrain.run.report.archive import Archive, keeps_samples
-from rltrain.run.report.details import Details
+from rltrain.run.preflight.health import check_nodes, refuse, try_collectives
+from rltrain.run.previous_attempt import archive_outputs, evaluation_folder, pending_validation
+from rltrain.run.report.sample_logger import SampleLogger, keeps_samples
 from rltrain.run.report.sample_writer import WriterProcess
 from rltrain.run.report.tracking import Tracker
 from rltrain.run.scorers import start_pool
 from rltrain.run.splits import Data
-from rltrain.run.watchers.callbacks import Callbacks
-from rltrain.run.watchers.drift import Drift
-from rltrain.run.watchers.notice import Notice
-from rltrain.run.watchers.profile import Profile
-from rltrain.run.watchers.watcher import Watchers
 from rltrain.runtime.cluster import free, reserve, share
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.hang import Deadlines
@@ -56,24 +55,24 @@ _WORKER = "rltrain.workers.hybrid:HybridWorker"
 
 
 @dataclass(frozen=True)
-class Ready:
+class RunSpec:
     """The specification of a run before anything is started."""
 
     loaded: LoadedConfig
     plan: Plan
     data: Data
     folder: RunFolder
-    start: Start
-    find: Callable[[], Start]
+    start: ResumePoint
+    find: Callable[[], ResumePoint]
     """Finds another checkpoint to start from; see `verified`."""
 
 
-def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack, deadlines: Deadlines) -> Trainer:
+def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack, deadlines: Deadlines) -> Trainer:
     """Start workers, models, scorers and trackers. Return the trainer of the run.
 
     closing: holds the exits of everything that was started; the trainer takes it over.
     """
-    loaded, plan, data, folder, start = ready.loaded, ready.plan, ready.data, ready.folder, ready.start
+    loaded, plan, data, folder, start = spec.loaded, spec.plan, spec.data, spec.folder, spec.start
     cfg, device = loaded.config, get_device(loaded.config.trainer.device)
     # Rows and prompts are stored once, not once per process. Images that a dataset class made go with the prompts.
     splits = {name: share(_as_scored(cfg, rows)) for name, rows in data.rows.items()}
@@ -84,17 +83,17 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     # The stack unwinds in reverse: trackers, writer, scorers and workers end before their devices are released.
     closing.callback(unless_lost(free), groups)
     threads = threads_per_worker(cfg.trainer.n_gpus_per_node)
-    watchers = Watchers()
+    callbacks = CallbackList()
 
     def on_wait() -> None:
         """Check the cluster, callbacks and signals. Called wherever the driver waits for workers or scorers."""
         raise_if_lost()
-        watchers.on_wait()
+        callbacks.on_wait()
         stop.raise_if_asked()
 
     # Before models are loaded, so that a broken scorer fails early.
     pool = start_pool(cfg.scoring, cfg.algorithm, plan, splits, data, groups, folder.path, deadlines, on_wait)
-    rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), watchers.on_failure)
+    rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), callbacks.on_failure)
     group = WorkerGroup("hybrid", groups, device, threads, *rest)
     # After an error, an orderly stop would wait for workers that hang.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
@@ -102,57 +101,57 @@ def start_run(ready: Ready, stop: Stop, callbacks: Callbacks, closing: ExitStack
     closing.callback(unless_lost(lambda: pool.shutdown() if pool and not stop.at_once else None))
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
-        refuse(look_at_nodes(group, cfg.trainer, specs_of(cfg, device), folder.path, start.folder))
-    start = verified(start, group, folder, ready.find)
-    owes = owes_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
+        refuse(check_nodes(group, cfg.trainer, specs_of(cfg, device), folder.path, start.folder))
+    start = verified(start, group, folder, spec.find)
+    owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
     reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
         # A Config object would arrive as a reference too; only the data is large enough to be shared.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if reads_rows else None})
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
-    ppo = validation = archive = None
+    ppo = validation = sample_logger = None
     engine = "no" if plan.passes.supervised else f"the {cfg.actor_rollout_ref.rollout.name}"
     with logs.waiting(f"loading {weights} on {workers}, with {engine} engine"):
         if plan.passes.trains:
-            ppo = make_trainer(cfg, plan, data, group, pool, watchers.on_phase)
+            ppo = make_trainer(cfg, plan, data, group, pool, callbacks.on_phase)
         else:
-            validation = make_evaluation(cfg, plan, data, group, pool, start.folder, watchers.on_phase)
-    saver = _resume(ready, start, ppo, watchers) if ppo else None
+            validation = make_evaluation(cfg, plan, data, group, pool, start.folder, callbacks.on_phase)
+    saver = _resume(spec, start, ppo, callbacks) if ppo else None
     # Only once the run can start: a refused start leaves the files of the previous run unchanged.
     if ppo:
-        set_aside(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
+        archive_outputs(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
     else:
         closing.callback((folder := evaluation_folder(cfg.trainer, folder, start.step)).release)
     write_run_files(folder, loaded, plan, group.hosts)
     tracker = Tracker.of(cfg.trainer, to_dict(cfg), folder.path, start.step, plan.total_steps)
     if keeps_samples(cfg.trainer):
         writer = WriterProcess(splits, prompts, data.encoder.backend)
-        watchers.add(archive := Archive(cfg.trainer, folder.path, writer, tracker))
-        closing.callback(unless_lost(lambda: archive.close(wait=not stop.at_once)))
+        callbacks.add(sample_logger := SampleLogger(cfg.trainer, folder.path, writer, tracker))
+        closing.callback(unless_lost(lambda: sample_logger.close(wait=not stop.at_once)))
     # As a context and not as a callback, because a tracker must know whether the run failed.
     closing.enter_context(tracker)
-    # Callbacks see the archive's metrics. The notice comes last, because a step ends when all others have run.
-    watchers.add(callbacks, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
+    # Callbacks see the sample_logger's metrics. The notice comes last, because a step ends when all others have run.
+    callbacks.add(user, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
-        watchers.add(closing.enter_context(Details(folder.path, plan)), Notice(stop, lambda: saver.under_way_s))
-    parts = ppo, saver, watchers, owes, validation, archive
+        callbacks.add(Notice(stop, lambda: saver.under_way_s))
+    parts = ppo, saver, callbacks, owes, validation, sample_logger
     return Trainer(cfg, plan, folder, stop, start.step, closing.pop_all(), *parts)
 
 
-def _resume(ready: Ready, start: Start, ppo: PPOTrainer, watchers: Watchers) -> Saver:
-    """Restore the training state from ``start``. Return the saver, which is registered as a watcher."""
-    cfg, sizes = ready.loaded.config, ppo.model_sizes
+def _resume(spec: RunSpec, start: ResumePoint, ppo: PPOTrainer, callbacks: CallbackList) -> Saver:
+    """Restore the training state from ``start``. Return the saver, which is registered as a callback."""
+    cfg, sizes = spec.loaded.config, ppo.model_sizes
     numbers = int(sizes["num_parameters"]), int(sizes["trained_parameters"])
-    num_bytes = checkpoint_bytes(cfg.actor_rollout_ref.actor, ready.plan.passes, *numbers)
-    rows = ready.data.rows["train"]
+    num_bytes = checkpoint_bytes(cfg.actor_rollout_ref.actor, spec.plan.passes, *numbers)
+    rows = spec.data.rows["train"]
     saver = Saver(
-        cfg, ready.folder, ppo.actor, ppo.critic, rows.identity(), num_bytes, watchers, ready.plan.steps_per_epoch,
+        cfg, spec.folder, ppo.actor, ppo.critic, rows.identity(), num_bytes, callbacks, spec.plan.steps_per_epoch,
         ppo.reference, sorted(set(rows.sources())),
     )  # fmt: skip
-    watchers.add(saver)
+    callbacks.add(saver)
     # With the sizes of the loaded weights and of the verified checkpoint.
-    saver.check_room(start.step, ready.plan.total_steps, start.size)
+    saver.check_room(start.step, spec.plan.total_steps, start.size)
     with logs.waiting(f"loading {start.folder}") if start.folder else nullcontext():
         saver.load(start)
     ppo.restore(start.progress, start.folder)

@@ -23,7 +23,7 @@ from rltrain.run.checkpoints.model_folder import find_step, whole_export
 from rltrain.run.checkpoints.room import sized
 from rltrain.run.checkpoints.thin import damage, optimizer_bytes, thin
 from rltrain.run.report.table import METRICS
-from rltrain.tools.evaluate.kept import RESULT
+from rltrain.tools.evaluate.results import RESULT
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:
@@ -62,7 +62,7 @@ def verify(name: str) -> int:
         problem = damage(step)
         state = f"damaged: {problem}" if problem else "whole"
         if not problem:
-            state += "" if has_digests(step) else " (saved without digests: sizes alone are compared)"
+            state += "" if has_digests(step) else " (saved without digests: only sizes are compared)"
             state += ", without optimizer" if is_thinned(step) else ""
         sys.stdout.write(f"{step.name:<20} {sized(size_of(step)):>10}  {state}\n")
         sys.stdout.flush()
@@ -91,18 +91,18 @@ def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
         for step in run.steps():
             folder = run.step_folder(step)
             if step not in whole:
-                said = "damaged: left as it is"
+                status = "damaged: unchanged"
             elif is_thinned(folder):
-                said = "has no optimizer any more"
+                status = "has no optimizer any more"
             elif step in whole[max(0, len(whole) - keep) :]:
-                said = "stays (--keep)"
+                status = "stays (--keep)"
             elif step == best:
-                said = "stays (best by trainer.keep_best; --best thins it too)"
+                status = "stays (best by trainer.keep_best; --best thins it too)"
             else:
                 num_bytes = optimizer_bytes(folder) if dry else thin(run, step)
                 freed += num_bytes
-                said = f"{'would free' if dry else 'freed'} {sized(num_bytes)}"
-            sys.stdout.write(f"{folder.name:<20} {sized(size_of(folder)):>10}  {said}\n")
+                status = f"{'would free' if dry else 'freed'} {sized(num_bytes)}"
+            sys.stdout.write(f"{folder.name:<20} {sized(size_of(folder)):>10}  {status}\n")
             sys.stdout.flush()
         sys.stdout.write(f"{'would free' if dry else 'freed'} {sized(freed)} in all\n")
     finally:

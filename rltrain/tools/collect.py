@@ -45,7 +45,7 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
     """Write the archive and return the names in it. Raises DataError if the folder is not a run."""
     if not (run / TRAIN_LOG).exists() and not (run / "config.yaml").exists():
         raise DataError(
-            f"{run} is no run folder: it holds neither {TRAIN_LOG} nor config.yaml (trainer.default_local_dir)."
+            f"{run} is not a run folder: it has neither {TRAIN_LOG} nor config.yaml (trainer.default_local_dir)."
         )
     names: list[str] = []
     files = [(name, path) for name, path in _files(run) if not path.is_symlink()]
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Pack what a bug report needs of a run into one archive: configuration, plan, versions, logs, "
         "metrics, incidents, the newest answers and Ray's logs, but no weights. Values of keys that name a secret are "
         f"masked, large files are cut to their ends, and it holds at most {MOST_BYTES >> 20} MiB. Look through it "
-        "before you give it away: prompts and answers are in it.",
+        "before you share it: prompts and answers are in it.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
     parser.add_argument("archive", type=Path, nargs="?", help="default: NAME_OF_THE_RUN-report.zip in this folder")
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     names = collect(run, archive)
     size = archive.stat().st_size / 2**20
     sys.stdout.write(
-        f"{archive}: {len(names)} files, {size:.1f} MiB. Look through it before you give it away: "
+        f"{archive}: {len(names)} files, {size:.1f} MiB. Look through it before you share it: "
         f"{', '.join(names[:8])} …\n"
     )
     return 0

@@ -24,7 +24,7 @@ from rltrain.config.load import changed, load_config
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
 from rltrain.models.weights.spec import specs_of
-from rltrain.run.preflight.health import Check, look_at_nodes, try_collectives
+from rltrain.run.preflight.health import Check, check_nodes, try_collectives
 from rltrain.run.program import explained
 from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import cluster_address, free, num_nodes, reserve, start_ray
@@ -85,10 +85,10 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
     )
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
     with logs.waiting("looking at the nodes"), restored_folder(Path(cfg.trainer.default_local_dir)) as folder:
-        checks = look_at_nodes(group, cfg.trainer, specs_of(cfg, device), folder)
+        checks = check_nodes(group, cfg.trainer, specs_of(cfg, device), folder)
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
         # They would hang, or fail with a less specific message.
-        return [*checks, Check("collectives", "not tried", notes=["mend what failed, and all devices will be tried"])]
+        return [*checks, Check("collectives", "not tried", notes=["fix the failed checks, then all devices are tried"])]
     return [*checks, *try_together(group, cfg.trainer.device, device.is_cpu)]
 
 

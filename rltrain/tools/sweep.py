@@ -9,28 +9,24 @@ run uses all devices, and choosing the next settings by results. Slow imports ar
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
 import itertools
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rltrain.api import look_over, train
+from rltrain.api import check_settings, train
 from rltrain.common import logs
 from rltrain.common.errors import ConfigError, Interrupted, RltrainError, first_line, system_error
 from rltrain.common.stop import Stop
 from rltrain.common.storage import read_json, write_json
-from rltrain.config.load import load_config, to_dict
+from rltrain.config.load import load_config
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
-from rltrain.models.files.digest import digest_of_files, digest_of_model, digests_of_values
 from rltrain.run.program import explained
 
 _USAGE = """usage: rltrain sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
@@ -41,11 +37,11 @@ Make a run for every combination of values, one after the other.
   --out FOLDER   where the runs' folders, sweep.json and the comparison are (default: trainer.default_local_dir)
   --dry-run      list the runs and say of each whether it would start
 
-The same command goes on: it skips runs that are finished, and the others go on from their checkpoints.
+The same command resumes: it skips finished runs, and the others continue from their checkpoints.
 Exit code 0: all runs are finished; else that of the failures, or 1 where they differ; 130 or 75: stopped by a signal.
 """
 _FOLDER, _EXPERIMENT = "trainer.default_local_dir", "trainer.experiment_name"
-_DATA, _LENGTH = ("data.train_files", "data.val_files"), ("trainer.total_training_steps", "trainer.total_epochs")
+_LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
 # A run's name is a folder, and a name for trackers. If two names are equal, the second gets a number.
 _NO_NAME, _LONGEST = re.compile(r"[^\w.+=-]+"), 120
 _FINISHED, _FAILED, _STOPPED = "finished", "failed", "stopped"
@@ -63,36 +59,6 @@ class SweepRun:
     @property
     def folder(self) -> Path:
         return Path(self.loaded.config.trainer.default_local_dir).expanduser().resolve()
-
-    @cached_property
-    def digests(self) -> dict[str, str]:
-        """Digests: ``settings`` of all settings and the files that they name, ``kind`` of all but the length of the
-        run.
-
-        A finished run is skipped if ``settings`` are equal. If only ``kind`` is, it resumes with the new length.
-        """
-        from rltrain.tools.evaluate.models import flat
-
-        values = flat(to_dict(self.loaded.config))
-        contents = digests_of_values(values)
-        for key, value in values.items():
-            if key in _DATA and value:
-                contents[key] = _digest_of_data((value,) if isinstance(value, str) else tuple(value))
-            elif key.endswith("model.path") and value and Path(value).is_dir():
-                contents[key] = digest_of_model(Path(value))
-        lasting = {key: value for key, value in values.items() if key not in _LENGTH}
-        return {"settings": _sha256([values, contents]), "kind": _sha256([lasting, contents])}
-
-
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache  # the runs of a sweep mostly read the same data
-def _digest_of_data(names: tuple[str, ...]) -> str:
-    from rltrain.data.files import files_of
-
-    return digest_of_files(file for name in names for file in files_of(name))
 
 
 def values_of(text: str) -> list[str]:
@@ -150,7 +116,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
             out = out or Path(plain.default_local_dir).expanduser()
             own = [f"{_FOLDER}={out / name}", f"{_EXPERIMENT}={plain.experiment_name}-{name}"]
             loaded = load_config([*words, *own], arguments.config)
-            runs.append(SweepRun(name, loaded, look_over(loaded)))
+            runs.append(SweepRun(name, loaded, check_settings(loaded)))
         except ConfigError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, []).append(name)
@@ -165,23 +131,25 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
 
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
     """Make all unfinished runs, and compare the finished ones. Return the exit code."""
+    from rltrain.run.build import begin_ray
     from rltrain.runtime.lifeline import lost
     from rltrain.tools.compare import compare
 
     file = out / "sweep.json"
     record: dict[str, dict[str, Any]] = read_json(file) or {}
-    finished = _finished(runs, record)
+    finished = [run for run in runs if _is_finished(run, record.get(run.name, {}))]
     for run in finished:
-        _say(f"{run.name}: finished before, in {run.folder}")
-    left = [run for run in runs if run not in finished]
-    failures, messages = set[int](), dict[str, str]()
+        _print(f"{run.name}: finished before, in {run.folder}")
+    left, codes, messages = [run for run in runs if run not in finished], set[int](), dict[str, str]()
     with ExitStack() as closing:
         if left:
-            _start_ray(left, stop, closing)
+            largest = max((run.loaded.config for run in left), key=lambda config: config.trainer.n_gpus_per_node)
+            with logs.session():
+                begin_ray(largest, stop, closing)
         for number, run in enumerate(left, 1):
-            _say(f"{run.name}: run {number} of {len(left)}, in {run.folder}")
+            _print(f"{run.name}: run {number} of {len(left)}, in {run.folder}")
             state, message, code = _make(run)
-            record[run.name] = {"state": state, **run.digests, "folder": str(run.folder), "message": message}
+            record[run.name] = {"state": state, "folder": str(run.folder), "message": message}
             write_json(file, record)
             if state == _FINISHED:
                 finished.append(run)
@@ -189,8 +157,8 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
                 sys.stderr.write(f"{run.name}: {message}\n")
                 messages[run.name] = message.splitlines()[0]
                 # The code of a signal decides, because the signal is the reason why the others are not made.
-                failures = {code} if state == _STOPPED else failures | {code}
-            # A signal is for all runs, and without Ray none can start.
+                codes = {code} if state == _STOPPED else codes | {code}
+            # A signal ends all runs, and without Ray none can start.
             if state == _STOPPED or lost():
                 break
     if len(finished) > 1:
@@ -198,26 +166,28 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
             compare([run.folder for run in runs if run in finished], out)
         except RltrainError as error:  # the runs themselves are finished
             sys.stderr.write(f"the runs are not compared: {error}\n")
-    _say(f"{len(finished)} of {len(runs)} runs are finished")
-    for run in left:
-        if run not in finished:
-            _say(f"  {run.name}: {messages.get(run.name, 'not begun')}")
-    return failures.pop() if len(failures) == 1 else int(bool(failures))
+    _print(f"{len(finished)} of {len(runs)} runs are finished")
+    for run in [run for run in left if run not in finished]:
+        _print(f"  {run.name}: {messages.get(run.name, 'not started')}")
+    return codes.pop() if len(codes) == 1 else int(bool(codes))
 
 
-def _finished(runs: Sequence[SweepRun], record: dict[str, dict[str, Any]]) -> list[SweepRun]:
-    """Return the runs that sweep.json lists as finished with these settings, if their folders exist.
+def _is_finished(run: SweepRun, entry: Mapping[str, Any]) -> bool:
+    """Return whether ``entry`` of sweep.json says that the run is finished, and its length is the same.
 
-    Raises ConfigError for a finished run with settings of another kind.
+    Raises ConfigError for a finished run with other settings.
     """
-    made = [run for run in runs if record.get(run.name, {}).get("state") == _FINISHED and run.folder.is_dir()]
-    for run in made:
-        if record[run.name].get("kind") != run.digests["kind"]:
-            raise ConfigError(
-                f"{run.folder} is a finished run of this sweep with other settings, which would count as this one's. "
-                "Use another --out, or the settings of before."
-            )
-    return [run for run in made if record[run.name].get("settings") == run.digests["settings"]]
+    from rltrain.run.changes import changed_settings
+
+    if entry.get("state") != _FINISHED or not run.folder.is_dir():
+        return False
+    changes = {key: f"{key}: {then} -> {now}" for key, then, now in changed_settings(run.folder, run.loaded)}
+    if others := [text for key, text in changes.items() if not key.startswith("trainer.")]:
+        raise ConfigError(
+            f"{run.folder} is a finished run of this sweep with other settings ({'; '.join(others)}). Use another "
+            "--out, or the earlier settings."
+        )
+    return not changes.keys() & set(_LENGTH)
 
 
 def _make(run: SweepRun) -> tuple[str, str, int]:
@@ -233,18 +203,6 @@ def _make(run: SweepRun) -> tuple[str, str, int]:
     return (_FINISHED, "", 0) if not code else (_STOPPED, "stopped by a signal; the same command resumes", code)
 
 
-def _start_ray(runs: Sequence[SweepRun], stop: Stop, closing: ExitStack) -> None:
-    """Start one Ray for all runs, with the devices of the largest."""
-    from rltrain.runtime.cluster import cluster_address, start_ray
-    from rltrain.runtime.lifeline import ended_after_us, stop_ray, unless_lost
-
-    largest = max((run.loaded.config.cluster for run in runs), key=lambda cluster: cluster.trainer.n_gpus_per_node)
-    with logs.session(), logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
-        if start_ray(largest):
-            closing.enter_context(ended_after_us(not cluster_address(largest)))
-            closing.callback(unless_lost(stop_ray))
-
-
 def _dry_run(runs: Sequence[SweepRun]) -> int:
     from rltrain.run.dry_run import dry_run
 
@@ -252,13 +210,13 @@ def _dry_run(runs: Sequence[SweepRun]) -> int:
     for run in runs:
         text, refused = dry_run(run.loaded, run.notes)
         any_refused |= refused
-        _say(f"{run.name}: {'would be refused' if refused else 'would start'}, in {run.folder}")
+        _print(f"{run.name}: {'would be refused' if refused else 'would start'}, in {run.folder}")
         if refused:
             sys.stdout.write("  " + text.rstrip().replace("\n", "\n  ") + "\n")
     return ConfigError.exit_code if any_refused else 0
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -26,7 +26,6 @@ from rltrain.common.errors import ConfigError, command, plain
 from rltrain.common.logs import console
 from rltrain.common.storage import json_lines, lines_of, read_json, run_folder
 from rltrain.run.report.console import seconds_left, shown, validation_lines
-from rltrain.run.report.details import DETAILS
 from rltrain.run.report.page import warnings_of
 from rltrain.run.report.table import METRICS
 
@@ -34,45 +33,41 @@ _EVERY_S = 2.0
 _BAR_WIDTH = 40
 
 
-def view(run: Path, now: float) -> Group:
-    """Return the terminal view of the run at ``now`` (seconds since 1970)."""
+def view(run: Path) -> Group:
+    """Return the terminal view of the run."""
     lines, plan = json_lines(run / METRICS), read_json(run / "plan.json") or {}
     steps = [line for line in lines if "timing_s/step" in line]
     made, total = int(steps[-1]["step"]) if steps else 0, int(plan.get("total_steps") or 0)
     parts: list[Any] = [Text(f"{run.resolve().name}: step {made}{f' of {total}' if total else ''}", style="bold")]
     if total:
         parts.append(ProgressBar(total=total, completed=made, width=_BAR_WIDTH))
-    parts.append(Text(_doing(run, made, total, steps, now)))
+    parts.append(Text(_progress(run, made, total, steps)))
     parts += [Text("  ".join(shown(steps[-1])))] if steps else []
     for line in lines[::-1]:
-        if found := validation_lines(line):
-            parts += [Text(f"validation {line['step']}  {name}  {'  '.join(of)}") for name, of in found.items()]
+        if numbers := validation_lines(line):
+            parts += [Text(f"validation {line['step']}  {name}  {'  '.join(of)}") for name, of in numbers.items()]
             break
     parts += [Text(f"{when}  {what}", style="yellow") for when, what, _ in warnings_of(run)[-3:]]
     return Group(*parts)
 
 
-def _doing(run: Path, made: int, total: int, steps: list[dict[str, Any]], now: float) -> str:
-    phases = [line for line in json_lines(run / DETAILS) if "phase" in line]
+def _progress(run: Path, made: int, total: int, steps: list[dict[str, Any]]) -> str:
     if total and made >= total:
         return "all steps are made"
-    if not phases or not steps:
+    if not total or not steps:
         return last_line(run)
-    newest = phases[-1]
-    said = f"step {newest['step']}: {newest['phase']} for {timedelta(seconds=max(0, round(now - newest['at'])))}"
-    left = seconds_left(steps, total - made) if steps and total else None
-    return f"{said}, {timedelta(seconds=round(left))} left" if left is not None else said
+    return f"{timedelta(seconds=round(seconds_left(steps, total - made)))} left"
 
 
 def last_line(run: Path) -> str:
     """Return the newest line of train.log; before the first step it describes the current wait."""
     log = run / "train.log"
-    return plain(next((line for line in lines_of(log)[::-1] if line.strip()), f"{log} says nothing yet"))
+    return plain(next((line for line in lines_of(log)[::-1] if line.strip()), f"{log} is empty"))
 
 
 def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], clock: Clock = SYSTEM) -> None:
     """Write the lines of train.log as they arrive, beginning with the last twenty, until ``ended``."""
-    told = max(0, len(lines_of(run / "train.log")) - 20)
+    num_written = max(0, len(lines_of(run / "train.log")) - 20)
     if not (run / "train.log").exists():  # of a job that waits, or the folder of something else
         write(f"{last_line(run)}\n")
     while True:
@@ -80,9 +75,9 @@ def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], cl
         lines = lines_of(run / "train.log", keepends=True)
         if lines and not over and not lines[-1].endswith("\n"):
             del lines[-1]  # an incomplete line: it is being written, or the disk is full
-        for line in lines[told:]:
+        for line in lines[num_written:]:
             write(f"{plain(line.rstrip())}\n")
-        told = len(lines)
+        num_written = len(lines)
         if over:
             return
         clock.sleep(_EVERY_S)
@@ -100,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="rltrain watch",
-        description="Watch a run by its folder, from any machine that sees it: on a terminal its step and phase, the "
+        description="Watch a run by its folder, from any machine that sees it: on a terminal its step, the "
         "newest numbers and warnings, the time left; elsewhere the lines of its train.log as they come. Ends with the "
         "run's last step.",
     )
@@ -123,10 +118,10 @@ def _watch(run: Path, *, is_terminal: bool) -> None:
     if not is_terminal:
         follow(run, _write, partial(is_over, run))
         return
-    with Live(view(run, time.time()), console=console, refresh_per_second=2) as live:
+    with Live(view(run), console=console, refresh_per_second=2) as live:
         while not is_over(run):
             time.sleep(_EVERY_S)
-            live.update(view(run, time.time()))
+            live.update(view(run))
 
 
 def _write(text: str) -> None:

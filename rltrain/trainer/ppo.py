@@ -151,7 +151,7 @@ class PPOTrainer:
                     self._update_actor(samples, whitening, record)
                     self._move_reference(record)  # pi_ref <- a pi + (1 - a) pi_ref, every K steps
         self._metrics = self._report(samples, timer, record)
-        return Answered(step, self._metrics, samples, plan.answers_per_prompt, timer.spans)
+        return Answered(step, self._metrics, samples, plan.answers_per_prompt)
 
     def _old_log_probs(self, samples: Samples, record: StepRecord) -> None:
         """Compute old log-probs of all samples.

@@ -39,7 +39,7 @@ def recipe_page(page: str, script: str) -> str:
     parts += [f"```bash\n{_command(script)}\n```", "## What it should give", told[1] if told else "Nothing is known."]
     parts.append(_seen(told[2] if told else ""))
     if memory := [cells for cells in about if len(cells) > 3]:
-        parts += ["## What a device needs", "GiB of one device, foretold by `--dry-run` ([memory](../docs/memory.md)):",
+        parts += ["## Device memory", "GiB of one device, estimated by `--dry-run` ([memory](../docs/memory.md)):",
                   "| nodes × devices | generation | training |\n|---|---|---|\n"
                   + "\n".join("| " + " | ".join(cells[2:5]) + " |" for cells in memory)]  # fmt: skip
     body = moved("\n\n".join(parts), INDEX, page)

@@ -7,15 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from rltrain.config.agents import AGENT_KEY
-from rltrain.config.load import load_config
-from rltrain.data.chat import chat_encoder
 from rltrain.tools.try_agent import main
 from tests.tiny import write_arithmetic
-from tests.tiny_tools import CALL, CALL_ID, TOOLS, save_calling_model
+from tests.tiny_tools import CALL, TOOLS, save_calling_model
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn."
 MORE = '''
@@ -103,8 +99,8 @@ def test_tools_are_run_as_turns_call_them(attempt):
         "turn 1, of the policy", "I add.", 'call: add {"a": 2, "b": 3}', '── tool add {"a": 2, "b": 3} (', "\n5\n",
         "turn 2", "s; a run waits 0.01 s (multi_turn.tool_timeout_s)) ──", "awake \ufffd[2J", "rewards: [0.5]",
         "turn 3", 'raise ValueError("no such city")', "── tool fail {} (", "Error: ValueError: no such city",
-        "turn 4", "a call that cannot be read: ", "── tool unreadable ──", "turn 5", "the end, after 5 turns",
-        "score: none of its own",
+        "turn 4", "unreadable call: ", "── tool unreadable ──", "turn 5", "the end, after 5 turns",
+        "score: none; the scorer of the run scores the response",
     ]  # fmt: skip
     place = 0
     for words in order:
@@ -135,7 +131,7 @@ def test_agent_runs_its_trajectory(attempt):
     assert text.endswith("score: 1\nfurther: seed=3 tools=3\n")
     code, text = attempt("agent.py:broken", turns=["4"])
     assert code == 2
-    assert "failed: the trajectory could not go on" in text
+    assert "failed: the trajectory was ended by an error" in text
     assert 'agent.py", line 12, in broken' in text
     assert "RuntimeError: no server" in text
     assert "rltrain/tools" not in text, "the frames are the user's own"
@@ -159,36 +155,15 @@ def test_try_agent_rejects_like_a_run(attempt, file, more, words):
     assert "Traceback" not in text
 
 
-def encoder_of(model, tools="tools.py"):
-    return chat_encoder(
-        load_config([f"actor_rollout_ref.model.path={model}", f"{MULTI_TURN}function_tool_path={tools}"]).config
-    )
-
-
-@pytest.fixture
-def caller(folder):
-    """A model that answers the first row with a call of ``add``."""
-    path = save_calling_model(folder / "model")
-    ids = torch.tensor([encoder_of(path).encode([{"role": "user", "content": "0+0=?"}])])
-    model = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        model.lm_head.weight[CALL_ID] = model(ids, output_hidden_states=True).hidden_states[-1][0, -1]
-    model.save_pretrained(path)
-    return path
-
-
-def test_model_generates_turns_and_template_writes_the_text_between(attempt, caller):
-    limits = [f"{MULTI_TURN}max_assistant_turns=2", "data.max_response_length=90"]
-    code, text = attempt("tools.py", "--model", caller, *limits)
+def test_the_template_of_a_model_formats_prompt_and_tool_results(attempt, folder):
+    last = f"{MULTI_TURN}max_assistant_turns=2"
+    code, text = attempt("tools.py", "--model", save_calling_model(folder / "model"), last, turns=[CALL, "5"])
     assert code == 0
     assert "<|im_start|>user\n0+0=?<|im_end|>\n<|im_start|>assistant\n" in text
     assert f"turn 1, of the policy ──\n{CALL}\n" in text
-    after = "<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert f"── text after the turn, as the policy reads it ──\n{after!r}\n" in text
-    assert ("calls are not run behind it" in text) != ("cut off: " in text)
-    code, text = attempt("tools.py", "--model", caller, turns=[CALL, "5"])
-    assert code == 0
-    assert repr(after) in text
+    between = "<|im_end|>\n<|im_start|>user<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert f"── text between the turns, by the chat template ──\n{between!r}\n" in text
+    assert "the last turn by multi_turn.max_assistant_turns=2: its calls are not run" in text
 
 
 def test_breakpoint_reaches_the_terminal(folder):

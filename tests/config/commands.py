@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rltrain.api import look_over
+from rltrain.api import check_settings
 from rltrain.common.errors import ConfigError
 from rltrain.config.check import check
 from rltrain.config.load import LoadedConfig, load_config
@@ -39,7 +39,7 @@ def value(key: str, *commands: str):
 
 def notes(*commands: str) -> list[str]:
     """Notes on keys without effect, and on other names and meanings."""
-    return look_over(load_config([*BASE, *words(*commands)]))
+    return check_settings(load_config([*BASE, *words(*commands)]))
 
 
 def meanings(*commands: str) -> list[str]:

@@ -9,7 +9,7 @@ from rltrain.run.preflight import settings as preflight
 def of_another_machine(monkeypatch):
     """A dry run on the machine that a script is for: its devices, packages and Ray are there. Few rows are read, and
     chat templates, which are ours, end: a fork that tries them is a third of the time."""
-    for name in ("look_at_devices", "look_at_packages", "ray_problems"):
+    for name in ("check_devices", "check_packages", "ray_problems"):
         monkeypatch.setattr(preflight, name, lambda *_: [])
     monkeypatch.setattr(dry_run, "MOST_ROWS", 8)
     monkeypatch.setattr(chat, "trouble", lambda *_: "")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rltrain.api import look_over
+from rltrain.api import check_settings
 from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.config.notes import other_meanings
@@ -16,7 +16,7 @@ ENGINES = "actor_rollout_ref.rollout.engine_kwargs"
 def problems(words: list[str]) -> str:
     try:
         loaded = load_config([*BASE, *words])
-        look_over(loaded)
+        check_settings(loaded)
         list(other_meanings(loaded))
     except ConfigError as error:
         return str(error)

@@ -159,10 +159,10 @@ def calling(tmp_path_factory):
 def walk(stand_ins, seeing, calling, of_another_machine, monkeypatch, capsys):
     """walk(launch): None, or the text of the refusal."""
     # Rows and reward functions are ours, so what they are like says nothing of the launch.
-    for name in ("try_reward", "_look_at"):
+    for name in ("try_reward", "_check_rows"):
         monkeypatch.setattr(dry_run, name, lambda *_: [])
     # Nor does the memory of tiny models; tests/config/test_recipes.py foretells that of models of the real sizes.
-    monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))
+    monkeypatch.setattr(dry_run, "check_memory", lambda *_: ([], ""))
 
     def run(launch: Launch) -> str | None:
         settings = [word.lstrip("+").partition("=") for word in launch.words]

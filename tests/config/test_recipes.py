@@ -1,5 +1,5 @@
 """The launch scripts of examples/, each on the devices it is for: with data as the converters make them, and models of
-the real sizes without weights. What a device needs is foretold as for a user, and stands in examples/README.md.
+the real sizes without weights. What a device needs is estimated as for a user, and stands in examples/README.md.
 """
 
 import json
@@ -194,7 +194,7 @@ def dry(typed, of_another_machine, monkeypatch, capsys):
 @pytest.fixture
 def without_memory(monkeypatch):
     """What foretells it takes seconds."""
-    monkeypatch.setattr(dry_run, "look_at_memory", lambda *_: ([], ""))
+    monkeypatch.setattr(dry_run, "check_memory", lambda *_: ([], ""))
 
 
 def the_row(stem: str) -> Row:

@@ -84,7 +84,7 @@ def test_an_evaluation_that_was_stopped_goes_on_with_equal_numbers(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "answer", stopped)
         assert main([*words, f"out={tmp_path / 'cut'}"]) == 130
-    message = f"stopped; 2 of 6 prompts of {tiny_model.name} are answered: the same command goes on after them"
+    message = f"stopped; 2 of 6 prompts of {tiny_model.name} are answered: the same command continues after them"
     assert message in capfd.readouterr().err
     assert not (tmp_path / "cut" / "evaluation.json").exists()
     assert main([*words, f"out={tmp_path / 'cut'}", "temperature=0.5"]) == 2

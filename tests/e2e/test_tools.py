@@ -6,7 +6,7 @@ import re
 import pytest
 
 import rltrain
-from rltrain.run.report.view import main
+from rltrain.tools.view import main
 from tests.tiny import small_run
 from tests.tiny_tools import save_calling_model, tool_run
 

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rltrain
 from rltrain.main_ppo import main
-from rltrain.run.report.details import read_details
+from rltrain.run.report.samples import read_samples
 from rltrain.run.report.table import read_metrics
-from rltrain.run.report.view import read_samples
 from tests.distance import distance
 from tests.tiny import small_run
 
@@ -180,16 +179,7 @@ def test_the_run_folder_says_what_the_run_was(reference_run):
 
 
 @pytest.mark.smoke("A run ends with its report")
-def test_a_run_ends_with_its_page_and_details_of_every_step(reference_run):
-    metrics, details = read_metrics(reference_run), read_details(reference_run)
-    assert [*details] == [line["step"] for line in metrics if "timing_s/step" in line]
-    for line in metrics[-1:]:
-        one = details[line["step"]]
-        ends = {span.phase: span.end for span in one.spans}
-        assert ends["step"] == pytest.approx(line["timing_s/step"], abs=0.01)
-        assert sum(span.end - span.begin for span in one.spans if span.phase != "step") <= ends["step"]
-        assert sum(one.lengths.values()) == json.loads((reference_run / "plan.json").read_text())["samples_per_step"]
-        assert all(0 < half <= most <= last <= ends["gen"] for half, most, last in one.replicas)
+def test_a_run_ends_with_its_page(reference_run):
     assert "<h2>Learning</h2>" in (reference_run / "report.html").read_text()
 
 

@@ -13,9 +13,9 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.model_folder import find_model
 from rltrain.run.checkpoints.resume import frozen_values
 from rltrain.tools.evaluate.__main__ import main
-from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.models import models_of
 from rltrain.tools.evaluate.request import identity, read_request
+from rltrain.tools.evaluate.results import ResultFolder
 from rltrain.trainer.validation import sampling_of
 from tests.tiny import save_tiny_model
 
@@ -90,8 +90,8 @@ def test_a_run_says_how_it_validates_unless_the_command_does(tiny_model, arithme
     assert (found.data.max_response_length, found.custom_reward_function.path) == (11, "reward.py")
     assert found.actor_rollout_ref.rollout.val_kwargs.temperature == 0.5
     assert found.data.train_batch_size != 7
-    assert "data.max_response_length=9" not in request.used(loaded)
-    assert "custom_reward_function.path=reward.py" in request.used(loaded)
+    assert "data.max_response_length=9" not in request.run_settings_in_use(loaded)
+    assert "custom_reward_function.path=reward.py" in request.run_settings_in_use(loaded)
     # All models of a command are compared under the same settings.
     both = read(f"model={tiny_model},{run}", data)
     assert both.settings(both.models[0]).config.data.max_response_length == 9
@@ -100,8 +100,8 @@ def test_a_run_says_how_it_validates_unless_the_command_does(tiny_model, arithme
     words = [f"model={run},{tmp_path / 'second'}", data, "custom_reward_function.path=reward.py"]
     others = [f"{ANSWERS}.do_sample=True", f"{ANSWERS}.temperature=0.5"]
     with pytest.raises(ConfigError, match=r"data.max_response_length is 9 in the run of .* and 8 in that of .*second"):
-        _ = read(*words, *others).of_run
-    assert "data.max_response_length" in read(*words, *others, "data.max_response_length=8").of_run
+        _ = read(*words, *others).run_settings
+    assert "data.max_response_length" in read(*words, *others, "data.max_response_length=8").run_settings
 
 
 def test_relative_paths_of_a_run_start_at_the_folder_where_it_was_started(
@@ -160,7 +160,7 @@ def test_models_of_equal_names_are_told_apart(tiny_model, run, tmp_path):
     told_apart = models_of([str(export) for export in exports])
     assert [model.name for model in told_apart] == [f"{name}_x_global_step_10_huggingface" for name in ("one", "two")]
     # Inside of the checkpoint its results would go with it.
-    assert told_apart[0].beside == tmp_path / "one" / "x" / "evaluation"
+    assert told_apart[0].output_folder == tmp_path / "one" / "x" / "evaluation"
     with pytest.raises(ConfigError, match=r"names .*global_step_10 twice"):
         models_of([str(run), str(run / "global_step_10")])
 
@@ -262,11 +262,11 @@ def test_what_changes_answers_changes_the_identity_and_what_does_not_does_not(ti
 def test_a_folder_of_another_evaluation_is_refused_before_the_first_model(
     tiny_model, arithmetic_files, tmp_path, capsys
 ):
-    Kept(tmp_path / "b", {"model": "another"}).begin()
+    ResultFolder(tmp_path / "b", {"model": "another"}).begin()
     for name in ("a", "b"):
         shutil.copytree(tiny_model, tmp_path / "models" / name)
     lengths = ["data.max_prompt_length=16", "data.max_response_length=8", "trainer.device=cpu"]
     words = [f"model={tmp_path}/models/a,{tmp_path}/models/b", f"data={arithmetic_files[1]}", f"out={tmp_path}"]
     assert main([*words, *lengths]) == 2
-    assert f"{tmp_path / 'b'} holds an evaluation of something else" in capsys.readouterr().err
+    assert f"{tmp_path / 'b'} holds another evaluation" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()

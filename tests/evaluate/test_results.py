@@ -10,10 +10,10 @@ import pytest
 
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.tools.evaluate.evaluation import summary
-from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.page import write_page
 from rltrain.tools.evaluate.paired import differences
 from rltrain.tools.evaluate.report import show
+from rltrain.tools.evaluate.results import ResultFolder
 
 
 def answers(source="a", rights=((1, 0), (1, 1), (0, 0)), first_row=0, **columns):
@@ -75,7 +75,7 @@ def test_the_average_is_over_sources_and_the_order_of_rows_does_not_matter():
 
 
 def test_what_is_missing_is_what_no_part_has(tmp_path):
-    kept = Kept(tmp_path, {})
+    kept = ResultFolder(tmp_path, {})
     assert [rows.tolist() for rows in kept.missing(5, 2)] == [[0, 1], [2, 3], [4]]
     for rows in (np.array([2, 3], np.int32), np.array([0], np.int32)):
         file = kept.part(rows)
@@ -94,10 +94,10 @@ def test_what_is_missing_is_what_no_part_has(tmp_path):
 
 
 def test_another_evaluation_of_the_folder_is_refused_by_what_differs(tmp_path):
-    Kept(tmp_path, {"model": "a", "n": 4, "top_p": 1.0}).begin()
-    Kept(tmp_path, {"model": "a", "n": 4, "top_p": 1.0}).check()
-    with pytest.raises(ConfigError, match=r"something else \(model; n: 4 then, 8 now\)\. Put that back"):
-        Kept(tmp_path, {"model": "b", "n": 8, "top_p": 1.0}).check()
+    ResultFolder(tmp_path, {"model": "a", "n": 4, "top_p": 1.0}).begin()
+    ResultFolder(tmp_path, {"model": "a", "n": 4, "top_p": 1.0}).check()
+    with pytest.raises(ConfigError, match=r"another evaluation \(model; n: 4 then, 8 now\)\. Use these settings"):
+        ResultFolder(tmp_path, {"model": "b", "n": 8, "top_p": 1.0}).check()
 
 
 def test_a_model_is_a_column_of_statistics_and_several_are_rows(capsys):

@@ -19,7 +19,7 @@ from rltrain.main_ppo import main
 from rltrain.run.changes import write_config
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.earlier import set_aside
+from rltrain.run.previous_attempt import archive_outputs
 from rltrain.tools.report import main as report
 from tests.data.conftest import make_row
 from tests.tiny import small_config
@@ -79,7 +79,7 @@ def test_files_of_a_run_that_cannot_be_read(tmp_path, at_once, capsys):
         write_config(folder, load_config([]))
     folder.release()
     with pytest.raises(StorageError, match=r"metrics.jsonl cannot be read: Input/output error"):
-        set_aside(config.trainer, tmp_path, 1)
+        archive_outputs(config.trainer, tmp_path, 1)
 
 
 # In a process of its own, which gets little more memory than it has.
@@ -91,7 +91,7 @@ from rltrain.data.rows import read_rows
 from rltrain.data.trial import problem_in_fork
 from rltrain.main_ppo import main
 from rltrain.models.files.safe import read_metadata
-from rltrain.run.report.view import read_samples
+from rltrain.run.report.samples import read_samples
 
 folder = Path(sys.argv[1])
 works = [

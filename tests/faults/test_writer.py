@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rltrain.run.report.view import read_samples
+from rltrain.run.report.samples import read_samples
 from tests.faults.plug import below, over, wait_for_step
 from tests.tiny import small_run
 
@@ -24,7 +24,7 @@ def test_a_killed_writer_is_started_again(start, tiny_model, arithmetic_files, t
     output = over(process)
     kept = {int(file.stem[-6:]) for file in (tmp_path / "run/samples").glob("train_*.parquet")}
     # Steps of a tenth of a second continue while it starts, and only so many samples wait.
-    match = re.search(r"the answers of these steps are missing: train ([\d, -]+)", output)
+    match = re.search(r"the responses of these steps are missing: train ([\d, -]+)", output)
     ranges = [word.split("-") for word in match[1].split(",")] if match else []
     missing = {step for each in ranges for step in range(int(each[0]), int(each[-1]) + 1)}
     assert kept == set(range(1, 31)) - missing, output

@@ -12,7 +12,7 @@ from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.shard import empty_packed, sharded_model
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight.fake_run import Ledger
+from rltrain.run.preflight.meta_run import Ledger
 from tests.models.kinds import KINDS, plain_model
 from tests.models.test_forward import FAMILIES, SIZES, make_batch
 from tests.tiny import small_run

@@ -26,7 +26,7 @@ from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import load_training_state, save_training_state
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import find_damage
-from rltrain.run.checkpoints.resume import files_of, find_start
+from rltrain.run.checkpoints.resume import files_of, find_resume_point
 from rltrain.trainer.progress import Progress
 from tests.test_house_rules import PACKAGE
 from tests.tiny import save_tiny_adapter
@@ -142,10 +142,10 @@ def test_a_crafted_sampler_state_is_refused_and_not_run(tmp_path, payload):
     folder.commit(temporary, 1)
     temporary = folder.begin_save(0, files_of(Progress(), 0, cfg, "rows:1 5 rows"))
     whole = folder.commit(temporary, 0)
-    assert find_start(cfg, folder, None).folder == whole
+    assert find_resume_point(cfg, folder, None).folder == whole
     shutil.rmtree(whole)
     with pytest.raises(CheckpointError, match=r"sampler.npz cannot be read"):
-        find_start(cfg, folder, None)
+        find_resume_point(cfg, folder, None)
     folder.release()
 
 

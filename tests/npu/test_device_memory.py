@@ -1,8 +1,8 @@
-"""On the stand-in: every phase needs what was foretold, and a device that is full says what to type."""
+"""On the stand-in: every phase needs what was estimated, and a device that is full says what to type."""
 
 import pytest
 
-from bench.device_memory import CASES, compare, foretold, measured, prepare
+from bench.device_memory import CASES, compare, estimated, measured, prepare
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 CASE = "grpo, all offloaded"
@@ -33,7 +33,7 @@ def test_every_phase_needs_what_was_foretold(made, case):
 
 @pytest.mark.fault("A device that is full says which keys to lower")
 def test_a_device_of_a_little_less_says_what_to_type(made):
-    need = foretold(made, CASE)[0]["update_actor"].total()
+    need = estimated(made, CASE)[0]["update_actor"].total()
     with pytest.raises(RuntimeError) as caught:
         # The first update makes AdamW's state when the activations are gone, and needs less than those that follow.
         measured(made, CASE, cap=round(0.9 * need), steps=1)

@@ -13,7 +13,7 @@ from rltrain.run.estimate import about_seconds
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
-from rltrain.run.seconds.step import foretell, sizes_of
+from rltrain.run.seconds.step import estimate_step, sizes_of
 from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import make_plan
 
@@ -76,7 +76,7 @@ def test_passes_work_on_the_samples_that_a_run_gives_them(settings):
 def test_phases_add_up_to_the_step(settings):
     cfg = settings()
     chip, lengths = find_chip("H100"), read_lengths("mean:20,max:64")
-    found = foretell(cfg, make_plan(cfg), lengths, chip, Assumptions(reward_ms=2))
+    found = estimate_step(cfg, make_plan(cfg), lengths, chip, Assumptions(reward_ms=2))
     outer = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor")
     assert found.step_s == pytest.approx(sum(found.seconds[name] for name in outer))
     assert found.seconds["gen"] == pytest.approx(found.seconds["generate_sequences"] + found.seconds["reshard"])
@@ -92,7 +92,7 @@ def test_an_answer_that_has_no_room_names_the_key(settings):
     with pytest.raises(
         ConfigError, match=r"gpu_memory_utilization=0.5: one answer of 96 tokens has no room in a cache of 50"
     ):
-        foretell(cfg, make_plan(cfg), read_lengths("mean:20,max:64"), find_chip("H100"), Assumptions(), memory)
+        estimate_step(cfg, make_plan(cfg), read_lengths("mean:20,max:64"), find_chip("H100"), Assumptions(), memory)
 
 
 def test_a_dry_run_says_seconds_where_the_chip_is_known(settings, monkeypatch):

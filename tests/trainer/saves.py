@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from rltrain.common.stop import Stop
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
+from rltrain.run.callbacks.callback import CallbackList
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.fit import Trainer
-from rltrain.run.watchers.watcher import Watchers
 from tests.clock import VirtualClock
 
 GRPO = "algorithm.adv_estimator=grpo"
@@ -21,10 +21,10 @@ def saver_of(folder: RunFolder, *settings: str, dataset="rows:1 5 rows of a.parq
     return Saver(cfg, folder, parts.pop("actor", None), None, dataset, 16_000, **parts), cfg
 
 
-def fit(ppo, folder: RunFolder, saver: Saver, watcher, first_step: int = 0) -> bool:
+def fit(ppo, folder: RunFolder, saver: Saver, callback, first_step: int = 0) -> bool:
     """Run the steps that are left. Returns whether the run got to its end."""
-    stack, watchers = ExitStack(), Watchers(watcher)
-    return Trainer(ppo.cfg, ppo.plan, folder, Stop(), first_step, stack, ppo, saver, watchers).fit()
+    stack, callbacks = ExitStack(), CallbackList(callback)
+    return Trainer(ppo.cfg, ppo.plan, folder, Stop(), first_step, stack, ppo, saver, callbacks).fit()
 
 
 def after_sleeps(clock: VirtualClock, number: int, do: Callable[[], object]) -> None:

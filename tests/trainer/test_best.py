@@ -9,9 +9,9 @@ from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.saver import Saver
-from rltrain.run.earlier import owes_validation
+from rltrain.run.previous_attempt import pending_validation
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.trackers import RunInfo
 from rltrain.run.report.tracking import Tracker
@@ -48,7 +48,7 @@ def test_the_best_of_a_run_is_none_of_what_an_earlier_one_has_left_in_its_folder
     lines = [json.dumps({"step": step, METRIC: value}) for step, value in ((3, 0.9), (4, 0.2), (6, 0.1))]
     (folder.path / "metrics.jsonl").write_text("\n".join(lines))
     saver, _ = saver_of(folder, f"trainer.keep_best={METRIC}", "trainer.patience=1")
-    saver.load(Start(4, folder=folder.path.with_name(of) / "global_step_4"))
+    saver.load(ResumePoint(4, folder=folder.path.with_name(of) / "global_step_4"))
     assert saver.best.values == values
 
 
@@ -74,7 +74,7 @@ def run(tiny_trainer, tmp_path):
     def run(found, **changes):
         ppo = tiny_trainer(**(KEYS | changes))
         folder = RunFolder(str(tmp_path / "run"))
-        start = find_start(ppo.cfg, folder, "rows:1")
+        start = find_resume_point(ppo.cfg, folder, "rows:1")
         saver = Saver(ppo.cfg, folder, ppo.actor, ppo.critic, "rows:1", 16)
         saver.load(start)
         ppo.restore(start.progress, start.folder)
@@ -109,7 +109,7 @@ def test_a_last_validation_that_was_cut_short_is_owed(tmp_path):
     def owed(step, *keys):
         config = load_config(["data.val_files=v.parquet", *keys]).config
         plan = replace(make_plan(config), total_steps=3, steps_per_epoch=2)
-        return owes_validation(config.trainer, True, tmp_path, step, plan)
+        return pending_validation(config.trainer, True, tmp_path, step, plan)
 
     assert [owed(step) for step in (0, 2, 3)] == [False, False, True]
     assert [owed(step, "trainer.test_freq=2") for step in (1, 2, 3)] == [False, True, True]

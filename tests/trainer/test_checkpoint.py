@@ -18,7 +18,7 @@ from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.config.step_passes import make_step_passes
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record
-from rltrain.run.checkpoints.resume import Start, find_start
+from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import check_room, checkpoint_bytes, superfluous
 from rltrain.trainer.progress import Progress
 from tests.trainer.saves import GRPO, after_sleeps, saver_of
@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_named_passed_over_and_replaced(folder, name, te
     assert f"passing over {damaged}: " in caplog.text
     cfg = load_config(["trainer.resume_mode=resume_path", f"trainer.resume_from_path={damaged}"]).config
     with pytest.raises(CheckpointError, match="global_step_2 cannot be resumed from"):
-        find_start(cfg, folder, None)
+        find_resume_point(cfg, folder, None)
     save(folder, 2)
     assert folder.newest() == damaged
     assert len(list(folder.path.glob("damaged_global_step_2_*"))) == 1
@@ -221,7 +221,7 @@ def test_a_resume_asks_for_the_room_of_its_checkpoint(folder, free):
     saver, cfg = saver_of(folder, *grpo)
     free(10**6)
     saver.save(1, Progress())
-    start = find_start(cfg, folder, None)
+    start = find_resume_point(cfg, folder, None)
     files = (file for file in start.folder.iterdir() if file.name != "manifest.json")
     assert start.size == sum(file.stat().st_size for file in files)
     again, _ = saver_of(folder, *grpo)  # estimates 16,000 bytes
@@ -229,7 +229,7 @@ def test_a_resume_asks_for_the_room_of_its_checkpoint(folder, free):
     again.check_room(start.step, 2, start.size)
     with pytest.raises(DiskError, match="no room for the checkpoint of step 2"):
         again.check_room(start.step, 2, start.size + 1)
-    assert Start(folder=start.folder, weights_only=True).size == 0
+    assert ResumePoint(folder=start.folder, weights_only=True).size == 0
 
 
 def test_room_that_storage_gives_back_late_is_waited_for(folder, clock, free):
@@ -272,7 +272,7 @@ def test_a_flipped_bit_in_any_file_is_found(folder, caplog):
             assert folder.newest() == folder.step_folder(1), (file, bit)
             assert f"{file.name} have changed since it was saved" in caplog.text
             flip(file, bit)
-    assert find_start(cfg, folder, None).step == 2
+    assert find_resume_point(cfg, folder, None).step == 2
     # A flip in the manifest itself either changes what it says of a file, or nothing.
     manifest, listed = newest / "manifest.json", json.loads((newest / "manifest.json").read_text())["files"]
     for bit in random.sample(range(8 * manifest.stat().st_size), 60):

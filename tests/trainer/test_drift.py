@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from rltrain.run.watchers.drift import Drift
+from rltrain.run.callbacks.drift import Drift
 from rltrain.runtime.processes import own_memory_gb
 from rltrain.trainer.metrics.step import Answered
 

@@ -9,7 +9,7 @@ from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.models.routing import correction_biases
 from rltrain.models.weights.names import whole_weights
-from rltrain.run.preflight.models import Findings, look_at_models
+from rltrain.run.preflight.models import PreflightResult, check_models
 from tests.tiny import save_tiny_biased_moe, save_tiny_tokenizer, small_run
 from tests.trainer.steps import CHOSEN
 from tests.trainer.test_router_replay import MODE, A
@@ -116,5 +116,7 @@ def test_what_cannot_be_balanced_is_refused(tiny_trainer, tiny_model, moe, biase
         (deepseek, {RATE: 0.1}, None),
         (biased, {RATE: 0.1, **half}, None),  # GLM-4-MoE's is float32 all the same
     ):
-        look_at_models(load_config(small_run(model, arithmetic_files, tmp_path, **changes)).config, found := Findings())
+        check_models(
+            load_config(small_run(model, arithmetic_files, tmp_path, **changes)).config, found := PreflightResult()
+        )
         assert [words in line for line in found.problems] == [True] * bool(words), found.problems

@@ -12,9 +12,9 @@ from rltrain.config.notes import without_effect
 from rltrain.config.step_passes import make_step_passes, offloads
 from rltrain.data.rows import read_rows
 from rltrain.main_ppo import main
-from rltrain.run.preflight.judge import look_at_messages
+from rltrain.run.preflight.judge import check_judge_messages
 from rltrain.run.preflight.memory import forecast
-from rltrain.run.preflight.models import Findings, look_at_models
+from rltrain.run.preflight.models import PreflightResult, check_models
 from rltrain.run.report.plan import describe
 from rltrain.trainer.plan import make_plan
 from tests.tiny import CHARACTERS, SPECIALS, save_scripted_judge, save_tiny_model, small_run
@@ -183,14 +183,14 @@ def test_memory_of_a_judge_is_estimated_with_weights_that_may_rest_on_the_host(j
 
 
 def test_messages_and_positions_of_a_judge_are_checked(judged, arithmetic_files):
-    rows, found = {"train": read_rows(str(arithmetic_files[0]))}, Findings()
-    (line,) = look_at_messages(judged().scoring, 1048, rows, found)
+    rows, found = {"train": read_rows(str(arithmetic_files[0]))}, PreflightResult()
+    (line,) = check_judge_messages(judged().scoring, 1048, rows, found)
     assert "reads messages of up to 1,048 tokens; with the ground truth as the answer they have" in line
-    look_at_models(judged(prompt_length=100, response_length=157), found)
+    check_models(judged(prompt_length=100, response_length=157), found)
     assert not found.problems
     assert any("= 257 tokens, and the judge knows 256 positions" in note for note in found.notes)
-    look_at_messages(judged(prompt_length=9).scoring, 9, rows, found)
-    look_at_models(judged("/no/judge"), found)
+    check_judge_messages(judged(prompt_length=9).scoring, 9, rows, found)
+    check_models(judged("/no/judge"), found)
     message, model = found.problems
     assert message.startswith("reward_model.rollout.prompt_length=9: the message about a row of 'rltrain/arithmetic'")
     assert model.startswith("reward_model.model.path=/no/judge")

@@ -10,7 +10,7 @@ from rltrain.common.errors import ConfigError
 from rltrain.common.versions import fingerprint
 from rltrain.models.weights.spec import specs_of
 from rltrain.run.preflight import health
-from rltrain.run.preflight.health import Check, look_at_nodes, refuse
+from rltrain.run.preflight.health import Check, check_nodes, refuse
 from rltrain.workers.diagnostics import node
 from tests.tiny import save_tiny_model, small_config
 
@@ -61,7 +61,7 @@ def run(model, tmp_path, monkeypatch):
         for key, value in trainer.items():
             setattr(cfg.trainer, key, value)
         (tmp_path / "run").mkdir(exist_ok=True)
-        checks = look_at_nodes(hosts, cfg.trainer, specs_of(cfg, get_device("cpu")), tmp_path / "run")
+        checks = check_nodes(hosts, cfg.trainer, specs_of(cfg, get_device("cpu")), tmp_path / "run")
         found = {check.name: check for check in checks}
         assert list((tmp_path / "run").iterdir()) == []
         assert not node.open_doors

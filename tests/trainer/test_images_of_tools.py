@@ -14,9 +14,9 @@ from transformers import AutoModelForImageTextToText
 from rltrain.common.columns import names as c
 from rltrain.config.load import load_config
 from rltrain.models.vision import tower
-from rltrain.run.preflight.models import Findings, look_at_images
+from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.run.report.sample_writer import _bounded
-from rltrain.run.report.view import one_line
+from rltrain.run.report.samples import one_line
 from rltrain.trainer.plan import ImageSizes
 from tests.distance import distance
 from tests.local import local_trainer
@@ -156,11 +156,11 @@ def test_what_takes_no_image_is_told_before_the_run(vision_models, tiny_model, p
     (tmp_path / "blind.jinja").write_text(CHAT.replace("PLACEHOLDER", ""))
     run = {TURNS + "environment": f"{tmp_path}/own.py:Walk"}
     cfg = load_config(small_run(tiny_model, picture_files, tmp_path, **run, **{TURNS + "images": True})).config
-    look_at_images(cfg, found := Findings())
+    check_images(cfg, found := PreflightResult())
     assert ["it is a text-only model" in problem for problem in found.problems] == [True]
     run |= {"actor_rollout_ref__model__custom_chat_template": tmp_path / "blind.jinja"}
     for shown, told in ((True, "problems"), ("null", "notes")):
         run |= {TURNS + "images": shown}
         cfg = load_config(small_run(vision_models["qwen3_vl"], picture_files, tmp_path, **run)).config
-        look_at_images(cfg, found := Findings(images=ImageSizes(most_images=1)))
+        check_images(cfg, found := PreflightResult(images=ImageSizes(most_images=1)))
         assert ["it writes 0 placeholders" in words for words in getattr(found, told)] == [True]

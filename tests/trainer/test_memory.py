@@ -1,4 +1,4 @@
-"""Memory foretold from a config.json alone: sums by hand, and settings that keep their promise."""
+"""Memory estimated from a config.json alone: sums by hand, and settings that keep their promise."""
 
 import json
 
@@ -12,9 +12,9 @@ from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema.model import OptimConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
-from rltrain.run.preflight.fake_run import fake_model, forward_only, peak_of, update
 from rltrain.run.preflight.memory import forecast, fullest
-from rltrain.run.preflight.memory_room import look_at_memory, no_cache, too_large
+from rltrain.run.preflight.memory_room import check_memory, no_cache, too_large
+from rltrain.run.preflight.meta_run import fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import make_plan
 from tests.tiny import small_run
 
@@ -124,7 +124,7 @@ def test_the_keys_that_are_named_reduce_the_owner_in_the_phase(planned):
 @pytest.mark.long
 def test_a_step_that_does_not_fit_names_the_tokens_that_would(planned):
     cfg, plan = planned(trainer__device_memory_gb=14, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=40960)
-    told, problem = look_at_memory(cfg, plan)
+    told, problem = check_memory(cfg, plan)
     assert "update_actor needs" in problem, told
     assert "Make room with one of: " in problem
     assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu less than 40960; " in problem

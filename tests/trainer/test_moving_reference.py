@@ -9,7 +9,7 @@ from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.config.notes import without_effect
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import find_start
+from rltrain.run.checkpoints.resume import find_resume_point
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.checkpoints.thin import thin
 from tests.distance import distance
@@ -59,7 +59,7 @@ def test_a_thinned_checkpoint_keeps_it_and_a_run_that_would_not_move_it_is_refus
     saver.save(3, trainer.progress)
     saver.finish()
     with pytest.raises(CheckpointError, match=rf"{KEY}: 2 then, None now"):
-        find_start(make().cfg, folder, "data")
+        find_resume_point(make().cfg, folder, "data")
     thin(folder, 3)
     other = make(**EVERY_2)
     assert not torch.equal(reference_of(other), reference_of(trainer))

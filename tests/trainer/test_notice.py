@@ -3,7 +3,7 @@
 import pytest
 
 from rltrain.common.stop import StepLeft, Stop
-from rltrain.run.watchers.notice import Notice
+from rltrain.run.callbacks.notice import Notice
 
 
 class Asked(Stop):

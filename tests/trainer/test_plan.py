@@ -36,35 +36,6 @@ def test_the_arithmetic_of_a_64_device_run():
     assert odd.optimizer_steps_per_step == 3
 
 
-SPAN = "the weights of every layer{}, as 8 nodes share a copy ({}.fsdp_size=8, where memory allows: one in each node)"
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ([f"{A}actor.fsdp_config.fsdp_size=4"], "gradients, as there are 16 copies of the weights"),
-        (
-            [f"{A}actor.ulysses_sequence_parallel_size=16", f"{A}rollout.tensor_model_parallel_size=32"],
-            SPAN.format("", f"{A}actor.fsdp_config")
-            + "; heads and tokens of every layer, as 2 nodes share a sequence; "
-            "every layer of every token that is generated, as 4 nodes share an engine",
-        ),
-        (
-            [f"{A}actor.fsdp_config.fsdp_size=8", "algorithm.adv_estimator=gae"],
-            "gradients, as there are 8 copies of the weights; "
-            + SPAN.format(" of the critic", "critic.model.fsdp_config"),
-        ),
-    ],
-)
-def test_the_plan_says_what_goes_between_nodes(keys, said):
-    config = load_config(
-        ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=8", "trainer.nnodes=8", *keys]
-    ).config
-    assert f"between nodes {said}" in " ".join(describe(make_plan(config), config).split())
-    one = load_config(["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=8"]).config
-    assert "between nodes" not in " ".join(describe(make_plan(one), one).split())
-
-
 @pytest.mark.parametrize(
     ("key", "what"),
     [

@@ -14,7 +14,7 @@ import torch
 from rltrain.common.stop import Stop
 from rltrain.models.weights.state import moments
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.checkpoints.resume import find_start
+from rltrain.run.checkpoints.resume import find_resume_point
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.runtime.samples import assemble
 from tests import local
@@ -158,7 +158,7 @@ def stopped_run(make, cuts, validates: bool):
         cfg = trainer.cfg
         folder = RunFolder(cfg.trainer.default_local_dir)
         saver = Saver(cfg, folder, trainer.actor, trainer.critic, "data", 16, reference=trainer.reference)
-        start = find_start(cfg, folder, "data")
+        start = find_resume_point(cfg, folder, "data")
         assert start.step == step
         saver.load(start)
         trainer.restore(start.progress, start.folder)

@@ -14,10 +14,10 @@ from rltrain.common.errors import CheckpointError, ConfigError
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.models.files.digest import digest_of_weights
-from rltrain.run.changes import tell_changes, tell_finished, write_config
+from rltrain.run.changes import log_changes, log_finished, write_config
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record
-from rltrain.run.checkpoints.resume import Start, files_of, find_start, verified
+from rltrain.run.checkpoints.resume import ResumePoint, files_of, find_resume_point, verified
 from rltrain.trainer.progress import Progress
 from tests.trainer.saves import GRPO, saver_of
 from tests.trainer.test_checkpoint import add_digests, flip, rewrite_manifest
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_another_version_is_refused(folder):
     assert (record["version"], record["digest"]) == (__version__, "rows")
     change_record(folder, 1, lambda record: record.pop("in_flight"))
     with pytest.raises(CheckpointError, match=r"another version of rltrain.*lacks in_flight.*resume_weights_only=True"):
-        find_start(cfg, folder, "rows:1 5 rows of a.parquet")
+        find_resume_point(cfg, folder, "rows:1 5 rows of a.parquet")
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,15 @@ def test_what_a_checkpoint_was_made_of_must_stay(folder, before, key, then, now)
     saver_of(folder, *first)[0].save(1, Progress())
     (folder.step_folder(1) / "critic").mkdir()
     same = saver_of(folder, *first)[1]
-    assert find_start(same, folder, None).step == 1
+    assert find_resume_point(same, folder, None).step == 1
     other = saver_of(folder, before, f"{key}={now}")[1]
     with pytest.raises(CheckpointError, match=f"{key}: {then} then, {now} now"):
-        find_start(other, folder, None)
+        find_resume_point(other, folder, None)
     if before == GRPO:
-        assert find_start(other, folder, None, images=False).step == 1
+        assert find_resume_point(other, folder, None, images=False).step == 1
     # Checkpoints that were made before the key existed resume.
     change_record(folder, 1, lambda record: record["frozen"].pop(key))
-    assert find_start(same if before == GRPO else other, folder, None).step == 1
+    assert find_resume_point(same if before == GRPO else other, folder, None).step == 1
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_other_weights_under_the_path_of_a_frozen_model_are_refused(folder, tmp_
     weights.write_bytes(b"one")
     saver, cfg = saver_of(folder, GRPO, with_it, f"{key}={weights.parent}")
     saver.save(1, Progress())
-    assert find_start(cfg, folder, None).step == 1
+    assert find_resume_point(cfg, folder, None).step == 1
     weights.write_bytes(b"two")
-    assert find_start(cfg, folder, None).step == 1, "the weights count that this process has begun with"
+    assert find_resume_point(cfg, folder, None).step == 1, "the weights count that this process has begun with"
     digest_of_weights.cache_clear()
     # An evaluation needs the weights under adapters; a run that does not use a model may find any there.
     evaluation = saver_of(folder, GRPO, with_it, f"{key}={weights.parent}", "trainer.val_only=True")[1]
     plain = saver_of(folder, GRPO, f"{key}={weights.parent}")[1]
     for refused in [cfg, evaluation] if "lora" in with_it else [cfg]:
         with pytest.raises(CheckpointError, match=rf"base \({key}\) has other weights than when the checkpoint was"):
-            find_start(refused, folder, None)
+            find_resume_point(refused, folder, None)
     for taken in [] if "lora" in with_it else [plain, evaluation]:
-        assert find_start(taken, folder, None).step == 1
+        assert find_resume_point(taken, folder, None).step == 1
 
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -116,24 +116,24 @@ def test_a_checkpoint_of_0_1_0_resumes(folder, caplog):
     caplog.set_level(logging.INFO)
     cfg = recorded(folder, "progress_0_1_0")
     assert "version" not in read_record(folder.step_folder(4))
-    start = find_start(cfg, folder, ROWS)
+    start = find_resume_point(cfg, folder, ROWS)
     assert (start.step, start.progress.batches_drawn) == (4, 4)
     assert "4 steps are done, saved by rltrain 0.1.0" in caplog.text
     cfg.trainer.val_only = True
-    find_start(cfg, folder, ROWS)
+    find_resume_point(cfg, folder, ROWS)
     assert f"weights: {folder.step_folder(4)}: 4 steps are done" in caplog.messages[-1]
     with pytest.raises(
         CheckpointError, match=r"another run, saved by rltrain 0.1.0 \(training data: 2048 rows of train"
     ):
-        find_start(cfg, folder, "rows:2 4 rows of b.parquet")
+        find_resume_point(cfg, folder, "rows:2 4 rows of b.parquet")
 
 
 def test_other_training_data_is_refused_by_name(folder):
     saver, cfg = saver_of(folder, GRPO)
     saver.save(1, Progress())
-    assert find_start(cfg, folder, "rows:1 5 rows of renamed.parquet").step == 1
+    assert find_resume_point(cfg, folder, "rows:1 5 rows of renamed.parquet").step == 1
     with pytest.raises(CheckpointError, match=r"5 rows of a.parquet then, 4 rows of b.parquet now") as caught:
-        find_start(cfg, folder, "rows:2 4 rows of b.parquet")
+        find_resume_point(cfg, folder, "rows:2 4 rows of b.parquet")
     assert "rows:" not in str(caught.value)
 
 
@@ -144,14 +144,14 @@ def test_a_run_that_began_elsewhere_goes_on_too(folder, tmp_path, caplog, mode, 
     path = [f"trainer.resume_from_path={old.step_folder(7)}"] if mode == "resume_path" else []
     command = [GRPO, f"trainer.resume_mode={mode}", f"trainer.resume_weights_only={weights_only}", *path]
     saver, cfg = saver_of(folder, *command)
-    begun = find_start(cfg, folder, None)
+    begun = find_resume_point(cfg, folder, None)
     assert begun.folder == (old.step_folder(7) if path else None)
     first = begun.step + 1
     for step in (first, first + 1, first + 2):
         saver.save(step, Progress(batches_drawn=step))
     (folder.step_folder(first + 2) / "sampler.npz").unlink()
     caplog.set_level(logging.INFO)
-    start = find_start(cfg, folder, None)
+    start = find_resume_point(cfg, folder, None)
     assert (start.step, start.folder, start.weights_only) == (first + 1, folder.step_folder(first + 1), False)
     assert start.progress.batches_drawn == first + 1
     assert f"by the same command (trainer.resume_mode={mode})" in caplog.text
@@ -162,7 +162,7 @@ def test_a_run_that_began_elsewhere_goes_on_too(folder, tmp_path, caplog, mode, 
     with pytest.raises(
         CheckpointError, match=r"already holds a checkpoint of step.*another trainer\.default_local_dir"
     ):
-        find_start(saver_of(folder, *other, "trainer.resume_weights_only=True")[1], folder, None)
+        find_resume_point(saver_of(folder, *other, "trainer.resume_weights_only=True")[1], folder, None)
     old.release()
 
 
@@ -172,7 +172,7 @@ def test_a_step_is_of_its_run_however_its_path_is_written(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.path.parent))
     for name in ("run/global_step_4", "./run/../run/global_step_4/", "~/run/global_step_4"):
         words = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={name}")
-        start = find_start(saver_of(folder, GRPO, *words)[1], folder, None)
+        start = find_resume_point(saver_of(folder, GRPO, *words)[1], folder, None)
         # Else the metrics of its four steps would be moved aside as another run's.
         assert start.is_of(folder.path)
         assert start.folder == folder.step_folder(4)
@@ -193,7 +193,7 @@ def test_what_workers_distrust_is_passed_over_and_replaced(folder, caplog):
         asked.extend(shares)
         return SimpleNamespace(collect=lambda: [function(share) for share in shares])
 
-    group, find = SimpleNamespace(world=2, ask=ask), partial(find_start, cfg, folder, None)
+    group, find = SimpleNamespace(world=2, ask=ask), partial(find_resume_point, cfg, folder, None)
     assert verified(find(), group, folder, find).step == 2
     assert [[file.name for file, _ in share] for share in asked] == [["large.bin"], []]
     flip(large, 12345)
@@ -218,7 +218,7 @@ def test_a_resumed_run_logs_changes_and_keeps_old_settings(folder, caplog):
     started(folder, name, GRPO)
     started(folder, name, GRPO)  # nothing new to keep
     again = load_config([name, "algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.optim.lr=1e-4"])
-    tell_changes(again, Start(3, folder=folder.path / "global_step_3"))
+    log_changes(again, ResumePoint(3, folder=folder.path / "global_step_3"))
     assert "  actor_rollout_ref.actor.optim.lr: 1e-06 -> 0.0001\n" in caplog.text + "\n"
     assert caplog.text.count(" -> ") == 3  # and the estimator, once more in the warning
     assert "the 3 steps so far are of another experiment" in caplog.text
@@ -232,25 +232,25 @@ def test_a_resumed_run_logs_changes_and_keeps_old_settings(folder, caplog):
 def test_a_finished_run_says_where_it_is_and_what_differs(folder, caplog):
     caplog.set_level(logging.INFO)
     started(folder, "trainer.experiment_name=mine", "data.seed=3", "trainer.logger=[console]")
-    start = Start(3, folder=folder.path / "global_step_3")
-    changes = tell_changes(load_config(["trainer.experiment_name=mine"]), start)
+    start = ResumePoint(3, folder=folder.path / "global_step_3")
+    changes = log_changes(load_config(["trainer.experiment_name=mine"]), start)
     assert changes == ["data.seed: 3 -> 1"]
-    tell_finished(folder.path, 3, changes)
+    log_finished(folder.path, 3, changes)
     assert "nothing left to do: the run has its 3 steps" in caplog.text
     assert "other settings than this command has (data.seed: 3 -> 1). A new run" in caplog.text
 
 
 def test_another_experiment_needs_a_name_to_resume(folder):
     started(folder, GRPO)
-    start, rloo = Start(2, folder=folder.path / "global_step_2"), "algorithm.adv_estimator=rloo"
+    start, rloo = ResumePoint(2, folder=folder.path / "global_step_2"), "algorithm.adv_estimator=rloo"
     with pytest.raises(ConfigError, match=r"algorithm.adv_estimator: grpo -> rloo.*trainer.experiment_name="):
-        tell_changes(load_config([rloo]), start)
+        log_changes(load_config([rloo]), start)
     with pytest.raises(ConfigError, match="clip_ratio_high"):
-        tell_changes(load_config([GRPO, "actor_rollout_ref.actor.clip_ratio_high=0.3"]), start)
-    tell_changes(load_config([GRPO, "actor_rollout_ref.actor.optim.lr=1e-5"]), start)
-    tell_changes(load_config([rloo, "trainer.experiment_name=run"]), start)
-    of_weights = Start(folder=start.folder, weights_only=True)
-    tell_changes(load_config([rloo, "trainer.resume_weights_only=True"]), of_weights)
+        log_changes(load_config([GRPO, "actor_rollout_ref.actor.clip_ratio_high=0.3"]), start)
+    log_changes(load_config([GRPO, "actor_rollout_ref.actor.optim.lr=1e-5"]), start)
+    log_changes(load_config([rloo, "trainer.experiment_name=run"]), start)
+    of_weights = ResumePoint(folder=start.folder, weights_only=True)
+    log_changes(load_config([rloo, "trainer.resume_weights_only=True"]), of_weights)
     # A default that earlier versions wrote out is no other experiment.
     started(folder, "actor_rollout_ref.actor.loss_agg_mode=token-mean")
-    tell_changes(load_config([]), start)
+    log_changes(load_config([]), start)

@@ -15,9 +15,9 @@ from rltrain.models.files.safe import SafeReader, read_metadata
 from rltrain.run.checkpoints import thin as thinning
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import checkpoint_digest, find_damage, is_thinned
-from rltrain.run.checkpoints.resume import find_start
+from rltrain.run.checkpoints.resume import find_resume_point
 from rltrain.tools.checkpoint import main
-from rltrain.tools.evaluate.kept import RESULT
+from rltrain.tools.evaluate.results import RESULT
 from tests.local import local_trainer
 from tests.tiny import small_run
 from tests.trainer.test_saving import saver_of
@@ -114,13 +114,11 @@ def test_a_checkpoint_stays_where_thinning_is_cut_short(run, monkeypatch, moment
 def test_no_run_goes_on_from_a_thinned_checkpoint_but_one_starts_from_its_weights(run):
     assert main(["thin", str(run), "--keep", "0"]) == 0
     folder = RunFolder(str(run))
-    with pytest.raises(
-        CheckpointError, match=r"no state of the optimizer.*another trainer\.default_local_dir: .*only=True"
-    ):
-        find_start(load_config([]).config, folder, None)
+    with pytest.raises(CheckpointError, match=r"no optimizer state.*another trainer\.default_local_dir: .*only=True"):
+        find_resume_point(load_config([]).config, folder, None)
     keys = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / 'global_step_3'}"]
     fresh = RunFolder(str(run.with_name("fresh")))
-    start = find_start(load_config([*keys, "trainer.resume_weights_only=True"]).config, fresh, None)
+    start = find_resume_point(load_config([*keys, "trainer.resume_weights_only=True"]).config, fresh, None)
     assert start.weights_only
     assert start.folder == run / "global_step_3"
     for held in (folder, fresh):

@@ -79,7 +79,7 @@ def test_after_a_failure_all_arrives_and_one_line_told(caplog):
     finish(sender)
     assert sink.arrived == [1, 2, 3, 4, 5, "finished"]
     (told,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "tracker 'far' failed (ConnectionError: no route). Training goes on" in told.getMessage()
+    assert "tracker 'far' failed (ConnectionError: no route). Training continues" in told.getMessage()
 
 
 @pytest.mark.parametrize("error", [OSError("not yet"), SystemExit("no account")])

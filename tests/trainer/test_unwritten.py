@@ -13,7 +13,7 @@ from rltrain.common.errors import DiskError, NodesMissing, StorageError, WorkerL
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.main_ppo import main
 from rltrain.models.files.hashed import hashed
-from rltrain.run.earlier import set_aside
+from rltrain.run.previous_attempt import archive_outputs
 from rltrain.trainer.progress import Progress
 from rltrain.workers.state.saving import told_as_disk_error
 from tests.trainer.saves import saver_of
@@ -47,7 +47,7 @@ def test_storage_that_fails_a_write_is_no_full_disk(tmp_path):
         file.write(bytes(100))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(StorageError, match=r"Input/output error. The storage does not answer: see to it"):
-        set_aside(TrainerConfig(), tmp_path, 1)
+        archive_outputs(TrainerConfig(), tmp_path, 1)
 
 
 def test_the_supervisor_is_told_what_waiting_may_mend(tmp_path, monkeypatch):

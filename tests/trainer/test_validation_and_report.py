@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rltrain.common.errors import DataError, DiskError
-from rltrain.run.earlier import complete
+from rltrain.run.previous_attempt import append_last_line
 from rltrain.run.report.table import learning_summary, phase_table, read_metrics, report
 from rltrain.run.report.tracking import JsonLines
 from rltrain.trainer.batching.balance import Layout, Workload, cost_of
@@ -34,8 +34,8 @@ def test_learning_summary_compares_start_and_end():
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ([(-1, -1)], "every answer earned -1; look at them"),
-        ([(-0.5, -0.1), (-1, 0)], "no answer earned more than 0; look at them"),
+        ([(-1, -1)], "every response earned -1; show them"),
+        ([(-0.5, -0.1), (-1, 0)], "no response earned more than 0; show them"),
         ([(0, 0), (0, 1)], ""),
         ([(-3.5, -0.25), (-2, -1)], ""),  # a reward model's
     ],
@@ -45,7 +45,7 @@ def test_a_run_in_which_nothing_was_earned_ends_with_where_to_look(ends, said, t
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_run))
     last = report(tmp_path).splitlines()[-1]
     assert last.startswith(said or "training reward: ")
-    assert (f"rltrain.view {tmp_path} --worst (this run has kept none" in last) == bool(said)
+    assert (f"rltrain.view {tmp_path} --worst (this run saved none" in last) == bool(said)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_lines_that_never_come_are_counted_at_the_end(tmp_path, caplog):
     writer.log(2, {"x": 2.0})
     writer.close()
     assert "metrics.jsonl lacks its last 2 lines: [Errno 21]" in caplog.text
-    for use in (lambda: JsonLines(file), lambda: complete(file, 2, {"x": 1.0})):
+    for use in (lambda: JsonLines(file), lambda: append_last_line(file, 2, {"x": 1.0})):
         with pytest.raises(DiskError, match=r"metrics\.jsonl cannot be written"):
             use()
 

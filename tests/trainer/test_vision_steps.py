@@ -14,8 +14,8 @@ if not importlib.util.find_spec("torchvision"):
 
 from rltrain.config.load import load_config
 from rltrain.models.vision import tower
-from rltrain.run.preflight.models import Findings, look_at_images
-from rltrain.run.report.archive import _job
+from rltrain.run.preflight.models import PreflightResult, check_images
+from rltrain.run.report.sample_logger import _job
 from rltrain.run.report.sample_writer import SampleWriter
 from rltrain.trainer.plan import ImageSizes
 from tests.distance import distance
@@ -122,7 +122,7 @@ def test_kept_answers_say_where_the_pictures_are(make, picture_files):
 
 
 REFUSED = {
-    "sglang": ({ROLLOUT + "name": "sglang"}, "takes text alone"),
+    "sglang": ({ROLLOUT + "name": "sglang"}, "takes texts only"),
     "a critic of another family": (
         {"algorithm__adv_estimator": "gae", "critic__model__path": "qwen3_vl"},
         "is a qwen3_vl",
@@ -136,5 +136,5 @@ def test_what_takes_no_pictures_is_refused(vision_models, picture_files, tmp_pat
     changes = {key: vision_models.get(value, value) for key, value in changes.items()}
     cfg = load_config(small_run(vision_models["qwen2_5_vl"], picture_files, tmp_path, **changes)).config
     for images in (ImageSizes(), None):
-        look_at_images(cfg, found := Findings(images=images))
+        check_images(cfg, found := PreflightResult(images=images))
         assert [message in problem for problem in found.problems] == [True] * bool(images)

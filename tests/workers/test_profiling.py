@@ -11,7 +11,7 @@ from rltrain.common.device import get_device
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
-from rltrain.run.watchers.profile import Profile
+from rltrain.run.callbacks.profile import Profile
 from rltrain.trainer.metrics.step import Answered
 from rltrain.workers.diagnostics.profiling import Kernel, Profiler, busy, table
 

@@ -16,7 +16,7 @@ from rltrain.common.secrets import masked, masked_text
 from rltrain.common.versions import installed_version
 from rltrain.config.check import as_list
 from rltrain.config.schema import Config
-from rltrain.run.report.env_report import command_line
+from rltrain.tools.env import command_line
 
 # Arguments of user code, and environment variables: a published page needs neither, and either may hold a secret.
 _NOT_SHOWN = ("reward_kwargs", "env_vars", "url_headers")
@@ -53,7 +53,7 @@ def model_card(cfg: Config, step: int, sources: Sequence[str] = ()) -> str:
         rows["images"] = f"scaled to {' and '.join(set_ones)} pixels, within the bounds of the processor"
     if model.uses_lora:
         rows["LoRA"] = (
-            "the adapters are merged into these weights; the checkpoint holds them alone in actor/lora_adapter"
+            "the adapters are merged into these weights; the checkpoint has them separately in actor/lora_adapter"
         )
     table = "\n".join(f"| {name} | {masked_text(value)} |" for name, value in rows.items() if value)
     head = {

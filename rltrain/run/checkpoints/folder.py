@@ -86,7 +86,7 @@ class Checkpoints:
         """Return the reason why a run cannot use the folder now, or None."""
         parent = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            return f"trainer.default_local_dir={self.path} cannot be created: {parent} is no folder one may write in."
+            return f"trainer.default_local_dir={self.path} cannot be created: {parent} is not a writable folder."
         try:
             with open(self.path / _LOCK, encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -261,7 +261,7 @@ class RunFolder(Checkpoints):
         for old in self.path.glob(".tmp_old_*"):
             shutil.rmtree(old, ignore_errors=True)
             if old.exists():
-                log.warning("%s cannot be removed whole (is a file of it in use?): it is tried again later", old)
+                log.warning("%s cannot be removed completely (is one of its files in use?): retried later", old)
 
     def _is_whole(self, folder: Path) -> bool:
         """Return whether a checkpoint is complete. If it was complete before, check only the sizes again."""

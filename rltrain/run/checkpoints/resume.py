@@ -58,7 +58,7 @@ FROZEN_KEYS = (
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """The start of a run: after ``step`` steps, with the weights of checkpoint ``folder``.
 
     If ``folder`` is None, the run starts with the model's weights.
@@ -81,7 +81,7 @@ class Start:
 
 
 def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: bool = False) -> dict[str, bytes]:
-    """Return the files of a checkpoint of ``step`` that hold ``progress`` and the values that `find_start` compares.
+    """Return the files of a checkpoint of ``step`` with ``progress`` and the values that `find_resume_point` compares.
 
     dataset: `Rows.identity`. by_time: the save is due by time only.
     """
@@ -98,7 +98,7 @@ def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: 
     return files
 
 
-def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> Start:
+def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> ResumePoint:
     """Return the start that ``trainer.resume_mode`` selects, or the newest checkpoint of a run that this same command
     has begun.
 
@@ -112,7 +112,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
     folder = continued or (run.newest() if searched else None)
     if trainer.resume_mode == "resume_path" and not continued:
         folder = _named(cfg)
-    start = Start(folder=folder, weights_only=weights_only)
+    start = ResumePoint(folder=folder, weights_only=weights_only)
     if folder is not None:
         if problem := run.damage(folder):
             raise CheckpointError(
@@ -124,12 +124,12 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
             _refuse_thinned(cfg, folder, record)
             _refuse_other_version(folder, record, dataset)
             try:
-                start = Start(record["global_step"], _read_progress(folder, record), folder)
+                start = ResumePoint(record["global_step"], _read_progress(folder, record), folder)
             except CheckpointError as error:
                 if not searched:
                     raise
                 run.distrust(folder, str(error))
-                return find_start(cfg, run, dataset, images=images)
+                return find_resume_point(cfg, run, dataset, images=images)
             _refuse_other_run(cfg, folder, record, dataset, images)
             if problem := other_weights(record, cfg):
                 raise CheckpointError(f"{folder} cannot be resumed from: {problem}")
@@ -144,7 +144,7 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
         _refuse_later_checkpoints(run, start.step)
     if folder is not None:
         if not has_digests(folder):
-            log.warning("note: %s was saved without digests, so the sizes of its files alone are compared", folder)
+            log.warning("note: %s was saved without digests, so only the sizes of its files are compared", folder)
         content = "weights only" if weights_only else f"{start.step} steps are done"
         content += f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if continued else ""
@@ -155,17 +155,17 @@ def find_start(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bo
 def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
     if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
-            f"{folder} has no state of the optimizer any more (rltrain checkpoint thin), so no run goes on from it. "
+            f"{folder} has no optimizer state any more (rltrain checkpoint thin), so no run can resume from it. "
             "Start one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
 
-def verified(start: Start, group: WorkerGroup, run: Checkpoints, find: Callable[[], Start]) -> Start:
+def verified(start: ResumePoint, group: WorkerGroup, run: Checkpoints, find: Callable[[], ResumePoint]) -> ResumePoint:
     """Return ``start`` if the workers find the large files of its checkpoint intact.
 
-    Otherwise return the result of ``find``, which is `find_start` with the arguments of this run: an older checkpoint,
-    or an error.
+    Otherwise return the result of ``find``, which is `find_resume_point` with the arguments of this run: an older
+    checkpoint, or an error.
     """
     while start.folder and (files := large_files(start.folder)):
         with waiting(f"comparing {start.folder} with its digests on {count(group.world, 'worker')}"):

@@ -26,13 +26,13 @@ from rltrain.common.background import BackgroundJob, heartbeat
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import CheckpointError, DiskError, StorageError, unwritten
 from rltrain.config.schema import Config
+from rltrain.run.callbacks.callback import Callback, CallbackList
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record, size_of
-from rltrain.run.checkpoints.resume import Start, files_of
+from rltrain.run.checkpoints.resume import ResumePoint, files_of
 from rltrain.run.checkpoints.room import describe_room, free_bytes, missing_room, superfluous
-from rltrain.run.watchers.watcher import Watcher, Watchers
 from rltrain.runtime.lifeline import raise_if_lost
 from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.progress import ANSWERS, Progress
@@ -74,7 +74,7 @@ def _over(work: BackgroundJob[Any], waits: bool) -> bool:
     return work.ready()
 
 
-class Saver(Watcher):
+class Saver(Callback):
     """Writer of checkpoints: shards of every role, progress, and a Hugging Face folder."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Saver(Watcher):
         critic: Critic | None,
         dataset_fingerprint: str,
         num_bytes: int,
-        watchers: Watchers | None = None,
+        callbacks: CallbackList | None = None,
         steps_per_epoch: int | None = None,
         reference: Reference | None = None,
         sources: Sequence[str] = (),
@@ -93,7 +93,7 @@ class Saver(Watcher):
     ) -> None:
         self._clock, self._sources = clock, sources
         self._cfg, self._steps_per_epoch = cfg, steps_per_epoch
-        self._watchers = watchers or Watchers()
+        self._callbacks = callbacks or CallbackList()
         self._folder = folder
         self._actor = actor
         named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
@@ -106,7 +106,7 @@ class Saver(Watcher):
         self._by_time: dict[int, bool] = {}
         self._room: BackgroundJob[bool] | None = None
         self._pending: _Pending | None = None
-        self._news: dict[str, float] = {}
+        self._save_metrics: dict[str, float] = {}
         self._told = False
         self._looked = -math.inf
 
@@ -173,7 +173,7 @@ class Saver(Watcher):
             in_background = self._begin(step, progress)
             if not in_background:
                 self.finish()
-        return timer.metrics() | self.news()
+        return timer.metrics() | self.take_metrics()
 
     @property
     def newest(self) -> int:
@@ -185,10 +185,10 @@ class Saver(Watcher):
         """Seconds since the running save began; None if there is none."""
         return time.perf_counter() - self._pending.began if self._pending else None
 
-    def news(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Return the metrics of callbacks on finished saves, and clear them."""
-        news, self._news = self._news, {}
-        return news
+        metrics, self._save_metrics = self._save_metrics, {}
+        return metrics
 
     def on_wait(self) -> None:
         """Advance the running save without waiting, at most once a second. Raises as `finish`."""
@@ -221,12 +221,12 @@ class Saver(Watcher):
             self._pending = pending
             return
         for problem in (problem for part in pending.parts for problem in part.finish().problems):
-            log.warning("step %d, huggingface/: %s. The checkpoint beside it is whole.", pending.step, problem)
+            log.warning("step %d, huggingface/: %s. The rest of the checkpoint is complete.", pending.step, problem)
         self.last_step = pending.step
         # From the second save on, the size is known instead of estimated.
         self._bytes_needed = size or self._bytes_needed
         folder, seconds = self._folder.step_folder(pending.step), time.perf_counter() - pending.began
-        self._news |= self._watchers.on_save(pending.step, folder, seconds)
+        self._save_metrics |= self._callbacks.on_save(pending.step, folder, seconds)
 
     def _bring_on(self, pending: _Pending, waits: bool) -> int | None:
         """Advance the save, with ``waits`` to its end. Return the size of the finished checkpoint, else None."""
@@ -242,7 +242,7 @@ class Saver(Watcher):
                 now = self._clock.monotonic()
                 pending.written_at = min(now, pending.written_at)
                 left_s = max(0.0, pending.written_at + _ANSWERS_S - now)
-                complete = self._watchers.written(pending.step, left_s if waits else 0.0)
+                complete = self._callbacks.written(pending.step, left_s if waits else 0.0)
                 if not complete and left_s and not waits:
                     return None
                 pending.closing = BackgroundJob(f"save of step {pending.step}", partial(self._close, pending, written))
@@ -282,7 +282,7 @@ class Saver(Watcher):
         if problem:
             raise DiskError(problem)
 
-    def rescue(self, step: int, progress: Progress) -> None:
+    def save_emergency(self, step: int, progress: Progress) -> None:
         """Save ``step`` if it is not saved yet, after an error that leaves the workers' state intact."""
         self.finish()
         if step > self.last_step and self._cfg.trainer.save_at_end:
@@ -336,7 +336,7 @@ class Saver(Watcher):
             sentence = f"checkpoint of step {step} could not be written: {error}"
             raise unwritten(sentence, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
 
-    def load(self, start: Start) -> None:
+    def load(self, start: ResumePoint) -> None:
         """Load every role from the checkpoint that the run starts from."""
         if start.folder:
             for name, role in self._roles.items():
@@ -345,6 +345,6 @@ class Saver(Watcher):
         # A run that starts from another run's checkpoint has no metrics yet. Older files in its folder are moved aside.
         file = self._folder.path / "metrics.jsonl" if start.is_of(self._folder.path) else None
         self.best = Best(self._cfg.trainer, file, start.step)
-        # The step that the run starts from is already saved, also for `rescue`.
+        # The step that the run starts from is already saved, also for `save_emergency`.
         self.last_step = start.step
         self._saved_at = self._clock.monotonic()

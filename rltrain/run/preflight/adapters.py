@@ -42,7 +42,7 @@ def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any,
             )
     elif any(".experts." in name for name in adapted_weights(model)):
         raise ConfigError(
-            "actor_rollout_ref.model.lora.merge=False: adapters of experts reach an engine merged alone. Leave it out, "
+            "actor_rollout_ref.model.lora.merge=False: adapters of experts reach an engine only merged. Leave it out, "
             "or name no experts in actor_rollout_ref.model.target_modules."
         )
     elif engine.adapters and engine.package:

@@ -1,7 +1,7 @@
 """Checks on the nodes of a run before a model is loaded. Results are compared and reported by node name.
 
 `preflight` checks settings and the local machine. Here every node checks itself (`workers.diagnostics.node`) in a few
-seconds. The start of every run calls `look_at_nodes` and refuses a run that cannot work; `python -m rltrain.doctor`
+seconds. The start of every run calls `check_nodes` and refuses a run that cannot work; `python -m rltrain.doctor`
 shows all results as a table. Nothing is repaired, and changes during a run are not noticed.
 """
 
@@ -53,7 +53,7 @@ class Check:
     """Warnings; the run starts anyway."""
 
 
-def look_at_nodes(
+def check_nodes(
     group: WorkerGroup, trainer: TrainerConfig, specs: Specs, folder: Path, resumed: Path | None = None
 ) -> list[Check]:
     """Check all nodes of ``group``, whose ranks are not connected yet. Takes seconds.
@@ -179,7 +179,7 @@ def _network(nodes: Sequence[Facts], lines: Sequence[Sequence[float | str]]) -> 
 def _clock(skew: Sequence[tuple[str, float]], error: float) -> Check:
     seconds = [skew_s for _, skew_s in skew]
     notes = [
-        f"{name}: its clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} that of this command. Logs "
+        f"{name}: its clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's. Logs "
         "will not agree, and certificates may fail: start chrony or ntpd there."
         for name, skew_s in skew
         if abs(skew_s) - error > _SKEW_S
@@ -191,7 +191,7 @@ def _versions(nodes: Sequence[Facts]) -> Check:
     # Packages missing on this machine, such as one without devices, are compared among the nodes.
     packages = {name: nodes[0].versions.get(name, own) if own == "none" else own for name, own in fingerprint().items()}
     problems = [
-        f"{node.name} has other versions than this command ({differ}). Install the same everywhere, and start Ray anew "
+        f"{node.name} has other versions than this command ({differ}). Install the same everywhere, and restart Ray "
         "there."
         for node in nodes
         if (differ := differences(packages, node.versions))

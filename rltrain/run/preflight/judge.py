@@ -10,14 +10,14 @@ from rltrain.data.rows import Rows
 from rltrain.rewards.judge.message import Template
 from rltrain.rewards.judge.server import JudgeServer, JudgeUnavailable
 from rltrain.rewards.processes.judging import Questions, check_judge
-from rltrain.run.preflight.models import Findings
+from rltrain.run.preflight.models import PreflightResult
 from rltrain.workers.judge import judge_encoder
 
 _PATIENCE_S = 5.0
 _NAMED = 4
 
 
-def look_at_judge(judge: JudgeConfig, found: Findings) -> list[str]:
+def check_judge_server(judge: JudgeConfig, result: PreflightResult) -> list[str]:
     """Check the judge's server with one cheap request (``/models``). Return a line for the report.
 
     No response is judged, because that may cost money. An unreachable server is only a note, because it may be
@@ -26,21 +26,23 @@ def look_at_judge(judge: JudgeConfig, found: Findings) -> list[str]:
     try:
         check_judge(judge)
     except ConfigError as error:
-        found.problems.append(str(error))
+        result.problems.append(str(error))
         return []
     try:
         models = asyncio.run(_models(replace(judge, timeout_s=min(judge.timeout_s, _PATIENCE_S))))
     except JudgeUnavailable as error:
-        found.notes.append(f"reward.judge.url={judge.url}: {judge.url}/models does not answer now: {error}")
+        result.notes.append(f"reward.judge.url={judge.url}: {judge.url}/models does not answer now: {error}")
         return []
     if judge.model not in models:
         named = ", ".join(models[:_NAMED]) + (f" and {len(models) - _NAMED} more" if len(models) > _NAMED else "")
-        found.notes.append(f"reward.judge.model={judge.model} is not among the models of its server: {named or 'none'}")
+        result.notes.append(
+            f"reward.judge.model={judge.model} is not among the models of its server: {named or 'none'}"
+        )
         return []
     return [f"judge: {judge.url} answers and has {judge.model}; no answer was judged"]
 
 
-def look_at_messages(cfg: ScoringConfig, longest: int, rows: dict[str, Rows], found: Findings) -> list[str]:
+def check_judge_messages(cfg: ScoringConfig, longest: int, rows: dict[str, Rows], result: PreflightResult) -> list[str]:
     """Check the message lengths of a judge on the devices. Return a line for the report.
 
     For one row per data source, the message with the ground truth as response must fit the longest message, in tokens.
@@ -57,11 +59,11 @@ def look_at_messages(cfg: ScoringConfig, longest: int, rows: dict[str, Rows], fo
                 text = template.filled(questions(number).text, truth, row.ground_truth, source, row.extra_info)
                 lines[source] = len(encoder.encode([{"role": "user", "content": text}], tools=()))
     except RltrainError as error:
-        found.problems.append(str(error))
+        result.problems.append(str(error))
         return []
     for source, length in lines.items():
         if length > longest:
-            found.problems.append(
+            result.problems.append(
                 f"reward_model.rollout.prompt_length={longest}: the message about a row of {short(source)!r} with its "
                 f"ground truth as the answer has {length:,} tokens already. Raise it."
             )

@@ -1,7 +1,7 @@
 """Estimated device memory of every phase by owner, from the configuration and the model's config only.
 
 Resident memory follows from sizes and from the rules of `workers.state.residency`. The additional memory of a pass is
-measured by running the worker's code on fake tensors (`run.preflight.fake_run`), with the fullest micro-batch that its
+measured by running the worker's code on fake tensors (`run.preflight.meta_run`), with the fullest micro-batch that its
 budget allows. Memory of drivers, communicators and fragmentation is not estimated; a share of the device is kept free
 for it.
 """
@@ -35,7 +35,7 @@ from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.names import ADAPTER, Part, whole_weights
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, actor_spec, judge_spec, specs_of
-from rltrain.run.preflight.fake_run import Owners, Work, fake_model, forward_only, local, peak_of, update
+from rltrain.run.preflight.meta_run import Owners, Work, fake_model, forward_only, local, peak_of, update
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
 from rltrain.workers.rollout.embedded.kv import ROOM
@@ -185,23 +185,23 @@ def forecast(
         return Counter(own | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
 
     passes = {phase: own for phase, own in _passes(cfg, plan, device, roles).items() if phase in phases}
-    found = {phase: together(phase, own()) for phase, own in passes.items()}
+    peaks = {phase: together(phase, own()) for phase, own in passes.items()}
     if "gen" in phases:
-        found["gen"] = together("gen", engine)
+        peaks["gen"] = together("gen", engine)
     if "sync" in phases or ("gen" in phases and not engine):
         writing = _Writing.of_policy(cfg, plan, device)
         parts, weights = _load(cfg, device, roles["actor"], writing.dtype)
         # Compared with all resident memory: the mask is not part of their activations.
-        found["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
+        peaks["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
         if "gen" in phases and not engine:
-            found["gen"] += _generation(writing, device, roles["actor"], weights, found["gen"], device_bytes)
+            peaks["gen"] += _generation(writing, device, roles["actor"], weights, peaks["gen"], device_bytes)
     if JUDGE_PHASE in phases and "judge" in roles:
         writing = _Writing.of_judge(cfg, plan, device)
         parts, weights = _load(cfg, device, roles["judge"], writing.dtype, embedded=True)
         resting = together(JUDGE_PHASE, {})
         replies = resting + _generation(writing, device, roles["judge"], weights, resting, device_bytes)
-        found[JUDGE_PHASE] = max((*(together(JUDGE_PHASE, part) for part in parts), replies), key=Counter.total)
-    return {phase: found[phase] for phase in device_phases() if phase in found and phase in phases}
+        peaks[JUDGE_PHASE] = max((*(together(JUDGE_PHASE, part) for part in parts), replies), key=Counter.total)
+    return {phase: peaks[phase] for phase in device_phases() if phase in peaks and phase in phases}
 
 
 def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:

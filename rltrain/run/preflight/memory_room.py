@@ -11,8 +11,8 @@ from rltrain.common.device import get_device
 from rltrain.config.memory_keys import memory_keys
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
-from rltrain.run.preflight.fake_run import Owners
 from rltrain.run.preflight.memory import OWNERS, forecast, longest_cache_bytes
+from rltrain.run.preflight.meta_run import Owners
 from rltrain.trainer.plan import Plan
 
 # Share of a device for its driver, communicators and the gaps between blocks.
@@ -34,28 +34,28 @@ def device_bytes(cfg: Config) -> int | None:
         return None
 
 
-def look_at_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
+def check_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
     """Return the table of phases, and the problem ("" if all fit or it is unknown)."""
     if get_device(cfg.trainer.device).is_cpu:
         return [], ""
     size = device_bytes(cfg)
     try:
-        found = forecast(cfg, plan, size)
+        peaks = forecast(cfg, plan, size)
     except RuntimeError as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [f"memory of a device: not estimated: {said}"], ""
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [f"memory of a device: not estimated: {message}"], ""
     if size is None:
-        return [table(found, size)], ""
-    problems = [_problem(cfg, phase, found[phase], size) for phase in too_large(found, size)]
-    return [table(found, size)], " ".join(filter(None, [*problems, no_cache(cfg, found["gen"], size)]))
+        return [table(peaks, size)], ""
+    problems = [_problem(cfg, phase, peaks[phase], size) for phase in too_large(peaks, size)]
+    return [table(peaks, size)], " ".join(filter(None, [*problems, no_cache(cfg, peaks["gen"], size)]))
 
 
 def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     """Return the problem of an engine whose weights leave no room for one longest response in its share, else ""."""
     rollout, weights = cfg.actor_rollout_ref.rollout, gen["engine weights"]
     if ENGINES[rollout.name].embedded:
-        said = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
-        return "" if gen["cache"] else f"{_R}name={rollout.name}: {said}"
+        message = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
+        return "" if gen["cache"] else f"{_R}name={rollout.name}: {message}"
     if gen["cache"] >= (longest := longest_cache_bytes(cfg)):
         return ""
     # A fifth of the share for keys and values is little, but it starts.
@@ -68,20 +68,20 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     )
 
 
-def table(found: Mapping[str, Owners], size: int | None) -> str:
+def table(peaks: Mapping[str, Owners], size: int | None) -> str:
     """Return the table: a row per phase, a column per owner."""
-    frame = pd.DataFrame({owner: [row[owner] for row in found.values()] for owner in OWNERS}, list(found)) / _GIB
+    frame = pd.DataFrame({owner: [row[owner] for row in peaks.values()] for owner in OWNERS}, list(peaks)) / _GIB
     frame = frame.loc[:, frame.any()]
     rows = frame.assign(together=frame.sum(axis=1)).to_string(float_format="{:,.2f}".format).splitlines()
     has = f"it has {size / _GIB:,.1f}, of which {_KEPT_FREE:.0%} are for driver and communicators" if size else (
-        "set trainer.device_memory_gb to its size to be told whether it fits"
+        "set trainer.device_memory_gb to its size to check whether it fits"
     )  # fmt: skip
     return "\n  ".join([f"memory of a device in GiB, at the fullest micro-batch ({has})", *rows])
 
 
-def too_large(found: Mapping[str, Owners], size: int | None) -> list[str]:
+def too_large(peaks: Mapping[str, Owners], size: int | None) -> list[str]:
     """Return the phases that do not fit."""
-    return [phase for phase, row in found.items() if size and row.total() > (1 - _KEPT_FREE) * size]
+    return [phase for phase, row in peaks.items() if size and row.total() > (1 - _KEPT_FREE) * size]
 
 
 def _problem(cfg: Config, phase: str, owners: Owners, size: int) -> str:

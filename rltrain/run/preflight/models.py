@@ -49,7 +49,7 @@ _HELLO = [{"role": "user", "content": "?"}]
 
 
 @dataclass
-class Findings:
+class PreflightResult:
     """Results of the checks before a run starts."""
 
     problems: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Findings:
     """Sizes of the images, known once rows are read."""
 
 
-def look_at_models(cfg: Config, found: Findings) -> None:
+def check_models(cfg: Config, result: PreflightResult) -> None:
     """Check folders, structure and adapters of all roles, and positions, heads and template of the policy."""
     models = _models(cfg)
     wrong: dict[str, str] = {}
@@ -73,15 +73,15 @@ def look_at_models(cfg: Config, found: Findings) -> None:
         problem = model_problem(f"{spec.section}.path", spec.path)
         # A critic without a path starts from the policy, and the policy's key is reported first.
         if problem and wrong.setdefault(spec.path, problem) is problem:
-            found.problems.append(problem)
-    found.models_found = not wrong
+            result.problems.append(problem)
+    result.models_found = not wrong
     for role, (kind, spec) in models.items():
         try:
             if spec.path not in wrong:
-                _look_at(role, kind, spec, cfg, found)
+                _check_model(role, kind, spec, cfg, result)
         except (ConfigError, DataError) as error:
-            found.problems.append(str(error))
-    found.problems += problems_of_experts(cfg, [path for path in wrong if Path(path, "config.json").is_file()])
+            result.problems.append(str(error))
+    result.problems += problems_of_experts(cfg, [path for path in wrong if Path(path, "config.json").is_file()])
 
 
 def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> Iterator[str]:
@@ -98,32 +98,32 @@ def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
     return {role: model for role, model in models.items() if not model[1].is_copy}
 
 
-def look_at_images(cfg: Config, found: Findings) -> None:
-    """Check the settings against ``found.images``, and against images that tools may return."""
-    passes = make_step_passes(cfg, found.images is not None, bool(found.images and found.images.most_images))
+def check_images(cfg: Config, result: PreflightResult) -> None:
+    """Check the settings against ``result.images``, and against images that tools may return."""
+    passes = make_step_passes(cfg, result.images is not None, bool(result.images and result.images.most_images))
     if passes.images:
-        found.problems += _image_problems(cfg, "prompts have images" if found.images else f"{_SHOWN}=True")
+        result.problems += _image_problems(cfg, "prompts have images" if result.images else f"{_SHOWN}=True")
         if passes.images_between_turns and (problem := _problem_between_turns(cfg)):
             # If the user did not enable images of tools, there may be none.
             asked = cfg.actor_rollout_ref.rollout.multi_turn.images
-            (found.problems if asked else found.notes).append(problem)
+            (result.problems if asked else result.notes).append(problem)
         if cfg.distillation.enabled and passes.images_in_training:
-            found.problems.append(
-                "distillation.enabled=True: prompts have images, and a teacher reads texts alone in this version. "
+            result.problems.append(
+                "distillation.enabled=True: prompts have images, and a teacher reads texts only. "
                 "Leave distillation out, or train on texts."
             )
         if cfg.reward_model.enable:
-            found.notes.append("the reward model reads texts alone; where a prompt has an image it reads <image>")
+            result.notes.append("the reward model reads texts only; it gets <image> instead of an image")
     elif cfg.actor_rollout_ref.actor.freeze_vision_tower:
         key = "actor_rollout_ref.actor.freeze_vision_tower"
-        found.notes.append(f"{key}: no effect: no prompt has images, so a vision tower rests anyway")
+        result.notes.append(f"{key}: no effect: no prompt has images, so a vision tower rests anyway")
 
 
 def _image_problems(cfg: Config, why: str) -> Iterator[str]:
     """Yield problems of an engine or another model that does not accept the policy's images. why: their reason."""
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
-        yield f"{_R}name={engine} takes text alone, and {why}. Use {engines_with('images')}."
+        yield f"{_R}name={engine} takes texts only, and {why}. Use {engines_with('images')}."
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:
@@ -148,19 +148,19 @@ def _problem_between_turns(cfg: Config) -> str:
     )
 
 
-def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings: Findings) -> None:
+def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, result: PreflightResult) -> None:
     config, is_policy, row = spec.load_config(), role == "actor", ROLES[role]
     sizes = {spec.ulysses_key: spec.ulysses_and_ring}
     if is_policy:
-        _policy(cfg, spec, config, findings)
+        _policy(cfg, spec, config, result)
         sizes |= _sizes_of_policy(cfg)
     elif role == "judge":
-        _judge(cfg, config, findings)
+        _judge(cfg, config, result)
     elif not row.reads_texts:
-        findings.problems += _vocabulary(spec, config, chat_encoder(cfg))
+        result.problems += _vocabulary(spec, config, chat_encoder(cfg))
         if kind is PolicyModel:
-            findings.problems += _other_tokens(cfg, spec, config, findings)
-    findings.problems += filter(None, (heads_problem(config, size, key, ring) for key, (size, ring) in sizes.items()))
+            result.problems += _other_tokens(cfg, spec, config, result)
+    result.problems += filter(None, (heads_problem(config, size, key, ring) for key, (size, ring) in sizes.items()))
     # On the hub, the head is in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if row.reads_texts:
@@ -168,30 +168,30 @@ def _look_at(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, findings
         read_score_head(spec.path)
     packed = empty_packed(kind, spec, config)
     if is_policy:
-        findings.problems += _bias(cfg, spec, packed.model, config)
-    findings.problems += _sharing(cfg, role, spec, packed.model, config)
-    findings.notes += [note for note in look_at_weights(kind, spec, config) if note not in findings.notes]
+        result.problems += _bias(cfg, spec, packed.model, config)
+    result.problems += _sharing(cfg, role, spec, packed.model, config)
+    result.notes += [note for note in look_at_weights(kind, spec, config) if note not in result.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
     if role == "ref" and cfg.actor_rollout_ref.ref.update_every_steps:
-        findings.problems += _cannot_become(cfg, spec, packed)
+        result.problems += _cannot_become(cfg, spec, packed)
     if is_policy:
         total = sum(weight.numel() for weight in packed.model.parameters())
-        findings.num_parameters, findings.num_trained = total - (trained if spec.lora else 0), trained
+        result.num_parameters, result.num_trained = total - (trained if spec.lora else 0), trained
     decodes = role == "judge" or (is_policy and ENGINES[cfg.actor_rollout_ref.rollout.name].embedded)
-    _unchecked(cfg, check_numbers(kind, spec, config, decodes=decodes), findings)
+    _unchecked(cfg, check_numbers(kind, spec, config, decodes=decodes), result)
     if spec.lora:
-        findings.problems += adapter_problems(spec, packed.model, f"{row.fsdp}.use_torch_compile")
-        findings.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
+        result.problems += adapter_problems(spec, packed.model, f"{row.fsdp}.use_torch_compile")
+        result.notes += [note for note in [exclusion_note(packed.model, spec.lora)] if note]
         if is_policy:
             device = get_device(cfg.trainer.device)
-            findings.notes += adapters_of_engine(cfg.actor_rollout_ref, device, packed.model, config)
+            result.notes += adapters_of_engine(cfg.actor_rollout_ref, device, packed.model, config)
 
 
-def _unchecked(cfg: Config, untried: str | None, findings: Findings) -> None:
+def _unchecked(cfg: Config, untried: str | None, result: PreflightResult) -> None:
     if untried and cfg.trainer.allow_unchecked_models:
-        findings.notes.append(untried)
+        result.notes.append(untried)
     elif untried:
-        findings.problems.append(
+        result.problems.append(
             f"{untried}. Use a model of a family that works (docs/models.md), or set "
             "trainer.allow_unchecked_models=True and compare its log-probs yourself."
         )
@@ -251,10 +251,10 @@ def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str
         )
 
 
-def _policy(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> None:
+def _policy(cfg: Config, spec: ModelSpec, config: Any, result: PreflightResult) -> None:
     """Check the policy's template, positions, engine weights and router replay."""
-    _chat(cfg, config, findings)
-    findings.problems += _positions(cfg, config, findings)
+    _chat(cfg, config, result)
+    result.problems += _positions(cfg, config, result)
     if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
         refuse_on_npu(config)
     actor = cfg.actor_rollout_ref.actor
@@ -279,40 +279,40 @@ def _cannot_become(cfg: Config, spec: ModelSpec, packed: Any) -> Iterator[str]:
         )
 
 
-def _chat(cfg: Config, config: Any, findings: Findings) -> None:
+def _chat(cfg: Config, config: Any, result: PreflightResult) -> None:
     encoder, path = chat_encoder(cfg), cfg.actor_rollout_ref.model.path
     encoder.try_template([_HELLO])
-    _look_at_turns(cfg, encoder, findings)
+    _check_turns(cfg, encoder, result)
     # The dry run checks this before it reads and tokenises rows.
-    findings.tokenizer_works = bool(encoder.tokenizer)  # raises if there is none
+    result.tokenizer_works = bool(encoder.tokenizer)  # raises if there is none
     size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
     # `check_vocabulary` reports prompts with tokens beyond the vocabulary. Others may be used elsewhere.
     if size < encoder.vocab_size:
-        findings.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
+        result.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
     if padding is not None and not 0 <= padding < size:
         raise DataError(
             f"actor_rollout_ref.model.path={path}: its config.json says pad_token_id={padding}, and the model has "
             f"{size:,} tokens. Use the config.json and tokenizer that belong to its weights."
         )
     if encoder.ignores_generation_prompt:
-        findings.notes.append(
-            f"the chat template of {path} writes the same with and without add_generation_prompt, so the model is not "
-            "told that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+        result.notes.append(
+            f"the chat template of {path} writes the same with and without add_generation_prompt, so the model "
+            "does not see that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
         )
 
 
-def _judge(cfg: Config, config: Any, findings: Findings) -> None:
+def _judge(cfg: Config, config: Any, result: PreflightResult) -> None:
     """Check the chat template and the positions of a judge on the devices."""
     judge_encoder(cfg.reward_model.model).try_template([_HELLO])
     limit, longest = getattr(config.get_text_config(), "max_position_embeddings", None), sum(judge_lengths(cfg))
     if limit and longest > limit:
-        findings.notes.append(
+        result.notes.append(
             f"reward_model.rollout.prompt_length + response_length = {longest:,} tokens, and the judge knows {limit:,} "
             "positions: longer ones are beyond what it was trained for"
         )
 
 
-def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> None:
+def _check_turns(cfg: Config, encoder: ChatEncoder, result: PreflightResult) -> None:
     """Check that the chat template can continue after a turn, token by token."""
     rollout = cfg.actor_rollout_ref.rollout
     if not several_turns(rollout):
@@ -320,13 +320,13 @@ def _look_at_turns(cfg: Config, encoder: ChatEncoder, findings: Findings) -> Non
     roles = _roles_that_answer(cfg, encoder)
     delta = TurnDelta(encoder, encoder.tools, format_of(rollout.multi_turn.format, encoder))
     if problem := delta.problem(roles):
-        findings.problems.append(
-            f"{who_answers(rollout)}: the chat template of {encoder.path} cannot be continued behind a turn: {problem} "
+        result.problems.append(
+            f"{who_answers(rollout)}: the chat template of {encoder.path} cannot be continued after a turn: {problem} "
             "Give one that can with actor_rollout_ref.model.custom_chat_template."
         )
     for agent in rollout.agent.own:
         load_plugin(AGENT_KEY if agent == rollout.agent.default_agent_loop else LOOPS_KEY, agent)
-    findings.notes += [f"{encoder.path}: {note}" for note in delta.notes]
+    result.notes += [f"{encoder.path}: {note}" for note in delta.notes]
 
 
 def _roles_that_answer(cfg: Config, encoder: ChatEncoder) -> tuple[str, ...]:
@@ -352,7 +352,7 @@ def _or_none(spec: ModelSpec) -> str:
     return "" if is_needed else ", or leave the key out to start from the policy"
 
 
-def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings) -> Iterator[str]:
+def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightResult) -> Iterator[str]:
     """Yield problems of a model whose tokens differ from the policy's, so that log-probs mean nothing."""
     named, encoder, passes = f"{spec.section}.path={spec.path}", chat_encoder(cfg), make_step_passes(cfg)
     try:
@@ -360,7 +360,7 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, findings: Findings)
         reference = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
         tokens = {index: token for token, index in reference.tokenizer.get_vocab().items()}
     except DataError:
-        findings.notes.append(f"{named}: it has no tokenizer, and is taken to have that of the policy")
+        result.notes.append(f"{named}: it has no tokenizer, and is taken to have that of the policy")
         tokens = {}
     ours = {index: token for token, index in encoder.tokenizer.get_vocab().items()}
     if differ := [index for index, token in ours.items() if tokens.get(index, token) != token]:
@@ -393,7 +393,7 @@ def _sizes_of_policy(cfg: Config) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def _positions(cfg: Config, config: Any, findings: Findings) -> Iterator[str]:
+def _positions(cfg: Config, config: Any, result: PreflightResult) -> Iterator[str]:
     """Yield problems of sequences longer than the model's positions. With engines other than vLLM it is only a note."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     rollout = cfg.actor_rollout_ref.rollout
@@ -414,4 +414,4 @@ def _positions(cfg: Config, config: Any, findings: Findings) -> Iterator[str]:
                 "Lower it, or raise actor_rollout_ref.model.override_config.max_position_embeddings."
             )
         else:
-            findings.notes.append(f"{statement}: longer ones are beyond what it was trained for")
+            result.notes.append(f"{statement}: longer ones are beyond what it was trained for")

@@ -22,55 +22,54 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get, plugin_keys
 from rltrain.config.step_passes import roles_of
-from rltrain.run.preflight.models import Findings, look_at_models
-from rltrain.run.watchers.callbacks import callback_problems
+from rltrain.run.callbacks.user import callback_problems
+from rltrain.run.preflight.models import PreflightResult, check_models
 from rltrain.runtime.cluster import cluster_address, ray_problems
 
 _NAMES = {"cuda": "CUDA", "npu": "NPU"}
 
 
-def preflight(loaded: LoadedConfig) -> Findings:
+def preflight(loaded: LoadedConfig) -> PreflightResult:
     """Check files, packages, devices, plugins and models that the config names. Takes seconds, starts nothing."""
     cfg = loaded.config
-    of_engine = [*look_at_packages(loaded), *_engine_arguments(cfg)]
-    findings = Findings([*missing_files(cfg), *of_engine, *look_at_devices(loaded), *ray_problems(cfg.cluster)])
+    of_engine = [*check_packages(loaded), *_engine_arguments(cfg)]
+    result = PreflightResult([*missing_files(cfg), *of_engine, *check_devices(loaded), *ray_problems(cfg.cluster)])
     if "critic" in roles_of(cfg) and "algorithm.adv_estimator" not in loaded.explicit:
-        findings.notes.append(
-            "a critic is trained beside the actor, as algorithm.adv_estimator is gae unless set (as in verl); "
-            "grpo needs none"
+        result.notes.append(
+            "a critic is trained too, because algorithm.adv_estimator is gae unless set (as in verl); grpo needs none"
         )
-    findings.notes += other_meanings(loaded)
-    findings.notes += _chosen_engine(loaded)
-    look_at_versions(cfg, findings)
-    # An error of one check does not hide the findings of the other.
-    for check in (_plugins, look_at_models):
+    result.notes += other_meanings(loaded)
+    result.notes += _chosen_engine(loaded)
+    check_versions(cfg, result)
+    # An error of one check does not hide the result of the other.
+    for check in (_plugins, check_models):
         try:
-            check(cfg, findings)
+            check(cfg, result)
         except RltrainError as error:
-            findings.problems.append(str(error))
+            result.problems.append(str(error))
     # Roles that share a model report the same problem.
-    findings.problems[:] = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in findings.problems)
-    return findings
+    result.problems[:] = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in result.problems)
+    return result
 
 
-def look_at_versions(cfg: Config, found: Findings) -> None:
+def check_versions(cfg: Config, result: PreflightResult) -> None:
     """Check that the versions of the device's packages fit together."""
     device = get_device(cfg.trainer.device)
     if device.count and not device.is_cpu:  # on a login node, the packages of other nodes are unknown
-        found.problems += misfits(device.kind)
-        found.notes += [note for note in [others(device.kind)] if note]
+        result.problems += misfits(device.kind)
+        result.notes += [note for note in [others(device.kind)] if note]
 
 
-def _plugins(cfg: Config, findings: Findings) -> None:
+def _plugins(cfg: Config, result: PreflightResult) -> None:
     # First, because a library may register names that the other keys use.
     import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
-    findings.problems += check_plugins(cfg)
+    result.problems += check_plugins(cfg)
     for key in plugin_keys():
         if is_plugin(name := get(cfg, key) or ""):
             try:
                 load_plugin(key, name)
             except RltrainError as error:
-                findings.problems.append(str(error))
+                result.problems.append(str(error))
 
 
 def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
@@ -90,7 +89,7 @@ def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
         )
 
 
-def look_at_packages(loaded: LoadedConfig) -> Iterator[str]:
+def check_packages(loaded: LoadedConfig) -> Iterator[str]:
     """Yield problems of packages that the settings need and that are not installed."""
     roles = loaded.config.actor_rollout_ref
     engine = ENGINES[roles.rollout.name]
@@ -130,7 +129,7 @@ def _engine_arguments(cfg: Config) -> Iterator[str]:
         yield f"{key}: {rollout.name}, as installed here, has no such argument. {way_out}"
 
 
-def look_at_devices(loaded: LoadedConfig) -> Iterator[str]:
+def check_devices(loaded: LoadedConfig) -> Iterator[str]:
     """Yield problems of requested devices that do not exist. Other nodes are not known yet."""
     trainer, address = loaded.config.trainer, cluster_address(loaded.config.cluster)
     device = get_device(trainer.device)

@@ -29,9 +29,17 @@ from rltrain.config.verl.keys import leaves_of
 from rltrain.data.stored_images import ImageColumn, image_entries
 from rltrain.run.report.charts import Section, Table, page
 from rltrain.run.report.curves import sections
-from rltrain.run.report.details import read_details
+from rltrain.run.report.samples import (
+    different_prompts_first,
+    is_right,
+    numbers_of,
+    one_line,
+    read_samples,
+    sample_steps,
+    shorten,
+    texts_of,
+)
 from rltrain.run.report.table import learning_summary, mostly_truncated, nothing_earned, read_metrics, summary
-from rltrain.run.report.view import is_right, numbers_of, one_line, read_samples, sample_steps, shorten, texts_of
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
@@ -59,11 +67,9 @@ def page_of(run: Path) -> str:
     # A step may have two lines: one of the step and one of a validation.
     frame = pd.DataFrame(lines).groupby("step", as_index=False).last() if lines else pd.DataFrame({"step": []})
     settings, plan, environment = _settings(run), read_json(run / "plan.json") or {}, read_json(run / "env.json") or {}
-    phases = Section("Seconds of a step", charts=[], tables=[_phases(lines)])
-    parts = [*sections(frame, read_details(run)), phases, _answers(run, settings), *_troubles(run),
-             _differences(settings), _environment(environment)]  # fmt: skip
-    said = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines), mostly_truncated(run, lines)]
-    subtitle = ". ".join(filter(None, said))
+    parts = [*sections(frame), _phases(lines), _answers(run, settings), *_troubles(run), _differences(settings)]
+    summaries = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines), mostly_truncated(run, lines)]
+    subtitle = ". ".join(filter(None, summaries))
     return page(run.resolve().name, subtitle, _facts(frame, settings, plan, environment), parts)
 
 
@@ -76,7 +82,7 @@ def _facts(
     seconds = made["timing_s/wall"].fillna(made["timing_s/step"]).sum() if "timing_s/wall" in made else 0.0
     devices = f"{plan.get('num_nodes')} x {plan.get('devices_per_node')}" if plan else ""
     kinds = list(dict.fromkeys(map(str, environment.get("devices") or [])))
-    found = [
+    facts = [
         ("steps", f"{int(made['step'].max()) if len(made) else 0}" + (f" of {total}" if total else "")),
         ("hours of steps", f"{seconds / 3600:.2f}" if seconds else ""),
         ("model", str(settings.get("actor_rollout_ref.model.path", "")).rstrip("/").rpartition("/")[2]),
@@ -86,16 +92,16 @@ def _facts(
         ("prompts x answers", f"{plan.get('prompts_per_step')} x {plan.get('answers_per_prompt')}" if plan else ""),
         ("rltrain", f"{environment.get('rltrain', '')} {environment.get('git') or ''}".strip()),
     ]
-    return [(name, value) for name, value in found if value]
+    return [(name, value) for name, value in facts if value]
 
 
-def _phases(lines: list[dict[str, Any]]) -> Table:
+def _phases(lines: list[dict[str, Any]]) -> Section:
     title, rows = summary(lines)
-    head = [title, "mean", "share of the step", "largest", "in step", "unit"]
-    return Table(head, [
+    table = Table(["metric", "mean", "share of the step", "largest", "in step", "unit"], [
         [label, f"{mean:,.4g}", "" if share is None else f"{share:.0%}", f"{most:,.4g}", str(step), unit]
         for label, unit, mean, most, step, share in rows
     ])  # fmt: skip
+    return Section("Seconds of a step", title, tables=[table])
 
 
 def _settings(run: Path) -> dict[str, Any]:
@@ -124,11 +130,6 @@ def _differences(settings: Mapping[str, Any]) -> Section:
     )
 
 
-def _environment(environment: Mapping[str, Any]) -> Section:
-    rows = [[name, _text(value)] for name, value in environment.items() if value not in (None, [], "")]
-    return Section("Environment", tables=[Table(["what", "value"], rows)] if rows else [])
-
-
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -137,42 +138,47 @@ def _troubles(run: Path) -> Iterator[Section]:
     """Yield the sections of incidents and of the warnings in train.log."""
     with suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(path.name for path in (run / "incidents").iterdir())
-        yield Section("Incidents", f"What was kept of them is in {run / 'incidents'}.", tables=[
+        yield Section("Incidents", f"Their files are in {run / 'incidents'}.", tables=[
             Table(["incident"], [[name] for name in names])] if names else [])  # fmt: skip
-    rows = [[when, shorten(what, 400), str(times)] for when, what, times in warnings_of(run)[-_MOST_WARNINGS:]]
-    tables = [Table(["first", "what", "times"], rows)] if rows else []
+    rows = [[first, shorten(message, 400), str(times)] for first, message, times in warnings_of(run)[-_MOST_WARNINGS:]]
+    tables = [Table(["first", "message", "times"], rows)] if rows else []
     yield Section("Warnings", "From train.log, the newest last.", tables=tables)
 
 
 def warnings_of(run: Path) -> list[tuple[str, str, int]]:
     """Return the warnings and errors of train.log: (first time, text, number of times)."""
-    found: dict[str, tuple[str, int]] = {}
+    counts: dict[str, tuple[str, int]] = {}
     for line in lines_of(run / "train.log"):
         if _WARNING.match(line):
-            what = line.split(" ", 2)[2]
-            first, times = found.get(what, (line[:19], 0))
-            found[what] = (first, times + 1)
-    return [(when, what, times) for what, (when, times) in found.items()]
+            message = line.split(" ", 2)[2]
+            first, times = counts.get(message, (line[:19], 0))
+            counts[message] = (first, times + 1)
+    return [(first, message, times) for message, (first, times) in counts.items()]
 
 
 def _answers(run: Path, settings: Mapping[str, Any]) -> Section:
     """Return some responses of the newest validation and the newest step: wrong and right ones, if there are both."""
-    section = Section("Answers", "A few of those that the run has kept; rltrain view shows all.")
+    section = Section("Answers", "A few of the saved responses; rltrain view RUN shows all.")
     for split, name in (("val", "validation"), ("train", "training")):
         try:
             step = max(sample_steps(run, split))
-            rows = read_samples(run, step, split).to_dict("records")
+            rows = _chosen(read_samples(run, step, split)).to_dict("records")
         except (RltrainError, OSError, ValueError):
             continue
-        good, bad = ([row for row in rows if is_right(row) is right] for right in (True, False))
-        half = _MOST_ANSWERS // 2
-        for row in [*bad[: max(half, _MOST_ANSWERS - len(good))], *good[: max(half, _MOST_ANSWERS - len(bad))]]:
+        for row in rows:
             answer = {"right": is_right(row), "mark": f"{float(row['score']):.3g}"}
             answer["line"] = f"{name} of step {step}: {one_line(row, 140)}"
             answer["texts"] = [*texts_of(row, _MOST_CHARS), ("numbers", numbers_of(row))]
             answer["images"] = _images(row, str(settings.get("data.image_key", "images")))
             section.answers.append(answer)
     return section
+
+
+def _chosen(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return some rows, half of them wrong and half right if there are enough, each of another prompt if possible."""
+    right, half = frame.apply(is_right, axis=1), _MOST_ANSWERS // 2
+    bad, good = different_prompts_first(frame[~right]), different_prompts_first(frame[right])
+    return pd.concat([bad[: max(half, _MOST_ANSWERS - len(good))], good[: max(half, _MOST_ANSWERS - len(bad))]])
 
 
 def _images(row: Mapping[str, Any], key: str) -> list[str]:

@@ -7,43 +7,54 @@ from rltrain.common.logs import count
 from rltrain.common.secrets import masked_text
 from rltrain.config.budgets import PassBudget, judge_lengths
 from rltrain.config.notes import compares_nothing
-from rltrain.config.passes import PASSES, ROLES, Role, updates_of
+from rltrain.config.passes import PASSES
 from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import TOKEN_MEAN
-from rltrain.config.schema.keys import get
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import specs_of
-from rltrain.trainer.plan import ImageSizes, Plan, devices_per_copy
+from rltrain.trainer.plan import ImageSizes, Plan
 
 
 def describe(plan: Plan, config: Config) -> str:
-    """Return the plan as text."""
-    rollout = config.actor_rollout_ref.rollout
-    if not plan.passes.trains:
-        return _table(_evaluation(plan, config))
+    """Return the plan as text. An evaluation makes no step and uses only the policy and a reward model."""
+    trains = plan.passes.trains
     rows = [
-        ("algorithm", _algorithm(plan, config)),
+        *([("algorithm", _algorithm(plan, config))] if trains else []),
         ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
+        *(_training(plan, config) if trains else [("engine replicas", f"{_replicas(plan, config)})")]),
+        *_rewards(plan, config),
+        *_tools(config),
+        ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
+        *([("steps", _steps(plan, config))] if trains else []),
+        *_validation(plan, config),
+        *([("saving", _saving(plan, config))] if trains else []),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _training(plan: Plan, config: Config) -> list[tuple[str, str]]:
+    """Return the rows that only training has."""
+    return [
         ("data-parallel", f"{plan.ranks['actor']} (sequence-parallel {plan.sequence_parallel_size}, "
          f"tensor-parallel {plan.tensor_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
-        *([("between nodes", _between_nodes(plan, config))] if plan.num_nodes > 1 else []),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
         ("samples per step", f"{plan.samples_per_step:,} ({count(plan.answers_per_prompt, 'answer')} to each prompt)"),
-        *([] if plan.passes.supervised else [("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
-         f"{count(rollout.tensor_model_parallel_size, 'device')}, with about {plan.samples_per_replica:,} samples)")]),
+        *([] if plan.passes.supervised else [("engine replicas", f"{_replicas(plan, config)}, with about "
+         f"{plan.samples_per_replica:,} samples)")]),
         ("optimizer steps per step", f"{plan.optimizer_steps_per_step} (mini-batches of "
          f"{count(plan.prompts_per_mini_batch, 'prompt')} = {count(plan.samples_per_mini_batch, 'sample')})"),
         ("a step runs", plan.passes.describe(plan.num_mini_batches)),
         *(("micro-batch", row) for row in _micro_batches(plan, config)),
         *_more_rows(plan, config),
-        *_tools(config),
-        ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
-        ("steps", _steps(plan, config)),
-        *_validation(plan, config),
-        ("saving", _saving(plan, config)),
     ]  # fmt: skip
-    return _table(rows)
+
+
+def _replicas(plan: Plan, config: Config) -> str:
+    rollout = config.actor_rollout_ref.rollout
+    devices = count(rollout.tensor_model_parallel_size, "device")
+    return f"{plan.num_engine_replicas} ({rollout.name}, each on {devices}"
 
 
 def _algorithm(plan: Plan, config: Config) -> str:
@@ -54,63 +65,11 @@ def _algorithm(plan: Plan, config: Config) -> str:
         turns = "the last assistant turn" if config.sft.turns == "last" else "all assistant turns"
         return f"supervised: negative log-likelihood of {turns}, {actor.loss_agg_mode or TOKEN_MEAN}"
     if config.distillation.is_alone:
-        return f"{distance} alone, {actor.loss_agg_mode or TOKEN_MEAN}"
-    alone = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
-    beside = f", and {teacher.distillation_loss_coef:g} x {distance}" if config.distillation.enabled else ""
+        return f"{distance} only, {actor.loss_agg_mode or TOKEN_MEAN}"
+    single = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
+    more = f", and {teacher.distillation_loss_coef:g} x {distance}" if config.distillation.enabled else ""
     estimator, loss = config.algorithm.adv_estimator, actor.policy_loss.loss_mode
-    return f"{estimator} advantages{alone}, {loss} loss, {plan.passes.aggregation}{beside}"
-
-
-def _evaluation(plan: Plan, config: Config) -> list[tuple[str, str]]:
-    """Return the rows of an evaluation: it makes no step and uses only the policy and a reward model."""
-    rollout = config.actor_rollout_ref.rollout
-    return [
-        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
-        ("engine replicas", f"{plan.num_engine_replicas} ({rollout.name}, each on "
-         f"{count(rollout.tensor_model_parallel_size, 'device')})"),
-        *_rewards(plan, config),
-        *_tools(config),
-        ("longest sequence", f"{config.data.max_prompt_length + config.data.max_response_length:,} tokens"),
-        *_validation(plan, config),
-    ]  # fmt: skip
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "plan\n" + "\n".join(f"  {name.ljust(width)}  {value}" for name, value in rows)
-
-
-def _between_nodes(plan: Plan, config: Config) -> str:
-    """Return a text on the data that a step sends between nodes, where links are slowest.
-
-    Neighbouring ranks share a node (`reserve`), so a group of devices spans nodes only if it is larger than one.
-    """
-    here = plan.devices_per_node
-
-    def nodes(size: int) -> str:
-        return count(size // here, "node")
-
-    lines, size = list[str](), config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    for role in (role for role in ROLES if role in plan.passes.roles):
-        whose, key = "" if role == "actor" else f" of the {_name(role)}", f"{ROLES[role].fsdp}.fsdp_size"
-        # A frozen policy is sharded like the actor.
-        shards = devices_per_copy(getattr(get(config, ROLES[role].fsdp), "fsdp_size", 1), plan.num_devices)
-        copies, per_sequence = plan.num_devices // shards, plan.num_devices // plan.ranks[role]
-        if updates_of(role) and copies > 1:
-            lines.append(f"gradients{whose}, as there are {copies} copies of the weights")
-        if shards > here:
-            lines.append(
-                f"the weights of every layer{whose}, as {nodes(shards)} share a copy "
-                f"({key}={here}, where memory allows: one in each node)"
-            )
-        if per_sequence > here:
-            lines.append(f"heads and tokens of every layer{whose}, as {nodes(per_sequence)} share a sequence")
-    lines += [f"every layer of every token that is generated, as {nodes(size)} share an engine"] if size > here else []
-    return "; ".join(lines)
-
-
-def _name(role: Role) -> str:
-    return "reference" if role == "ref" else role.replace("_", " ")
+    return f"{estimator} advantages{single}, {loss} loss, {plan.passes.aggregation}{more}"
 
 
 def _device(config: Config) -> str:
@@ -138,7 +97,7 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     rows = [("images", _images(plan, plan.images))] if plan.images and plan.images.most_rows else []
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:
-            rows.append((_name(role), spec.path))
+            rows.append(("reference" if role == "ref" else role.replace("_", " "), spec.path))
     if plan.passes.reference_moves:
         ref = config.actor_rollout_ref.ref
         becomes = "it becomes the policy" if ref.update_mix == 1 else f"{ref.update_mix:g} of the policy is mixed in"
@@ -146,7 +105,6 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))
-    rows += _rewards(plan, config)
     rollout = config.actor_rollout_ref.rollout
     if rollout.stops_early:
         ends = f"the step ends when {plan.prompts_per_step:,} are answered"
@@ -209,7 +167,7 @@ def _reward(config: Config) -> str:
     terms = [f"{model.weight:g} x the reward model's score"]
     terms += [f"{model.rule_weight:g} x the scorer's"] if model.runs_scorers else []
     penalty = " - overlong penalty" if model.reward_manager == "dapo" and model.overlong_buffer.enable else ""
-    alone = "" if model.runs_scorers else " (it alone decides; reward_model.rule_weight adds the scorer's)"
+    alone = "" if model.runs_scorers else " (the only score; reward_model.rule_weight adds the scorer's)"
     return " + ".join(terms) + penalty + alone
 
 

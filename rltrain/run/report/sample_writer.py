@@ -31,7 +31,7 @@ from rltrain.common.columns.answer import AnswerText
 from rltrain.common.errors import first_line, storable
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
-from rltrain.run.report.view import one_line, without_middle
+from rltrain.run.report.samples import one_line, without_middle
 
 log = logging.getLogger(__name__)
 

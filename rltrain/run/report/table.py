@@ -17,17 +17,14 @@ from rltrain.common.storage import json_lines
 from rltrain.config.passes import step_phases
 
 METRICS = "metrics.jsonl"
-# Only the wait: a save is written during the next steps.
-_WAIT = "seconds that steps wait for a save"
-# More epochs than this are summarised in one row.
-_MOST_EPOCHS = 5
 # Increase of the truncated share that is more than chance in a few steps.
 _RISE = 0.1
 PHASES = ("generate_sequences", "reshard", "judge", *step_phases(), "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),
-    ("save_checkpoint", "timing_s/save_checkpoint", _WAIT),
+    # Only the wait: a save is written during the next steps.
+    ("save_checkpoint", "timing_s/save_checkpoint", "seconds that steps wait for a save"),
     ("testing", "timing_s/testing", "seconds"),
     ("throughput", "perf/throughput", "tokens/s/device, prompt and response, whole step"),
     ("total throughput", "perf/total_throughput", "tokens/s, likewise, of all devices"),
@@ -74,27 +71,7 @@ def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, floa
             if label == "old_log_prob" and "perf/old_log_prob_share" in frame:
                 unit += f" ({frame['perf/old_log_prob_share'].mean():.0%} of the samples)"
             rows.append((label, unit, mean, frame[key][at], int(frame.get("step", frame.index + 1)[at]), share))
-    return title, [*rows, *_epochs(steps)]
-
-
-def _epochs(steps: list[dict[str, Any]]) -> list[tuple[str, str, float, float, int, None]]:
-    """Return rows of `summary`: hours of every epoch with validation and saving, or their mean if there are many."""
-    frame = pd.DataFrame([line for line in steps if "training/epoch" in line])
-    if frame.empty:
-        return []
-    # A step made by hand has no validation around it.
-    seconds = frame["timing_s/step"] if "timing_s/wall" not in frame else frame["timing_s/wall"]
-    hours = seconds.fillna(frame["timing_s/step"]).groupby(frame["training/epoch"]).sum() / 3600
-    made = frame.groupby("training/epoch")["step"].agg(["size", "max"])
-    if len(hours) > _MOST_EPOCHS:
-        at = hours.idxmax()
-        unit = f"hours, mean of {len(hours)} epochs, with validation and saving"
-        return [("hours for an epoch", unit, hours.mean(), hours[at], int(made["max"][at]), None)]
-    return [
-        (f"hours for epoch {epoch:.0f}", f"hours of {count(int(made['size'][epoch]), 'step')}, with validation and "
-         "saving", value, value, int(made["max"][epoch]), None)
-        for epoch, value in hours.items()
-    ]  # fmt: skip
+    return title, rows
 
 
 def phase_table(lines: list[dict[str, Any]]) -> str:
@@ -151,11 +128,11 @@ def _ends(values: list[float]) -> tuple[float, float, str]:
 
 def mostly_truncated(run: Path, lines: list[dict[str, Any]]) -> str:
     """Return a warning if most responses at the end were truncated, or truncation rose with the reward, else ""."""
-    keys = "response_length/clip_ratio", "critic/score/mean"
-    found = [[line[key] for key in keys] for line in lines if all(key in line for key in keys)]
-    if not found:
+    keys = ["response_length/clip_ratio", "critic/score/mean"]
+    values = pd.DataFrame(lines).reindex(columns=keys).dropna()
+    if values.empty:
         return ""
-    (before, truncated, steps), (first, last, _) = (_ends(list(values)) for values in zip(*found, strict=True))
+    (before, truncated, steps), (first, last, _) = (_ends(values[key].tolist()) for key in keys)
     both_rose = truncated - before >= _RISE and last > first
     if truncated <= 0.5 and not both_rose:
         return ""
@@ -169,19 +146,18 @@ def mostly_truncated(run: Path, lines: list[dict[str, Any]]) -> str:
 def _look(run: Path) -> str:
     """Return the command that shows responses."""
     run = run if run.is_dir() else run.parent
-    hint = "" if any(run.glob("samples/train_*")) else " (this run has kept none; trainer.samples_freq=1 keeps all)"
-    return f"look at them with python -m rltrain.view {shlex.quote(str(run))} --worst{hint}"
+    hint = "" if any(run.glob("samples/train_*")) else " (this run saved none; trainer.samples_freq=1 saves them)"
+    return f"show them with python -m rltrain.view {shlex.quote(str(run))} --worst{hint}"
 
 
 def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
     """Return a warning if no response earned more than 0, or all earned the same; else ""."""
-    ends = [(line["critic/score/min"], line["critic/score/max"]) for line in lines if "critic/score/max" in line]
-    least, most = min((low for low, _ in ends), default=0.0), max((high for _, high in ends), default=1.0)
+    scores = pd.DataFrame(lines).reindex(columns=["critic/score/min", "critic/score/max"])
+    least, most = scores["critic/score/min"].min(), scores["critic/score/max"].max()
     # A negative maximum gives no warning by itself: a reward model may have only negative scores.
-    if most not in (least, 0):
+    if pd.isna(most) or most not in (least, 0):
         return ""
-    sentence = f"every answer earned {most:g}" if most == least else "no answer earned more than 0"
-    return f"{sentence}; {_look(run)}"
+    return f"{f'every response earned {most:g}' if most == least else 'no response earned more than 0'}; {_look(run)}"
 
 
 def report(run: Path) -> str:

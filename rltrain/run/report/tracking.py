@@ -23,10 +23,10 @@ from rltrain.common.clock import Backoff
 from rltrain.common.errors import first_line
 from rltrain.common.storage import disk_errors, json_lines
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
+from rltrain.run.callbacks.callback import Callback
 from rltrain.run.report.console import Console
 from rltrain.run.report.table import METRICS
 from rltrain.run.report.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
-from rltrain.run.watchers.watcher import Watcher
 from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class JsonLines:
     def __init__(self, file: Path) -> None:
         with disk_errors(file), file.open("ab"):
             self._file, self._lines = file, Appender(file)
-        self._told = False
+        self._has_warned = False
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if (error := self._lines.add(json.dumps({"step": step, **metrics}) + "\n")) and not self._told:
-            self._told = True
-            text = "%s cannot be written (%s): training goes on, and its lines wait until it can"
+        if (error := self._lines.add(json.dumps({"step": step, **metrics}) + "\n")) and not self._has_warned:
+            self._has_warned = True
+            text = "%s cannot be written (%s): training continues, and its lines are written later"
             log.warning(text, self._file, error.strerror)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Sender(threading.Thread):
         self._waiting: dict[Callable[[Sink], None], int] = {}  # entry -> number of failures
         self._finish: Callable[[Sink], None] | None = None
         self._lost = 0
-        self._told = False
+        self._has_warned = False
         self.given_up = False
         self.start()
 
@@ -136,7 +136,7 @@ class Sender(threading.Thread):
                     return
             # Any error, SystemExit too: if the thread ended, its entries would be lost silently.
             except BaseException as error:  # noqa: BLE001
-                self._tell(error)
+                self._warn_once(error)
                 sent = False
             failures = 0 if sent else 1 if finish else failures + 1
             if not sent:
@@ -158,7 +158,7 @@ class Sender(threading.Thread):
                 # Raised before attempts are counted, because entries are not to blame for a tracker that is down.
                 if in_a_row == _DOWN_AFTER:
                     raise
-                self._tell(error)
+                self._warn_once(error)
             else:
                 in_a_row = 0
                 with self._changed:
@@ -173,17 +173,17 @@ class Sender(threading.Thread):
                         self._lost += 1
         return not failed
 
-    def _tell(self, error: BaseException) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_once(self, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             text = (
-                "tracker '%s' failed (%s: %s). Training goes on; "
-                "what is not sent is kept and tried again in the background"
+                "tracker '%s' failed (%s: %s). Training continues; "
+                "entries that were not sent are retried in the background"
             )
             log.warning(text, self._tracker, type(error).__name__, error)
 
 
-class Tracker(Watcher):
+class Tracker(Callback):
     """Sender of metrics and tables to all outputs of ``trainer.logger``.
 
     The exit of its context finishes these outputs.
@@ -206,7 +206,7 @@ class Tracker(Watcher):
             self._summarise(line["step"], line)
         for name in dict.fromkeys(loggers):
             if package := missing_package(name):
-                log.warning("trainer.logger=%s needs 'pip install %s'; going on without it", name, package)
+                log.warning("trainer.logger=%s needs 'pip install %s'; it is skipped", name, package)
             elif name in TRACKERS:
                 own = replace(run, run_id=self._ids.get(name))
                 self._senders.append(Sender(name, lambda name=name, own=own: self._make(name, own)))  # type: ignore[misc]

@@ -26,7 +26,7 @@ _WAY_OUT = "Give mean:10426,max:27648 (and spread:, alike:, prompt: if they are 
 class Lengths:
     """Distribution of the lengths of prompts and responses in tokens."""
 
-    told: str
+    description: str
     """Description for the user."""
     draw: Callable[[int, int], tuple[Ints, Ints]]
     """(number of prompts, responses per prompt) -> tokens of the prompts [p] and of the responses [p, n]."""
@@ -68,9 +68,13 @@ def lognormal(mean: float, most: float, spread: float = SPREAD, alike: float = A
         written = np.minimum(np.exp(middle + spread * ranks), most).round().astype(np.int64)
         return np.full(prompts, prompt), np.maximum(written, 1).reshape(prompts, answers)
 
-    told = f"answers of {mean:,.0f} tokens on average, at most {most:,.0f} (assumed: the logarithm is normal with a "
-    told += f"standard deviation of {spread:g}, and answers to a prompt share {alike:.0%} of its variance); prompts of "
-    return Lengths(f"{told}{prompt:,} tokens", draw)
+    description = (
+        f"answers of {mean:,.0f} tokens on average, at most {most:,.0f} (assumed: the logarithm is normal with a "
+    )
+    description += (
+        f"standard deviation of {spread:g}, and answers to a prompt share {alike:.0%} of its variance); prompts of "
+    )
+    return Lengths(f"{description}{prompt:,} tokens", draw)
 
 
 def _normal(number: int) -> NDArray[np.float64]:
@@ -115,7 +119,7 @@ def _kept(run: Path) -> Lengths:
     # The first step counts like any other: warm-up of engines and files does not change lengths.
     samples = [pd.read_parquet(file, columns=columns) for file in files]
     if not samples:
-        raise DataError(f"--lengths {run}: this run has kept no answers (samples/train_*.parquet). {_WAY_OUT}")
+        raise DataError(f"--lengths {run}: this run has saved no responses (samples/train_*.parquet). {_WAY_OUT}")
     groups = [group for _, group in pd.concat(samples).groupby(["step", "row"], sort=True)]
     given = np.array([int(group["prompt_length"].iloc[0]) for group in groups])
     written = [group["response_length"].to_numpy(dtype=np.int64) for group in groups]
@@ -125,5 +129,5 @@ def _kept(run: Path) -> Lengths:
         chosen = np.resize(np.random.default_rng(0).permutation(len(groups)), prompts)
         return given[chosen], np.stack([np.resize(written[place], answers) for place in chosen])
 
-    told = f"the answers that {run} has kept, {mean:,.1f} tokens on average, {len(files)} steps"
-    return Lengths(told, draw)
+    description = f"the saved responses of {run}, {mean:,.1f} tokens on average, {len(files)} steps"
+    return Lengths(description, draw)

@@ -29,7 +29,7 @@ Sizes = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Foretold:
+class StepEstimate:
     """The estimate of a step."""
 
     seconds: dict[str, float]
@@ -66,9 +66,9 @@ def sizes_of(cfg: Config, plan: Plan) -> dict[str, float]:
     return sizes
 
 
-def foretell(
+def estimate_step(
     cfg: Config, plan: Plan, lengths: Lengths, chip: Chip, assumed: Assumptions, device_bytes: int | None = None
-) -> Foretold:
+) -> StepEstimate:
     """Estimate a step of ``plan`` with responses of ``lengths`` on devices of ``chip``.
 
     device_bytes: memory of one device (None: unknown, and the cache is never full). Raises ConfigError if the model has
@@ -101,7 +101,7 @@ def foretell(
     seconds |= {name: found for name, (found, _) in passes.items()}
     why |= {name: text for name, (_, text) in passes.items()}
     seconds |= {"reward": answers.size * assumed.reward_ms / 1e3, "adv": answers.size * assumed.adv_us / 1e6}
-    return Foretold(
+    return StepEstimate(
         _in_order(seconds),
         why,
         int(prompts.sum() * plan.answers_per_prompt + answers.sum()),

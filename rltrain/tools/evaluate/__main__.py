@@ -28,7 +28,7 @@ from rltrain.common.stop import Stop
 from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
 from rltrain.run.program import explained
-from rltrain.tools.evaluate.arguments import read_words
+from rltrain.tools.evaluate.arguments import split_arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,31 +37,31 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
-    read_words(arguments.overrides, arguments.problems)
+    split_arguments(arguments.overrides, arguments.problems)
     # Imported here, so that --help and errors of the arguments do not wait for it.
     with logs.session(), logs.waiting(IMPORTING):
         from pandas import read_parquet
 
-        from rltrain.api import look_over
+        from rltrain.api import check_settings
         from rltrain.common.storage import write_json
         from rltrain.run.build import begin_ray
-        from rltrain.tools.evaluate.evaluation import evaluate_model, folder_of
-        from rltrain.tools.evaluate.kept import PAGE, RESULT, RESULTS
+        from rltrain.tools.evaluate.evaluation import evaluate_model, result_folder_of
         from rltrain.tools.evaluate.page import write_page
         from rltrain.tools.evaluate.paired import differences
         from rltrain.tools.evaluate.report import show
         from rltrain.tools.evaluate.request import read_request
+        from rltrain.tools.evaluate.results import PAGE, RESULT, RESULTS
 
-    stop.says("nothing is answered yet: the same command begins anew")
+    stop.says("no response yet: the same command starts again")
     request = read_request(arguments.overrides, arguments.config, arguments.problems)
     several = len(request.models) > 1
     results = list[dict[str, Any]]()
     settings = [request.settings(model) for model in request.models]
     # Before the first evaluation: otherwise a problem of the last one would be reported after hours.
-    notes = [look_over(loaded) for loaded in settings]
+    notes = [check_settings(loaded) for loaded in settings]
     for model, loaded in zip(request.models, settings, strict=True):
-        folder_of(request, model, loaded)
-    if used := request.used(settings[0]):
+        result_folder_of(request, model, loaded)
+    if used := request.run_settings_in_use(settings[0]):
         sys.stdout.write(f"settings of the run: {' '.join(used)} (type a key to set it otherwise)\n")
     if arguments.dry_run:
         return _dry_run(settings, notes)

@@ -17,8 +17,8 @@ _OTHER_WORDS = {
     "trainer.resume_mode": "model=CHECKPOINT names the weights",
     "trainer.resume_from_path": "model=CHECKPOINT names the weights",
     "trainer.resume_weights_only": "model=CHECKPOINT names the weights",
-    "trainer.samples_freq": "all answers are kept",
-    "trainer.samples_max_prompts": "all answers are kept",
+    "trainer.samples_freq": "all responses are saved",
+    "trainer.samples_max_prompts": "all responses are saved",
     "data.val_files": "data=FILES names them",
     "actor_rollout_ref.model.path": "model=PATH names it",
 }
@@ -39,7 +39,7 @@ class Arguments:
 NAMES = (*(each.name for each in fields(Arguments)), *_SHORT)
 
 
-def read_words(words: Sequence[str], problems: Sequence[str]) -> tuple[Arguments, list[str]]:
+def split_arguments(words: Sequence[str], problems: Sequence[str]) -> tuple[Arguments, list[str]]:
     """Return the arguments, and the words that are keys of the trainer. Raises ConfigError with all errors."""
     foreign = [word for word in words if word.partition("=")[0] in _OTHER_WORDS]
     wrong = [*problems, *(f"{word}: {_OTHER_WORDS[word.partition('=')[0]]}. Leave the key out." for word in foreign)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rltrain.api import look_over
+from rltrain.api import check_settings
 from rltrain.common import __version__
 from rltrain.common.logs import count
 from rltrain.common.stop import Stop
@@ -21,9 +21,9 @@ from rltrain.run.build import build
 from rltrain.run.fit import Trainer
 from rltrain.runtime.lifeline import working
 from rltrain.tools.evaluate import statistics
-from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.models import Model
 from rltrain.tools.evaluate.request import Request, identity
+from rltrain.tools.evaluate.results import ResultFolder
 from rltrain.tools.evaluate.statistics import Figure, Floats
 
 log = logging.getLogger(__name__)
@@ -32,59 +32,59 @@ _VOTES = "pred"
 
 
 def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]:
-    """Return the result of an evaluation as `Kept` stores it. Resume one that was interrupted; load a finished one.
+    """Return the result of an evaluation. Resume one that was interrupted; load a finished one.
 
     Raises RltrainError, and Interrupted after a signal.
     """
     loaded = request.settings(model)
-    kept = folder_of(request, model, loaded)
-    asked = kept.asked
-    if found := kept.result():
-        log.info("%s: was evaluated before, in %s", model.name, kept.folder)
-        return found
-    stop.says(f"nothing of {model.name} is answered yet: the same command begins with it")
-    with build(loaded, stop, notes=look_over(loaded)) as trainer, working(), stop.telling():
-        kept.begin()
-        _answer(trainer, kept, model, stop)
-        file = kept.join(trainer.num_steps)
+    results = result_folder_of(request, model, loaded)
+    settings = results.identity
+    if result := results.result():
+        log.info("%s: was evaluated before, in %s", model.name, results.folder)
+        return result
+    stop.says(f"{model.name} has no responses yet: the same command starts with it")
+    with build(loaded, stop, notes=check_settings(loaded)) as trainer, working(), stop.telling():
+        results.begin()
+        _answer(trainer, results, model, stop)
+        file = results.join(trainer.num_steps)
         answers = pd.read_parquet(file).sort_values(["row", "sample"], ignore_index=True)
         whole_sets = trainer.validation.summaries(accuracies(answers))
-    found = {
-        "model": {"name": model.name, "path": model.named, "digest": asked["model"], "step": model.step},
-        "data": {"files": request.data, "digest": asked["data"]},
+    result = {
+        "model": {"name": model.name, "path": model.named, "digest": settings["model"], "step": model.step},
+        "data": {"files": request.data, "digest": settings["data"]},
         **summary(answers),
         "whole_sets": whole_sets,
-        "answers": str(file.relative_to(kept.folder)),
-        "settings": {key: value for key, value in asked.items() if key not in ("model", "data")},
+        "answers": str(file.relative_to(results.folder)),
+        "settings": {key: value for key, value in settings.items() if key not in ("model", "data")},
         "versions": {"rltrain": __version__} | {name: installed_version(name) for name in _PACKAGES},
     }
-    kept.finish(found)
-    return found
+    results.finish(result)
+    return result
 
 
-def folder_of(request: Request, model: Model, loaded: LoadedConfig) -> Kept:
+def result_folder_of(request: Request, model: Model, loaded: LoadedConfig) -> ResultFolder:
     """Return the folder of an evaluation with these settings. Raises ConfigError if it holds another evaluation."""
-    kept = Kept(request.folder(model), identity(model, loaded))
-    kept.check()
-    return kept
+    results = ResultFolder(request.folder(model), identity(model, loaded))
+    results.check()
+    return results
 
 
-def _answer(trainer: Trainer, kept: Kept, model: Model, stop: Stop) -> None:
+def _answer(trainer: Trainer, results: ResultFolder, model: Model, stop: Stop) -> None:
     """Generate and score the missing responses."""
     total = trainer.validation.num_prompts
-    parts = kept.missing(total, trainer.validation.prompts_at_once)
+    parts = results.missing(total, trainer.validation.prompts_at_once)
     left = sum(map(len, parts))
     if left < total:
         log.info("%s: %d of %s are answered already", model.name, total - left, count(total, "prompt"))
     started, made = time.monotonic(), 0
     for rows in parts:
-        trainer.answer(rows, kept.part(rows))
+        trainer.answer(rows, results.part(rows))
         made += len(rows)
         left -= len(rows)
         left_s = (time.monotonic() - started) / made * left
         log.info("%s: %d of %s are answered, %s left", model.name, total - left, count(total, "prompt"), _span(left_s))
         stop.says(
-            f"{total - left} of {total} prompts of {model.name} are answered: the same command goes on after them"
+            f"{total - left} of {total} prompts of {model.name} are answered: the same command continues after them"
         )
 
 

@@ -53,11 +53,11 @@ class Model:
     """Step of a checkpoint."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The keys by which a run loads the model."""
-    of_run: dict[str, Any] | None = None
+    run_settings: dict[str, Any] | None = None
     """Validation settings of the run that trained it; None without one. Settings of the command override them."""
 
     @property
-    def beside(self) -> Path:
+    def output_folder(self) -> Path:
         """The folder for evaluations next to the model."""
         if not self.folder:
             return Path.cwd() / "evaluation"
@@ -76,21 +76,21 @@ class Model:
 
 def models_of(words: Sequence[str]) -> list[Model]:
     """Return the models of paths, patterns and hub names. Raises ConfigError or CheckpointError for other words."""
-    found = [_model(name) for word in words for name in places(word)]
-    names, typed = [model.name for model in found], [model.named for model in found]
+    models = [_model(name) for word in words for name in expand_pattern(word)]
+    names, typed = [model.name for model in models], [model.named for model in models]
     if again := next((name for name in typed if typed.count(name) > 1), None):
         raise ConfigError(f"model={','.join(words)} names {again} twice.")
     # Checkpoints of equal steps of two runs: the shortest ends of their paths distinguish them.
     return [
-        replace(model, name=_told_apart(model, found)) if model.folder and names.count(model.name) > 1 else model
-        for model in found
+        replace(model, name=_distinct_name(model, models)) if model.folder and names.count(model.name) > 1 else model
+        for model in models
     ]
 
 
-def _told_apart(model: Model, found: Sequence[Model]) -> str:
+def _distinct_name(model: Model, models: Sequence[Model]) -> str:
     folder = model.folder
     assert folder
-    others = [other.folder for other in found if other.folder and other is not model]
+    others = [other.folder for other in models if other.folder and other is not model]
     for length in range(1, len(folder.parts)):
         end = folder.parts[-length:]
         if all(other.parts[-length:] != end for other in others):
@@ -98,7 +98,7 @@ def _told_apart(model: Model, found: Sequence[Model]) -> str:
     return "_".join(folder.parts[1:])
 
 
-def places(word: str, key: str = "model") -> list[str]:
+def expand_pattern(word: str, key: str = "model") -> list[str]:
     """Return the folders that match a pattern, in numerical order; any other word unchanged."""
     path = Path(word).expanduser()
     if path.exists() or not glob.has_magic(word):

@@ -1,4 +1,4 @@
-"""The page of an evaluation: means by model or over steps, and pass@k if a prompt has several responses."""
+"""The page of an evaluation: a table of means, their curves over the steps of a run, and pass@k."""
 
 from __future__ import annotations
 
@@ -6,39 +6,51 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.run.report.charts import Line, Section, interval_chart, line_chart, save_page
+from rltrain.run.report.charts import Line, Section, Table, line_chart, save_page
 from rltrain.tools.evaluate.report import main_figure
+
+# Model, step, source and figure.
+Row = tuple[str, int | None, str, Mapping[str, float]]
 
 
 def write_page(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """Write the page. Raises DiskError or StorageError."""
-    charts = [*_means(results, main_figure(results[0])), *_passes(results)]
+    name = main_figure(results[0])
+    rows = [row for result in results for row in _rows(result, name)]
+    table = Table(["model", "source", name, "95 %"], [
+        [model, source, f"{figure['value']:.4g}", f"[{figure['low']:.4g}, {figure['high']:.4g}]"]
+        for model, _, source, figure in rows
+    ])  # fmt: skip
+    charts = [*_over_steps(rows, name), *_passes(results)]
     models = ", ".join(result["model"]["name"] for result in results)
-    save_page(file, models, "Intervals are 95 % of bootstrap draws over prompts.", [Section("Scores", charts=charts)])
+    section = Section("Scores", charts=charts, tables=[table])
+    save_page(file, models, "Intervals are 95 % of bootstrap draws over prompts.", [section])
 
 
-def _means(results: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """Return a chart over steps if all models are checkpoints of different steps, else a chart by model per source."""
-    steps = [result["model"]["step"] for result in results]
-    sources = list(dict.fromkeys(source for result in results for source in result["sources"]))
-    sources += ["average"] if len(sources) > 1 else []
-    if len(results) > 1 and None not in steps and len(set(steps)) == len(steps):
-        ordered = sorted(results, key=lambda result: result["model"]["step"])
-        return [line_chart(name, [_line(source, "step", ordered, source, name) for source in sources])]
-    models = list(dict.fromkeys(result["model"]["name"] for result in results))
+def _rows(result: Mapping[str, Any], name: str) -> list[Row]:
+    """Return the statistic of every source that has it, and of their average if there are several."""
+    parts = {source: part["figures"] for source, part in result["sources"].items()}
+    parts |= {"average": result["average"]} if len(parts) > 1 else {}
+    model, step = result["model"]["name"], result["model"]["step"]
     return [
-        interval_chart(source, [_line(name, "name", results, source, name)], name, x_range=models) for source in sources
+        (model, step, source, figures[name])
+        for source, figures in parts.items()
+        if name in figures and figures[name]["value"] is not None
     ]
 
 
-def _line(label: str, axis: str, results: Sequence[Mapping[str, Any]], source: str, name: str) -> Line:
-    """Return the statistic of one source over step or name of the models that have it."""
-    points = []
-    for result in results:
-        figures = result["average"] if source == "average" else result["sources"].get(source, {}).get("figures", {})
-        if (figure := figures.get(name)) and figure["value"] is not None:
-            points.append((result["model"][axis], figure["value"], figure["low"], figure["high"]))
-    return Line(label, *(list(column) for column in zip(*points, strict=True))) if points else Line(label, [], [])
+def _over_steps(rows: Sequence[Row], name: str) -> list[Any]:
+    """Return a chart with a line per source if the models are checkpoints of several steps."""
+    steps = {step for _, step, _, _ in rows}
+    if None in steps or len(steps) < 2:
+        return []
+    ordered = sorted(rows, key=lambda row: row[1] or 0)
+    lines = []
+    for source in dict.fromkeys(source for _, _, source, _ in rows):
+        points = [(step, *(figure[part] for part in ("value", "low", "high")))
+                  for _, step, of, figure in ordered if of == source]  # fmt: skip
+        lines.append(Line(source, *zip(*points, strict=True)))
+    return [line_chart(name, lines)]
 
 
 def _passes(results: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -12,7 +12,7 @@ from rltrain.config.load import load_config, to_dict
 from rltrain.config.loaded import LoadedConfig
 from rltrain.data.files import files_of
 from rltrain.models.files.digest import digest_of_files, digests_of_values
-from rltrain.tools.evaluate.arguments import read_words
+from rltrain.tools.evaluate.arguments import split_arguments
 from rltrain.tools.evaluate.models import Model, flat, models_of
 
 # Settings that determine responses and scores. All others may change when an evaluation is resumed.
@@ -40,29 +40,29 @@ class Request:
     out: Path | None
 
     @property
-    def of_run(self) -> dict[str, Any]:
+    def run_settings(self) -> dict[str, Any]:
         """Settings of the models' run, for all models. Raises ConfigError if two runs differ."""
         own = {word.partition("=")[0] for word in self.words}
-        runs = [model for model in self.models if model.of_run is not None]
+        runs = [model for model in self.models if model.run_settings is not None]
         for model in runs[1:]:
-            first, other = runs[0].of_run or {}, model.of_run or {}
+            first, other = runs[0].run_settings or {}, model.run_settings or {}
             for name in sorted((first.keys() | other.keys()) - own):
                 if first.get(name) != other.get(name):
                     raise ConfigError(
                         f"{name} is {_said(first, name)} in the run of {runs[0].named} and {_said(other, name)} in "
                         f"that of {model.named}: set it in the command, so that all models have the same."
                     )
-        return (runs[0].of_run or {}) if runs else {}
+        return (runs[0].run_settings or {}) if runs else {}
 
-    def used(self, loaded: LoadedConfig) -> list[str]:
+    def run_settings_in_use(self, loaded: LoadedConfig) -> list[str]:
         """Return the settings of the run that neither the command nor its files replace, as key=value."""
         values = flat(to_dict(loaded.config))
-        return [f"{key}={value}" for key, value in self.of_run.items() if values.get(key) == value]
+        return [f"{key}={value}" for key, value in self.run_settings.items() if values.get(key) == value]
 
     @property
     def root(self) -> Path:
         """The folder of all results."""
-        return self.out or self.models[0].beside
+        return self.out or self.models[0].output_folder
 
     def folder(self, model: Model) -> Path:
         """Return the folder of the results of one model."""
@@ -79,7 +79,7 @@ class Request:
             "trainer.logger": ["console"],
         }
         own.setdefault("trainer.resume_mode", "disable")
-        loaded = load_config(self.words, [self.of_run, *self.files, own])
+        loaded = load_config(self.words, [self.run_settings, *self.files, own])
         loaded = replace(loaded, written={**loaded.written, "data.val_files": "data"})
         answers = loaded.config.actor_rollout_ref.rollout.val_kwargs
         if answers.greedy and answers.n > 1:
@@ -96,7 +96,7 @@ def _said(settings: dict[str, Any], key: str) -> str:
 
 def read_request(words: Sequence[str], files: Sequence[str], problems: Sequence[str]) -> Request:
     """Parse the words of a command. Raises ConfigError with all their errors, and as `models_of` does."""
-    own, rest = read_words(words, problems)
+    own, rest = split_arguments(words, problems)
     out = Path(own.out).expanduser().resolve() if own.out else None
     return Request(models_of(own.model), own.data, rest, list(files), out)
 

@@ -286,7 +286,7 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
     named = key in ported.settings and "${" not in folder  # by other keys it is the default
     if named or has_verl_checkpoints(Path(usual)):
         folder = folder if named else usual
-        why = f"was {folder}, where verl's checkpoints lie: a run goes on from its own alone"
+        why = f"was {folder}, where verl's checkpoints lie: a run resumes only from its own"
         ported.put(key, f"{folder.rstrip('/')}-rltrain", why)
 
 

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _search(arguments: argparse.Namespace, stop: Stop) -> int:
-    stop.says("nothing is answered yet: the same command begins anew")
+    stop.says("no response yet: the same command starts again")
     request = read_search(arguments.overrides, arguments.config, arguments.problems)
     # Imported here, so that --help and errors of the arguments do not wait for it.
     from rltrain.run.build import begin_ray

@@ -66,7 +66,7 @@ class SearchRequest:
     @property
     def root(self) -> Path:
         """The folder of all results."""
-        return self.base.out or self.model.beside.with_name("resolution") / self.model.name
+        return self.base.out or self.model.output_folder.with_name("resolution") / self.model.name
 
     def on(self, folder: str, bounds: Bounds | None = None, *words: str) -> Request:
         """Return the evaluation for a folder ("first", "dev" or "test"), with the default bounds or others."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.api import look_over
+from rltrain.api import check_settings
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.logs import count
 from rltrain.config.loaded import LoadedConfig
@@ -54,7 +54,7 @@ class Settings:
 def find_settings(request: SearchRequest) -> Settings:
     """Return the settings to try. Raises ConfigError and DataError for a model, data or bounds that allow no search."""
     loaded = request.on("dev").settings(request.model)
-    look_over(loaded)
+    check_settings(loaded)
     _refuse_blind(request, loaded)
     data = loaded.config.data
     default = Bounds(data.min_pixels, data.max_pixels)

@@ -18,7 +18,6 @@ from rltrain.algorithms.moments import Moments
 from rltrain.common.columns import names as c
 from rltrain.config.passes import UPDATES, step_phases
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.metrics.timing import Span
 from rltrain.workers.interface.results import UpdateNumbers, largest
 
 Metrics = dict[str, float]
@@ -36,8 +35,6 @@ class Answered:
     samples: Samples
     """All samples with their numbers; the samples of one prompt are adjacent."""
     answers_per_prompt: int
-    spans: Sequence[Span] = ()
-    """Phases of the step; empty for a validation."""
 
 
 def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from rltrain.config.passes import PASSES
 from rltrain.trainer.batching.balance import LayoutCost
@@ -18,24 +17,14 @@ from rltrain.trainer.batching.balance import LayoutCost
 Metrics = dict[str, float]
 
 
-class Span(NamedTuple):
-    """Phase of a step; begin and end in seconds since the start of the step."""
-
-    phase: str
-    begin: float
-    end: float
-
-
 class StepTimer:
     """Timer of phases: ``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``.
 
-    begins(name): called at the start of a block. spans: all completed blocks, including nested ones.
+    begins(name): called at the start of a block.
     """
 
     def __init__(self, begins: Callable[[str], None] = lambda name: None) -> None:
         self.seconds: dict[str, float] = {}
-        self.spans: list[Span] = []
-        self._created = time.perf_counter()
         self._begins = begins
         self._open: list[str] = []
         self._claimed = 0.0
@@ -49,9 +38,7 @@ class StepTimer:
             yield
         # Also after an error. Summed, because dynamic sampling repeats phases.
         finally:
-            ended = time.perf_counter()
-            seconds = ended - started
-            self.spans.append(Span(name, started - self._created, ended - self._created))
+            seconds = time.perf_counter() - started
             self._open.pop()
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             self._claimed += seconds if self._open == ["step"] else 0.0

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from rltrain.config.schema.trainer import TrainerConfig
-from rltrain.run.watchers.watcher import Watcher
+from rltrain.run.callbacks.callback import Callback
 from rltrain.runtime.calls import bind
 from rltrain.runtime.group import WorkerGroup
 from rltrain.trainer.metrics.step import Answered, Metrics
@@ -18,7 +18,7 @@ FOLDER = "profile"
 _UNLESS_NAMED = ("gen", "reward", "adv", "step", "testing", "save_checkpoint")
 
 
-class Profile(Watcher):
+class Profile(Callback):
     """Starts and stops the workers' profilers around phases. Traces go to the folder ``profile`` in ``folder``."""
 
     def __init__(self, cfg: TrainerConfig, folder: Path, group: WorkerGroup) -> None:

@@ -1,7 +1,7 @@
-"""Interface of the objects that observe a run: trackers, sample archive, callbacks, drift, stop notice, saver.
+"""Interface of the objects that observe a run: trackers, sample logger, user callbacks, drift, stop notice, saver.
 
-Each method does nothing unless a watcher overrides it, so the run keeps one list of watchers. `Alarms` is no watcher:
-it may end a step before its update and so belongs to the step.
+Each method does nothing unless a callback overrides it, so the run keeps one list of callbacks. `Alarms` is not a
+callback: it may end a step before its update and so belongs to the step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from rltrain.trainer.metrics.step import Answered, Metrics
 
 
-class Watcher:
+class Callback:
     """Hooks of a run. Metrics that a method returns are added to the metrics of the step."""
 
     def on_wait(self) -> None:
@@ -24,7 +24,7 @@ class Watcher:
         """Called before ``step`` begins."""
 
     def on_step(self, made: Answered) -> Metrics:
-        """Called after a step. ``made.metrics`` includes the metrics of the watchers before this one."""
+        """Called after a step. ``made.metrics`` includes the metrics of the callbacks before this one."""
         return {}
 
     def after_step(self, step: int) -> None:
@@ -48,63 +48,63 @@ class Watcher:
     def on_failure(self) -> None:
         """Called when an error ends the run, while the workers still run: the last chance to save."""
 
-    def last_words(self) -> str:
+    def closing_warning(self) -> str:
         """Return text for the end of the output of a finished run, after the report; "" for none."""
         return ""
 
 
-class Watchers(Watcher):
-    """All watchers of a run, called in their order."""
+class CallbackList(Callback):
+    """All callbacks of a run, called in their order."""
 
-    def __init__(self, *watchers: Watcher) -> None:
-        self._all = list(watchers)
+    def __init__(self, *callbacks: Callback) -> None:
+        self._all = list(callbacks)
 
-    def add(self, *watchers: Watcher) -> None:
-        """Register watchers."""
-        self._all += watchers
+    def add(self, *callbacks: Callback) -> None:
+        """Register callbacks."""
+        self._all += callbacks
 
     def on_wait(self) -> None:
-        for watcher in self._all:
-            watcher.on_wait()
+        for callback in self._all:
+            callback.on_wait()
 
     def on_phase(self, name: str) -> None:
-        for watcher in self._all:
-            watcher.on_phase(name)
+        for callback in self._all:
+            callback.on_phase(name)
 
     def before_step(self, step: int) -> None:
-        for watcher in self._all:
-            watcher.before_step(step)
+        for callback in self._all:
+            callback.before_step(step)
 
     def on_step(self, made: Answered) -> Metrics:
-        for watcher in self._all:
-            made.metrics.update(watcher.on_step(made))
+        for callback in self._all:
+            made.metrics.update(callback.on_step(made))
         return made.metrics
 
     def after_step(self, step: int) -> None:
-        for watcher in self._all:
-            watcher.after_step(step)
+        for callback in self._all:
+            callback.after_step(step)
 
     def on_validation(self, made: Answered) -> Metrics:
-        for watcher in self._all:
-            made.metrics.update(watcher.on_validation(made))
+        for callback in self._all:
+            made.metrics.update(callback.on_validation(made))
         return made.metrics
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
         metrics: Metrics = {}
-        for watcher in self._all:
-            metrics |= watcher.on_save(step, folder, seconds)
+        for callback in self._all:
+            metrics |= callback.on_save(step, folder, seconds)
         return metrics
 
     def written(self, step: int, wait_s: float) -> bool:
-        return all(watcher.written(step, wait_s) for watcher in self._all)
+        return all(callback.written(step, wait_s) for callback in self._all)
 
     def on_metrics(self, step: int, metrics: Metrics) -> None:
-        for watcher in self._all:
-            watcher.on_metrics(step, metrics)
+        for callback in self._all:
+            callback.on_metrics(step, metrics)
 
     def on_failure(self) -> None:
-        for watcher in self._all:
-            watcher.on_failure()
+        for callback in self._all:
+            callback.on_failure()
 
-    def last_words(self) -> str:
-        return "\n".join(filter(None, (watcher.last_words() for watcher in self._all)))
+    def closing_warning(self) -> str:
+        return "\n".join(filter(None, (callback.closing_warning() for callback in self._all)))

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from rltrain.common.columns import names as c
 from rltrain.common.errors import DiskError
 from rltrain.config.schema.trainer import TrainerConfig
+from rltrain.run.callbacks.callback import Callback
 from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.run.report.tracking import Tracker
-from rltrain.run.watchers.watcher import Watcher
 from rltrain.runtime.lifeline import raise_if_lost
 from rltrain.runtime.samples import Samples, driver_bytes
 from rltrain.trainer.batching.balance import Ids
@@ -42,8 +42,8 @@ def keeps_samples(trainer: TrainerConfig) -> bool:
     return trainer.samples_freq > 0 or bool(folders) or trainer.log_val_generations > 0
 
 
-class Archive(Watcher):
-    """Watcher that sends samples to the writer by reference.
+class SampleLogger(Callback):
+    """Callback that sends samples to the writer by reference.
 
     Only the texts of ``log_val_generations`` come into this process. Each kind of error is logged once, and the end of
     the run lists the steps whose samples are missing.
@@ -54,26 +54,26 @@ class Archive(Watcher):
         self._folder = folder / "samples"
         self._writer, self._tracker = writer, tracker
         self._bytes_through_driver = 0
-        self._told: set[str] = set()
+        self._logged_problems: set[str] = set()
         self._missing: dict[str, list[int]] = {}
 
     def on_step(self, made: Answered) -> Metrics:
         """Submit the samples for writing, as configured."""
         before = self._bytes_through_driver
-        self._keep("train", made)
+        self._submit("train", made)
         # References to the responses pass through this process too.
         per_sample = (self._bytes_through_driver - before) / len(made.samples)
         return {"perf/driver_bytes_per_sample": made.metrics["perf/driver_bytes_per_sample"] + per_sample}
 
     def on_validation(self, made: Answered) -> Metrics:
         """Submit the samples, and send ``log_val_generations`` of them to every tracker with tables."""
-        self._keep("val", made)
-        self._show(made)
+        self._submit("val", made)
+        self._log_examples(made)
         return {}
 
-    def _keep(self, split: str, answered: Answered) -> None:
+    def _submit(self, split: str, answered: Answered) -> None:
         step, samples, answers_per_prompt = answered.step, answered.samples, answered.answers_per_prompt
-        self._hear(self._writer.flush(0.0))
+        self._report(self._writer.flush(0.0))
         cfg = self._cfg
         data_dir = cfg.rollout_data_dir if split == "train" else cfg.validation_data_dir
         due = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
@@ -87,12 +87,12 @@ class Archive(Watcher):
         parquet = self._folder / f"{split}_{step:06d}.parquet" if due else None
         json_lines = Path(data_dir).expanduser().resolve() / f"{step}.jsonl" if data_dir else None
         kept = np.isin(prompts, chosen)
-        self._hear(self._writer.submit(replace(job, kept=kept, parquet=parquet, json_lines=json_lines)))
+        self._report(self._writer.submit(replace(job, kept=kept, parquet=parquet, json_lines=json_lines)))
         numbers = [values.tolist() if values.dtype == object else values for values in job.numbers.values()]
         places = [place[1:] for place in job.texts]
         self._bytes_through_driver += driver_bytes([numbers, places, job.rows, job.kept])
 
-    def _show(self, answered: Answered) -> None:
+    def _log_examples(self, answered: Answered) -> None:
         step, answers_per_prompt = answered.step, answered.answers_per_prompt
         # The same prompts at every validation.
         prompts = _spread(len(answered.samples) // answers_per_prompt, self._cfg.log_val_generations)
@@ -114,35 +114,35 @@ class Archive(Watcher):
             raise_if_lost()
             outcomes += self._writer.flush(_LOOK_S)
         if problems := [outcome.problem for outcome in outcomes if outcome.problem]:
-            raise DiskError(f"{file} could not be written: {problems[0]}. Mend that, and run the same command again.")
+            raise DiskError(f"{file} could not be written: {problems[0]}. Fix that, and run the same command again.")
 
     def written(self, step: int, wait_s: float) -> bool:
         """Return whether the samples of steps up to ``step`` are written within ``wait_s``.
 
         A run that resumes from a checkpoint does not generate the earlier samples again.
         """
-        self._hear(self._writer.flush(wait_s, step))
+        self._report(self._writer.flush(wait_s, step))
         return not self._writer.has_unwritten(step)
 
     def close(self, wait: bool = True) -> None:
         """Wait at most a minute until everything is written, and log missing steps."""
-        self._hear(self._writer.close(_LAST_WAIT_S if wait else 0.0))
-        if missing := self.last_words():
+        self._report(self._writer.close(_LAST_WAIT_S if wait else 0.0))
+        if missing := self.closing_warning():
             log.warning("%s", missing)
 
-    def last_words(self) -> str:
+    def closing_warning(self) -> str:
         """Return a sentence on the steps whose samples are missing; "" if none."""
         gaps = [f"{split} {_ranges(steps)}" for split, steps in self._missing.items()]
-        return f"{self._folder}: the answers of these steps are missing: {', '.join(gaps)}" if gaps else ""
+        return f"{self._folder}: the responses of these steps are missing: {', '.join(gaps)}" if gaps else ""
 
-    def _hear(self, results: list[Written]) -> None:
+    def _report(self, results: list[Written]) -> None:
         for result in results:
             if result.problem:
                 self._missing.setdefault(result.split, []).append(result.step)
                 # Numbers, as in file names and sizes, do not make a new kind of error.
-                if (kind := re.sub(r"\d+", "", result.problem)) not in self._told:
-                    self._told.add(kind)
-                    log.warning("step %d, %s: answers are not kept: %s", result.step, result.split, result.problem)
+                if (kind := re.sub(r"\d+", "", result.problem)) not in self._logged_problems:
+                    self._logged_problems.add(kind)
+                    log.warning("step %d, %s: responses are not saved: %s", result.step, result.split, result.problem)
             elif result.example and (result.split == "val" or result.step == 1 or result.step % _EXAMPLE_EVERY == 0):
                 # Logged after writing, perhaps after lines of later steps, so it names its step.
                 log.info("an answer of step %d, %s: %s", result.step, result.split, result.example)

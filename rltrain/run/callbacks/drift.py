@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from rltrain.common.clock import SYSTEM, Clock
-from rltrain.run.watchers.watcher import Watcher
+from rltrain.run.callbacks.callback import Callback
 from rltrain.runtime.processes import own_memory_gb
 from rltrain.trainer.metrics.step import Answered, Metrics
 
@@ -14,7 +14,7 @@ from rltrain.trainer.metrics.step import Answered, Metrics
 _STEPS, _SECONDS = 10, 60.0
 
 
-class Drift(Watcher):
+class Drift(Callback):
     """Metrics of the largest process of each kind over all nodes.
 
     ask(): requests metrics from all nodes, and returns a function that returns the replies so far.

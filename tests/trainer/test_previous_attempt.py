@@ -9,7 +9,7 @@ import pytest
 from rltrain.common.errors import DiskError, StorageError
 from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
-from rltrain.run.earlier import set_aside
+from rltrain.run.previous_attempt import archive_outputs
 from rltrain.run.report.table import read_metrics
 from rltrain.run.report.tracking import JsonLines
 
@@ -46,16 +46,16 @@ def run(tmp_path):
 def test_a_run_that_begins_anew_moves_all_of_the_one_before_aside(run, step, anew, caplog):
     caplog.set_level(logging.INFO)
     before = contents(run)
-    set_aside(TrainerConfig(), run, step, anew=anew)
+    archive_outputs(TrainerConfig(), run, step, anew=anew)
     assert contents(run) == {f"earlier_1/{name}" * (name not in LEFT) or name: text for name, text in before.items()}
-    assert caplog.text.count(f"{run}: what an earlier start has left there is now in earlier_1") == 1
+    assert caplog.text.count(f"{run}: the output of an earlier start was moved to earlier_1") == 1
     # The next one, of which there is little.
     writer = JsonLines(run / "metrics.jsonl")
     writer.log(1, {"x": 1.0})
     writer.close()
     assert [line["step"] for line in read_metrics(run)] == [1]
     first = contents(run / "earlier_1")
-    set_aside(TrainerConfig(), run, step, anew=anew)
+    archive_outputs(TrainerConfig(), run, step, anew=anew)
     assert contents(run / "earlier_1") == first
     assert [line["step"] for line in read_metrics(run / "earlier_2")] == [1]
 
@@ -63,7 +63,7 @@ def test_a_run_that_begins_anew_moves_all_of_the_one_before_aside(run, step, ane
 def test_a_run_that_goes_on_moves_what_is_of_later_steps_aside(run, caplog):
     caplog.set_level(logging.INFO)
     before = contents(run)
-    set_aside(TrainerConfig(), run, 2)
+    archive_outputs(TrainerConfig(), run, 2)
     assert [line["step"] for line in read_metrics(run)] == [0, 1, 2]
     assert [line["step"] for line in read_metrics(run / "earlier_1")] == [3]
     assert (run / "earlier_1/metrics.jsonl").read_text().endswith('{"step": 4, "cut\n'), "what a kill has cut off"
@@ -71,13 +71,13 @@ def test_a_run_that_goes_on_moves_what_is_of_later_steps_aside(run, caplog):
     later = {f"samples/{name}.parquet" for name in SAMPLES if name.endswith("3")}
     after = {name: text for name, text in contents(run).items() if not name.endswith("metrics.jsonl")}
     assert after == {f"earlier_1/{name}" if name in later else name: text for name, text in before.items()}
-    assert "what is there of steps after 2 is now in earlier_1" in caplog.text
+    assert "the output of steps after 2 was moved to earlier_1" in caplog.text
     caplog.clear()
     after = contents(run)
-    set_aside(TrainerConfig(), run, 2)
+    archive_outputs(TrainerConfig(), run, 2)
     assert contents(run) == after
     assert not caplog.text, "nothing is said where nothing is made again"
-    set_aside(TrainerConfig(), run, 2, validates=True)
+    archive_outputs(TrainerConfig(), run, 2, validates=True)
     assert (run / "earlier_2" / "samples" / "val_000002.parquet").exists(), "the validation is made again"
 
 
@@ -92,7 +92,7 @@ def test_answers_in_verls_format_are_moved_aside(tmp_path):
     (tmp_path / "run").mkdir()
     before = sorted(filter(None, contents(tmp_path).values()))
     for step, aside in ((2, "earlier_1"), (0, "earlier_2")):
-        set_aside(config.trainer, tmp_path / "run", step)
+        archive_outputs(config.trainer, tmp_path / "run", step)
         assert sorted(filter(None, contents(tmp_path).values())) == before, "nothing is lost"
         moved = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob(f"*/{aside}/*.jsonl"))
         names = {2: ["train/earlier_1/3"], 0: ["train/earlier_2/1", "train/earlier_2/2", "val/earlier_1/0"]}[step]
@@ -108,5 +108,5 @@ def test_what_cannot_be_moved_ends_the_start_and_stays(run, step, number, kind, 
 
     monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(kind, match=rf"{run} cannot be written: .*{os.strerror(number)}.*run/"):
-        set_aside(TrainerConfig(), run, step)
+        archive_outputs(TrainerConfig(), run, step)
     assert contents(run) == before

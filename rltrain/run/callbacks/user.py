@@ -16,7 +16,7 @@ from typing import Any
 
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_plugin
-from rltrain.run.watchers.watcher import Watcher
+from rltrain.run.callbacks.callback import Callback
 from rltrain.trainer.metrics.step import Answered, Metrics
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def callback_problems(names: Sequence[str]) -> Iterator[str]:
             yield str(error)
 
 
-class Callbacks(Watcher):
+class UserCallbacks(Callback):
     """The callbacks of ``trainer.callbacks`` and ``objects``. Classes are instantiated without arguments.
 
     Raises ConfigError.
@@ -46,7 +46,7 @@ class Callbacks(Watcher):
         problems += [f"callbacks={instance!r}: {problem}" for instance in objects for problem in _misfits(instance)]
         if problems:
             raise ConfigError("\n".join(problems))
-        self._told: set[tuple[str, str, type]] = set()
+        self._logged_errors: set[tuple[str, str, type]] = set()
         self._num_errors = 0
         self._hooks: list[tuple[str, str, Callable[..., Any]]] = []
         loaded = [(name, load_plugin("trainer.callbacks", name)) for name in names]
@@ -61,15 +61,15 @@ class Callbacks(Watcher):
 
     def on_step(self, made: Answered) -> Metrics:
         """Return the metrics of the callbacks, which receive the per-response numbers, each [n]."""
-        return self._tell("on_step", made.metrics, made.step, made.metrics, made.samples.numbers)
+        return self._call("on_step", made.metrics, made.step, made.metrics, made.samples.numbers)
 
     def on_validation(self, made: Answered) -> Metrics:
-        return self._tell("on_validation", made.metrics, made.step, made.metrics)
+        return self._call("on_validation", made.metrics, made.step, made.metrics)
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:
-        return self._tell("on_save", {}, step, folder)
+        return self._call("on_save", {}, step, folder)
 
-    def _tell(self, hook: str, taken: Metrics, *arguments: Any) -> Metrics:
+    def _call(self, hook: str, existing: Metrics, *arguments: Any) -> Metrics:
         metrics: Metrics = {}
         hooks = [(name, function) for name, of, function in self._hooks if of == hook]
         for name, function in hooks:
@@ -77,17 +77,19 @@ class Callbacks(Watcher):
             given = [dict(argument) if isinstance(argument, Mapping) else argument for argument in arguments]
             try:
                 # Duplicate names are refused, also between callbacks: none may replace a metric of the run.
-                metrics |= _numbers(function(*(given if _takes(function, len(given)) else given[:-1])), taken | metrics)
+                metrics |= _numbers(
+                    function(*(given if _takes(function, len(given)) else given[:-1])), existing | metrics
+                )
             except Exception as error:  # noqa: BLE001 - user code must not end the run
                 self._num_errors += 1
                 kind = (name, hook, type(error))
-                if kind not in self._told:
+                if kind not in self._logged_errors:
                     log.warning(
-                        "trainer.callbacks=%s: %s failed; the run goes on, and more %ss of it are only counted "
+                        "trainer.callbacks=%s: %s failed; the run continues, and further %ss of it are only counted "
                         "(callbacks/errors).\n%s",
                         name, hook, type(error).__name__, traceback.format_exc(limit=-3).rstrip(),
                     )  # fmt: skip
-                self._told.add(kind)
+                self._logged_errors.add(kind)
         return metrics | {"callbacks/errors": float(self._num_errors)} if hooks else metrics
 
 
@@ -128,12 +130,12 @@ def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
     return True
 
 
-def _numbers(returned: Any, taken: Metrics) -> Metrics:
+def _numbers(returned: Any, existing: Metrics) -> Metrics:
     """Return the result of a hook as metrics. Raises TypeError or ValueError."""
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
         raise TypeError(f"a hook returns None or a dict of numbers, not {returned!r}")
-    if clashes := sorted(str(name) for name in returned if name in taken):
+    if clashes := sorted(str(name) for name in returned if name in existing):
         raise ValueError(f"{clashes[0]} is a metric already; call yours callbacks/{clashes[0]} or so")
     return {str(name): float(value) for name, value in returned.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.stop import Stop
-from rltrain.run.watchers.watcher import Watcher
+from rltrain.run.callbacks.callback import Callback
 from rltrain.trainer.metrics.step import Answered, Metrics
 
 # The slowest of this many recent steps counts.
@@ -21,7 +21,7 @@ _REMEMBERED = 5
 _FIRST_SAVE = 0.25
 
 
-class Notice(Watcher):
+class Notice(Callback):
     """Timer of the steps of a run, which makes ``stop`` abandon a step.
 
     saving_s(): seconds since the running save began; None if there is none. Saves do not overlap.

@@ -14,14 +14,14 @@ from rltrain.common.errors import DiskError
 from rltrain.config.load import load_config
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import read_rows
-from rltrain.run.report.archive import Archive
+from rltrain.run.report.sample_logger import SampleLogger
 from rltrain.run.report.sample_writer import MOST_AT_ONCE, MOST_WAITING, SampleJob, SampleWriter, WriterProcess, Written
 from rltrain.runtime.samples import Samples, whole
 from rltrain.trainer.metrics.step import Answered
 from tests.tiny import write_arithmetic
 
 N = 2
-BYTES = 100.0  # of the step, per answer, without the archive
+BYTES = 100.0  # of the step, per answer, without the sample_logger
 
 
 class Letters:
@@ -49,22 +49,24 @@ class LocalWriter(SampleWriter):
 
 @pytest.fixture
 def make(tmp_path):
-    """make(keys…): an archive in tmp_path/run, with the tables that trackers got."""
+    """make(keys…): an sample_logger in tmp_path/run, with the tables that trackers got."""
     rows = read_rows(str(write_arithmetic(tmp_path / "rows.parquet", range(10))))
     ids = [np.array([0, *map(ord, row.prompt[0]["content"])]) for row in rows]
     offsets = np.cumsum([0, *map(len, ids)])
     store = PromptStore(np.concatenate(ids), offsets, np.arange(len(ids)), 0)
 
-    def archive(*keys):
+    def sample_logger(*keys):
         cfg = load_config([f"trainer.{key}" for key in keys]).config.trainer
         writer = LocalWriter(dict.fromkeys(("train", "val"), rows), dict.fromkeys(("train", "val"), store),
                              Letters(), lambda reference: reference)  # fmt: skip
         shown = []
-        made = Archive(cfg, tmp_path / "run", writer, SimpleNamespace(log_table=lambda *table: shown.append(table)))
+        made = SampleLogger(
+            cfg, tmp_path / "run", writer, SimpleNamespace(log_table=lambda *table: shown.append(table))
+        )
         made.shown = shown
         return made
 
-    return archive
+    return sample_logger
 
 
 def batch(num_prompts=5) -> Samples:
@@ -91,12 +93,12 @@ def answered(step: int, samples: Samples | None = None) -> Answered:
 
 
 def test_all_answers_go_into_a_file_that_is_named_or_an_error_says_why(make, tmp_path):
-    archive = make("samples_max_prompts=1")
-    archive.write(answered(3), tmp_path / "parts" / "a.parquet")
+    sample_logger = make("samples_max_prompts=1")
+    sample_logger.write(answered(3), tmp_path / "parts" / "a.parquet")
     assert pd.read_parquet(tmp_path / "parts" / "a.parquet")["answer"].tolist() == [f"answer {i}" for i in range(10)]
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(DiskError, match=r"a.parquet could not be written: .*Mend that, and run the same command again"):
-        archive.write(answered(3), tmp_path / "file" / "a.parquet")
+    with pytest.raises(DiskError, match=r"a.parquet could not be written: .*Fix that, and run the same command again"):
+        sample_logger.write(answered(3), tmp_path / "file" / "a.parquet")
 
 
 def test_a_step_is_one_table_with_all_that_is_known_of_an_answer(make, tmp_path):
@@ -115,10 +117,10 @@ def test_a_step_is_one_table_with_all_that_is_known_of_an_answer(make, tmp_path)
 
 
 def test_prompts_are_kept_with_all_their_answers_on_some_steps(make, tmp_path):
-    archive = make("samples_max_prompts=3", "samples_freq=2")
+    sample_logger = make("samples_max_prompts=3", "samples_freq=2")
     for step in (1, 2, 3, 4):
-        archive.on_step(answered(step))
-    archive.on_validation(answered(3))
+        sample_logger.on_step(answered(step))
+    sample_logger.on_validation(answered(3))
     files = sorted((tmp_path / "run" / "samples").iterdir())
     assert [file.stem for file in files] == ["train_000002", "train_000004", "val_000003"]
     for file in files:
@@ -127,13 +129,13 @@ def test_prompts_are_kept_with_all_their_answers_on_some_steps(make, tmp_path):
 
 def test_verls_json_lines_hold_every_answer(make, tmp_path):
     folder = tmp_path / "dump"
-    archive = make(f"rollout_data_dir={folder}", "samples_max_prompts=1")
-    archive.on_step(answered(7))
+    sample_logger = make(f"rollout_data_dir={folder}", "samples_max_prompts=1")
+    sample_logger.on_step(answered(7))
     lines = [json.loads(line) for line in (folder / "7.jsonl").read_text().splitlines()]
     assert lines[3] == {"input": "1+0=?", "output": "answer 3", "gts": "1", "score": 1.0, "step": 7,
                         "acc": 1.0, "answer": 1.0, "pred": "p3"}  # fmt: skip
     assert (len(lines), len(pd.read_parquet(tmp_path / "run" / "samples" / "train_000007.parquet"))) == (10, 2)
-    archive.on_validation(answered(7))
+    sample_logger.on_validation(answered(7))
     assert [file.name for file in folder.iterdir()] == ["7.jsonl"]
 
 
@@ -178,33 +180,33 @@ def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):
     lines = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().split("\n")[:-1]]
     assert [line["pred"] for line in lines][:6] == expected
     assert "an answer of step 1, train: 2+1=? -> half" in caplog.text
-    assert "not kept" not in caplog.text
+    assert "not saved" not in caplog.text
 
 
 def test_a_folder_that_takes_nothing_is_told_once_and_stops_nothing(make, tmp_path, caplog):
-    archive = make()
+    sample_logger = make()
     (tmp_path / "run").write_text("")  # a file in its place
     for step in (1, 2, 3):
-        archive.on_step(answered(step))
-    archive.close()
-    assert caplog.text.count("step 1, train: answers are not kept") == 1
-    assert f"{tmp_path / 'run' / 'samples'}: the answers of these steps are missing: train 1-3" in caplog.text
+        sample_logger.on_step(answered(step))
+    sample_logger.close()
+    assert caplog.text.count("step 1, train: responses are not saved") == 1
+    assert f"{tmp_path / 'run' / 'samples'}: the responses of these steps are missing: train 1-3" in caplog.text
 
 
 def test_one_answer_is_shown_every_so_often(make, caplog):
     caplog.set_level(logging.INFO)
-    archive = make()
+    sample_logger = make()
     for step in range(1, 21):
-        archive.on_step(answered(step))
+        sample_logger.on_step(answered(step))
     shown = [record.getMessage() for record in caplog.records]
     assert shown == [f"an answer of step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
 
 
 def test_trackers_get_the_same_validation_prompts_every_time(make):
-    archive = make("log_val_generations=3", "samples_freq=-1")
+    sample_logger = make("log_val_generations=3", "samples_freq=-1")
     for step in (0, 5):
-        archive.on_validation(answered(step))
-    for step, (at, name, columns, rows) in zip((0, 5), archive.shown, strict=True):
+        sample_logger.on_validation(answered(step))
+    for step, (at, name, columns, rows) in zip((0, 5), sample_logger.shown, strict=True):
         assert (at, name, columns[3]) == (step, "val/generations", "answer")
         assert [row[3] for row in rows] == ["answer 0", "answer 4", "answer 8"]
 

@@ -19,15 +19,14 @@ from pathlib import Path
 from rltrain.common.storage import disk_errors, lines_of, patiently
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder
-from rltrain.run.report.details import DETAILS
 from rltrain.run.report.page import PAGE
 from rltrain.run.report.table import METRICS
 from rltrain.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
 # Files that a new run would overwrite. Trackers with separate runs keep them apart.
-_OF_A_RUN = (
-    METRICS, DETAILS, PAGE, "profile", "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json",
+_RUN_FILES = (
+    METRICS, PAGE, "profile", "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json",
     "config*.yaml",
 )  # fmt: skip
 _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
@@ -35,7 +34,7 @@ _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
 ))  # fmt: skip
 
 
-def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, validates: bool = False) -> None:
+def archive_outputs(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, validates: bool = False) -> None:
     """Move the files that the run starting after ``step`` would overwrite into ``earlier_N`` in their folder.
 
     anew: nothing in ``run`` belongs to this run, although it may start from a checkpoint of another run. validates: the
@@ -47,18 +46,16 @@ def set_aside(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, v
     with disk_errors(run):
         aside = _free(run)
         if anew:
-            for file in [file for pattern in _OF_A_RUN for file in run.glob(pattern)]:
+            for file in [file for pattern in _RUN_FILES for file in run.glob(pattern)]:
                 _move(file, aside)
         else:
             for pattern, split in ((_SAMPLES, "train"), (_VAL_SAMPLES, "val")):
-                for file in _made_again(run / "samples", pattern, first[split]):
+                for file in _repeated_files(run / "samples", pattern, first[split]):
                     _move(file, aside / "samples")
             _cut(run / METRICS, step, aside)
-            if (run / DETAILS).exists():
-                _cut(run / DETAILS, step, aside)
-        _tell(run, aside, step if not anew else None)
-    _set_data_aside(cfg.rollout_data_dir, first["train"], step)
-    _set_data_aside(cfg.validation_data_dir, first["val"], step)
+        _log_archived(run, aside, step if not anew else None)
+    _archive_data(cfg.rollout_data_dir, first["train"], step)
+    _archive_data(cfg.validation_data_dir, first["val"], step)
 
 
 def evaluation_folder(cfg: TrainerConfig, run: RunFolder, step: int) -> RunFolder:
@@ -68,25 +65,25 @@ def evaluation_folder(cfg: TrainerConfig, run: RunFolder, step: int) -> RunFolde
     the run whose weights it loads. If the folder holds no run, it is the folder itself. Responses of ``step`` in
     ``trainer.validation_data_dir`` are moved aside.
     """
-    _set_data_aside(cfg.validation_data_dir, step, step, last=step)
-    if not any(file for pattern in _OF_A_RUN for file in run.path.glob(pattern)):
+    _archive_data(cfg.validation_data_dir, step, step, last=step)
+    if not any(file for pattern in _RUN_FILES for file in run.path.glob(pattern)):
         return run
     folder = RunFolder(str(_free(run.path, "evaluation")))
     log.info("%s holds a run: metrics, answers and settings of this evaluation are in %s", run.path, folder.path.name)
     return folder
 
 
-def _set_data_aside(name: str | None, first: int, step: int, last: float = math.inf) -> None:
+def _archive_data(name: str | None, first: int, step: int, last: float = math.inf) -> None:
     if not name:
         return
     with disk_errors(folder := Path(name).expanduser().resolve()):
         aside = _free(folder)
-        for file in _made_again(folder, _DATA, first, last):
+        for file in _repeated_files(folder, _DATA, first, last):
             _move(file, aside)
-        _tell(folder, aside, step)
+        _log_archived(folder, aside, step)
 
 
-def _made_again(folder: Path, pattern: re.Pattern[str], first: int, last: float = math.inf) -> list[Path]:
+def _repeated_files(folder: Path, pattern: re.Pattern[str], first: int, last: float = math.inf) -> list[Path]:
     """Return the files in ``folder`` of the steps from ``first`` to ``last``."""
     try:
         names = patiently(folder, lambda: sorted(os.listdir(folder)))
@@ -110,7 +107,7 @@ def _move(path: Path, aside: Path) -> None:
 def _cut(file: Path, step: int, aside: Path) -> None:
     lines = _lines(file)
     head = [line for line in lines if _step_of(line) <= step]
-    # A line cut off by a kill has no step and is moved too. `complete` leaves empty lines.
+    # A line cut off by a kill has no step and is moved too. `append_last_line` leaves empty lines.
     if later := [line for line in lines if line.strip() and _step_of(line) > step]:
         aside.mkdir(exist_ok=True)
         (aside / file.name).write_text("".join(f"{line}\n" for line in later), encoding="utf-8")
@@ -120,13 +117,13 @@ def _cut(file: Path, step: int, aside: Path) -> None:
     anew.replace(file)
 
 
-def _tell(folder: Path, aside: Path, step: int | None) -> None:
+def _log_archived(folder: Path, aside: Path, step: int | None) -> None:
     if aside.exists():
-        content = "what an earlier start has left there" if step is None else f"what is there of steps after {step}"
-        log.info("%s: %s is now in %s, as this start makes it again", folder, content, aside.name)
+        content = "the output of an earlier start" if step is None else f"the output of steps after {step}"
+        log.info("%s: %s was moved to %s, because this start writes it again", folder, content, aside.name)
 
 
-def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
+def append_last_line(file: Path, step: int, metrics: dict[str, float]) -> None:
     """Append the line of ``step`` if it is missing: the run was killed after the checkpoint, before its line."""
     if metrics and not any(_step_of(line) == step for line in _lines(file)):
         with disk_errors(file), file.open("a", encoding="utf-8") as lines:
@@ -134,7 +131,7 @@ def complete(file: Path, step: int, metrics: dict[str, float]) -> None:
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
 
-def owes_validation(cfg: TrainerConfig, validates: bool, run: Path, step: int, plan: Plan) -> bool:
+def pending_validation(cfg: TrainerConfig, validates: bool, run: Path, step: int, plan: Plan) -> bool:
     """Return whether the run must validate ``step`` first.
 
     This holds for an evaluation, and if a signal interrupted the validation of the step that the run resumes from.

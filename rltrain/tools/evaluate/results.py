@@ -29,27 +29,27 @@ _PART = re.compile(r"rows_(\d+)_(\d+)\.parquet")
 _NUM_SHOWN = 4
 
 
-class Kept:
-    """The folder ``folder`` of an evaluation. ``asked``: its settings and digests, from `request.identity`."""
+class ResultFolder:
+    """The folder ``folder`` of an evaluation. ``identity``: its settings and digests, from `request.identity`."""
 
-    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        self.folder, self.asked = folder, asked
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        self.folder, self.identity = folder, identity
 
     def check(self) -> None:
         """Raise ConfigError if the folder has an evaluation with other settings."""
         then = read_json(self.folder / _ASKED)
         if then is None:
             return
-        keys = sorted(key for key in then.keys() | self.asked.keys() if then.get(key) != self.asked.get(key))
+        keys = sorted(key for key in then.keys() | self.identity.keys() if then.get(key) != self.identity.get(key))
         if keys:
-            told = [
+            differences = [
                 key if key in ("model", "data", "reward function") else f"{key}: {then.get(key)} then, {now} now"
-                for key, now in ((key, self.asked.get(key)) for key in keys[:_NUM_SHOWN])
+                for key, now in ((key, self.identity.get(key)) for key in keys[:_NUM_SHOWN])
             ]
             more = f" and {len(keys) - _NUM_SHOWN} more" if len(keys) > _NUM_SHOWN else ""
             raise ConfigError(
-                f"{self.folder} holds an evaluation of something else ({'; '.join(told)}{more}). Put that back, or "
-                "give another out=FOLDER."
+                f"{self.folder} holds another evaluation ({'; '.join(differences)}{more}). Use these settings, or give "
+                "another out=FOLDER."
             )
 
     def result(self) -> dict[str, Any] | None:
@@ -58,7 +58,7 @@ class Kept:
 
     def begin(self) -> None:
         """Write the settings."""
-        write_json(self.folder / _ASKED, self.asked)
+        write_json(self.folder / _ASKED, self.identity)
 
     def part(self, rows: NDArray[np.int32]) -> Path:
         """Return the file of the responses to consecutive prompts."""

@@ -32,7 +32,7 @@ from rltrain.runtime.cluster import lost_node
 from rltrain.runtime.failures import LOST, errors_of, explain, get
 from rltrain.runtime.hang import Deadlines, different_collectives
 from rltrain.runtime.host import HOST
-from rltrain.runtime.parcels import Cuts, route_calls
+from rltrain.runtime.cross_node import RowsByReader, route_calls
 from rltrain.runtime.samples import driver_bytes
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class WorkerGroup:
         self._environment = environment or worker_environment(device.kind, threads)
         self._logs = logs
         self.bytes_through_driver = 0
-        self._bytes_of_parcels: list[Any] = []
+        self._bundle_bytes: list[Any] = []
         self._bytes_between_nodes = 0
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
         self.world, self._num_nodes = len(bundles), len(placement)
@@ -263,7 +263,7 @@ class WorkerGroup:
         ranks = range(self.world) if ranks is None else ranks
         copies, num_returns = len(ranks) // len(calls), calls[0].num_objects + 1
         nodes = [self.nodes[rank] for rank in ranks]
-        of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._cut)
+        of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._pack)
         self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
         ways = [self.workers[rank].beside if beside else self.workers[rank].run for rank in ranks]
         replies = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
@@ -271,18 +271,18 @@ class WorkerGroup:
         references = [reply if isinstance(reply, list) else [reply] for reply in replies]
         return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if beside else None)
 
-    def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
-        """Pack the parcels on the first worker of ``node``."""
-        self.bytes_through_driver += driver_bytes(cuts)
+    def _pack(self, node: int, rows_by_reader: RowsByReader) -> dict[int, Any]:
+        """Pack the bundles on the first worker of ``node``."""
+        self.bytes_through_driver += driver_bytes(rows_by_reader)
         worker = self.workers[self.nodes.index(node)]
-        *parcels, size = worker.cut.options(num_returns=len(cuts) + 1).remote(list(cuts.values()))
-        self._bytes_of_parcels.append(size)
-        return dict(zip(cuts, parcels, strict=True))
+        *bundles, size = worker.pack.options(num_returns=len(rows_by_reader) + 1).remote(list(rows_by_reader.values()))
+        self._bundle_bytes.append(size)
+        return dict(zip(rows_by_reader, bundles, strict=True))
 
     def bytes_between_nodes(self) -> int:
-        """Return the bytes of samples sent between nodes in all calls so far. Waits for parcels in progress."""
-        self._bytes_between_nodes += sum(ray.get(self._bytes_of_parcels))
-        self._bytes_of_parcels.clear()
+        """Return the bytes of samples sent between nodes in all calls so far. Waits for bundles in progress."""
+        self._bytes_between_nodes += sum(ray.get(self._bundle_bytes))
+        self._bundle_bytes.clear()
         return self._bytes_between_nodes
 
     def call(

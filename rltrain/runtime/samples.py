@@ -2,7 +2,7 @@
 
 Problem: tokens and log-probs of a step are gigabytes, and every pass distributes the samples differently. Choice: the
 payload stays in Ray's object store on the worker that produced it. The driver sends a `Request` per rank: objects to
-fetch and rows of them, resolved on the receiving worker. `parcels` reduces the transfers between nodes.
+fetch and rows of them, resolved on the receiving worker. `cross_node` reduces the transfers between nodes.
 """
 
 from __future__ import annotations

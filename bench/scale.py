@@ -25,7 +25,7 @@ from rltrain.config.load import load_config
 from rltrain.data.order import BatchOrder
 from rltrain.runtime.cluster import reserve, start_ray
 from rltrain.runtime.group import WorkerGroup
-from rltrain.runtime.lifeline import stop_ray
+from rltrain.runtime.ray_watchdog import stop_ray
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer

@@ -41,11 +41,13 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     code = _main(argv, program or _run)
     tell_supervisor(ended=code)
     # Looked up instead of imported: if it is not imported there is no tracker, and --help need not load it.
-    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "runtime.lifeline"))
+    tracking, watchdog = (
+        sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "runtime.ray_watchdog")
+    )
     # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a Ray that is gone or does
     # not respond, and report that as a failure.
     _flush()
-    if (tracking and tracking.hanging()) or (lifeline and (lifeline.lost() or lifeline.hanging())):
+    if (tracking and tracking.hanging()) or (watchdog and (watchdog.lost() or watchdog.hanging())):
         os._exit(code)
     return code
 

@@ -2,7 +2,7 @@
 
 A storage call that does not return cannot be interrupted by a signal or timeout. It blocks its caller, and possibly the
 exit of the process. Therefore such work runs in a daemon thread that no caller has to wait for. The driver's watchdog
-(`runtime.lifeline`) reads here how long each job has made no progress.
+(`runtime.ray_watchdog`) reads here how long each job has made no progress.
 """
 
 from __future__ import annotations

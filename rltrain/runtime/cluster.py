@@ -31,7 +31,7 @@ from rltrain.common.env import first_set, prepare_driver, ray_address, shipped, 
 from rltrain.common.errors import ConfigError, NodesMissing, WorkerLost, first_line
 from rltrain.common.logs import count
 from rltrain.config.schema import ClusterConfig
-from rltrain.runtime import lifeline
+from rltrain.runtime import ray_watchdog
 from rltrain.runtime.launch.files import own_token
 
 log = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ def _wait_for(groups: list[PlacementGroup], cfg: ClusterConfig, name: str, withi
             say_at += _SAY_EVERY_S
         # Short waits, because signals are handled between them.
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
-        lifeline.raise_if_lost()
+        ray_watchdog.raise_if_lost()
     if waiting:
         raise NodesMissing(
             f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not come up "

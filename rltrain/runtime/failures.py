@@ -17,7 +17,7 @@ import ray
 from rltrain.common.env import shipped
 from rltrain.common.errors import AGAIN, RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
 from rltrain.runtime.cluster import lost_node, ray_logs
-from rltrain.runtime.lifeline import lost as ray_lost
+from rltrain.runtime.ray_watchdog import lost as ray_lost
 
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)

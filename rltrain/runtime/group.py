@@ -26,13 +26,13 @@ from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.device import Device
 from rltrain.common.env import driver_environment, worker_environment
 from rltrain.common.errors import AGAIN, RltrainError, WorkerLost
-from rltrain.runtime import lifeline
+from rltrain.runtime import ray_watchdog
 from rltrain.runtime.calls import Call, Polls, Stream, bind
 from rltrain.runtime.cluster import lost_node
+from rltrain.runtime.cross_node import RowsByReader, route_calls
 from rltrain.runtime.failures import LOST, errors_of, explain, get
 from rltrain.runtime.hang import Deadlines, different_collectives
 from rltrain.runtime.host import HOST
-from rltrain.runtime.cross_node import RowsByReader, route_calls
 from rltrain.runtime.samples import driver_bytes
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Handle(Generic[_Result]):
         started, warned, waits = self._since or group.clock.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
             group.check()
-            lifeline.raise_if_lost()
+            ray_watchdog.raise_if_lost()
             seconds = group.clock.monotonic() - started
             # Once all results have arrived, the ranks whose stream is still open are the late ones.
             late = sorted(waiting.values() or polls.ranks)
@@ -300,7 +300,7 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """End all workers, gracefully if they respond."""
-        if lifeline.lost():
+        if ray_watchdog.lost():
             return
         leaving = [host.leave.remote() for host in self.workers]
         ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
@@ -309,7 +309,7 @@ class WorkerGroup:
     def kill(self) -> None:
         """Kill all workers."""
         self.ended = True
-        if lifeline.lost():
+        if ray_watchdog.lost():
             return
         for host in self.workers:
             ray.kill(host, no_restart=True)

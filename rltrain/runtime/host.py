@@ -29,8 +29,8 @@ from rltrain.common.errors import AGAIN, WorkerLost
 from rltrain.common.imports import importing
 from rltrain.common.logs import open_worker_log
 from rltrain.runtime.calls import Call
-from rltrain.runtime.exchange import sign_objects
 from rltrain.runtime.cross_node import pack_for_node
+from rltrain.runtime.exchange import sign_objects
 from rltrain.runtime.processes import node_memory
 from rltrain.runtime.samples import Request, StoredRows, assemble
 from rltrain.runtime.stacks import stacks_here

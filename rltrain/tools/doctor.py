@@ -30,7 +30,7 @@ from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import cluster_address, free, num_nodes, reserve, start_ray
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.hang import Deadlines
-from rltrain.runtime.lifeline import stop_ray
+from rltrain.runtime.ray_watchdog import stop_ray
 from rltrain.workers.interface.roles import Links
 
 _USAGE = """usage: rltrain doctor [--config FILE] key=value ...

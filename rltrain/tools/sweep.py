@@ -165,7 +165,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
 
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
     """Make all unfinished runs, and compare the finished ones. Return the exit code."""
-    from rltrain.runtime.lifeline import lost
+    from rltrain.runtime.ray_watchdog import lost
     from rltrain.tools.compare import compare
 
     file = out / "sweep.json"
@@ -236,12 +236,12 @@ def _make(run: SweepRun) -> tuple[str, str, int]:
 def _start_ray(runs: Sequence[SweepRun], stop: Stop, closing: ExitStack) -> None:
     """Start one Ray for all runs, with the devices of the largest."""
     from rltrain.runtime.cluster import cluster_address, start_ray
-    from rltrain.runtime.lifeline import ended_after_us, stop_ray, unless_lost
+    from rltrain.runtime.ray_watchdog import cleanup_after_exit, stop_ray, unless_lost
 
     largest = max((run.loaded.config.cluster for run in runs), key=lambda cluster: cluster.trainer.n_gpus_per_node)
     with logs.session(), logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if start_ray(largest):
-            closing.enter_context(ended_after_us(not cluster_address(largest)))
+            closing.enter_context(cleanup_after_exit(not cluster_address(largest)))
             closing.callback(unless_lost(stop_ray))
 
 

@@ -33,7 +33,7 @@ from rltrain.run.checkpoints.manifest import read_record, size_of
 from rltrain.run.checkpoints.resume import Start, files_of
 from rltrain.run.checkpoints.room import describe_room, free_bytes, missing_room, superfluous
 from rltrain.run.watchers.watcher import Watcher, Watchers
-from rltrain.runtime.lifeline import raise_if_lost
+from rltrain.runtime.ray_watchdog import raise_if_lost
 from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.role_save import RoleSave

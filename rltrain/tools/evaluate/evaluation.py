@@ -19,7 +19,7 @@ from rltrain.common.versions import installed_version
 from rltrain.config.loaded import LoadedConfig
 from rltrain.run.build import build
 from rltrain.run.fit import Trainer
-from rltrain.runtime.lifeline import working
+from rltrain.runtime.ray_watchdog import require_heartbeat
 from rltrain.tools.evaluate import statistics
 from rltrain.tools.evaluate.kept import Kept
 from rltrain.tools.evaluate.models import Model
@@ -43,7 +43,7 @@ def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]
         log.info("%s: was evaluated before, in %s", model.name, kept.folder)
         return found
     stop.says(f"nothing of {model.name} is answered yet: the same command begins with it")
-    with build(loaded, stop, notes=look_over(loaded)) as trainer, working(), stop.telling():
+    with build(loaded, stop, notes=look_over(loaded)) as trainer, require_heartbeat(), stop.telling():
         kept.begin()
         _answer(trainer, kept, model, stop)
         file = kept.join(trainer.num_steps)

@@ -327,7 +327,7 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
 
     vLLM uses the same name in every run on a machine, and a killed run does not remove it. At the end the name is
     unlinked: the ranks have opened the memory by then. This name and the names of queues between ranks contain Ray's
-    session, by which `runtime/sweep.py` cleans up after a killed run; in a cluster that the run joined they are not
+    session, by which `runtime/cleanup.py` cleans up after a killed run; in a cluster that the run joined they are not
     removed.
     """
     session = first_set(SESSION)

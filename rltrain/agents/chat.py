@@ -27,7 +27,7 @@ from rltrain.agents.content import (
     with_texts,
 )
 from rltrain.common.columns import names as c
-from rltrain.common.errors import storable
+from rltrain.common.errors import replace_surrogates
 from rltrain.common.plugin import user_traceback
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class Chat:
 
     def _add(self, message: Message, **noted: Any) -> None:
         """Add a message. noted: log fields of `_NOTED`."""
-        message = message | {"content": with_texts(message["content"], storable)}
+        message = message | {"content": with_texts(message["content"], replace_surrogates)}
         self._asked.messages.append(message | noted)
         self.messages += shown([message])
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rltrain.common.attempt import tell_supervisor
+from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import Interrupted, RltrainError, system_error
 
@@ -191,7 +191,7 @@ class Stop:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(self) -> None:
-        tell_supervisor(error=str(self.interrupted()))
+        report_to_supervisor(error=str(self.interrupted()))
         # Neither logging nor print, because the main thread may hold their locks.
         os.write(2, f"{self.interrupted()}\n".encode())
         os._exit(self.exit_code)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from rltrain.common.clock import SYSTEM
-from rltrain.common.errors import DataError, StorageError, unwritten
+from rltrain.common.errors import DataError, StorageError, write_error
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")
@@ -101,7 +101,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         way_out = "Make room or allow writing there, and run the same command again."
-        raise unwritten(f"{path} cannot be written: {error}", error, lambda: way_out) from error
+        raise write_error(f"{path} cannot be written: {error}", error, lambda: way_out) from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.common import logs
-from rltrain.common.attempt import tell_supervisor
+from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.errors import ConfigError
 from rltrain.common.stop import Stop
 from rltrain.config.loaded import LoadedConfig
@@ -74,7 +74,7 @@ def build(
             sampler_of(cfg, plan, data.rows["train"], trial=True)
         folder = RunFolder(cfg.trainer.default_local_dir)
         closing.callback(folder.release)
-        tell_supervisor(folder=str(folder.path))
+        report_to_supervisor(folder=str(folder.path))
         logs.open_train_log(folder.path)
         # Before Ray is started, so that a checkpoint that does not fit this run is refused within seconds.
         identity = data.rows["train"].identity() if train else None

@@ -30,7 +30,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rltrain.common.attempt import tell_supervisor
+from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.background import BackgroundJob, running
 from rltrain.common.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
 from rltrain.runtime import cleanup
@@ -179,7 +179,7 @@ class RayWatchdog(threading.Thread):
 
     def _exit(self, message: str) -> None:
         message = f"{message}\n{self._kept()}".strip()
-        tell_supervisor(error=message, ends=WorkerLost.exit_code)
+        report_to_supervisor(error=message, ends=WorkerLost.exit_code)
         # Neither logging nor print: the main thread may hold their locks.
         os.write(2, f"error: {message}\n".encode())
         _set_exit_message(ORDERLY)
@@ -254,7 +254,7 @@ def require_heartbeat() -> Iterator[None]:
         if not isinstance(error, Interrupted):
             text = str(error) if isinstance(error, RltrainError) else f"{type(error).__name__}: {error}"
             code, passing = getattr(error, "exit_code", 1), getattr(error, "passing", False)
-            tell_supervisor(error=text, passing=passing, ends=code)
+            report_to_supervisor(error=text, passing=passing, ends=code)
             _set_exit_message(exit_message(f"error: {text}\n"))
         raise
     finally:

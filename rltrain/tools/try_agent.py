@@ -31,7 +31,7 @@ from rltrain.agents.functions import FUNCTIONS
 from rltrain.agents.loop import lead
 from rltrain.agents.toolbox import Session, Toolbox, toolbox_of
 from rltrain.common.device import get_device, resolve_dtype
-from rltrain.common.errors import DataError, RltrainError, command, plain
+from rltrain.common.errors import DataError, RltrainError, command, sanitize
 from rltrain.common.plugin import is_plugin, load_plugin, user_traceback
 from rltrain.config.agents import AGENT_KEY, SINGLE_TURN
 from rltrain.config.load import load_config
@@ -286,7 +286,7 @@ def _head(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{plain(text)}\n")
+    sys.stdout.write(f"{sanitize(text)}\n")
     sys.stdout.flush()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.columns.ragged import Ragged
-from rltrain.common.errors import ConfigError, DataError, storable
+from rltrain.common.errors import ConfigError, DataError, replace_surrogates
 from rltrain.common.seeds import name_seed
 from rltrain.config.budgets import judge_lengths
 from rltrain.config.passes import JUDGE_PHASE
@@ -128,7 +128,7 @@ class JudgeWorker(Judge):
         answers = {answer.place: answer for answer in source.all}
         written = [answers[place].tokens.tolist() if place in answers else [] for place in range(len(texts))]
         replies = [
-            Reply(storable(text).strip(), "an empty reply", answers[place].truncated)
+            Reply(replace_surrogates(text).strip(), "an empty reply", answers[place].truncated)
             if place in answers
             else Reply("", unasked=self._too_long(len(messages[place])))
             for place, text in enumerate(self._encoder.decode_batch(written) if written else [])

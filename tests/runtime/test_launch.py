@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.common.attempt import ATTEMPT, tell_supervisor, told_supervisor
+from rltrain.common.attempt import ATTEMPT, read_reports, report_to_supervisor
 from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, WorkerLost
 from rltrain.runtime.launch import gather as module
 from rltrain.runtime.launch import ray_node as launch_ray
@@ -281,14 +281,14 @@ def test_the_command_learns_where_ray_is_and_its_code_is_kept(say, tmp_path, mon
 def test_a_run_that_ray_has_ended_may_be_run_again(say, tmp_path, monkeypatch, last, code, supervised):
     if supervised:
         monkeypatch.setenv(ATTEMPT, str(tmp_path / "told"))
-        tell_supervisor(pid=os.getpid())
+        report_to_supervisor(pid=os.getpid())
     launch = say("head --nodes=1 -- x")
-    told = "import os; from rltrain.common.attempt import tell_supervisor as tell; tell(pid=os.getpid()); "
+    told = "import os; from rltrain.common.attempt import report_to_supervisor as tell; tell(pid=os.getpid()); "
     told += f"tell({last}); os._exit(1)"
     launch.command[:] = [sys.executable, "-c", told]
     assert run_command(launch, Paper().address, [], lambda: None) == code
     if supervised and code == 75:
-        assert ("a hang" if "a hang" in last else "without a word") in told_supervisor(tmp_path / "told")["error"]
+        assert ("a hang" if "a hang" in last else "without a word") in read_reports(tmp_path / "told")["error"]
 
 
 def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(say, monkeypatch):

@@ -24,7 +24,7 @@ from typing import Any
 
 from rltrain.common.background import BackgroundJob, heartbeat
 from rltrain.common.clock import SYSTEM, Clock
-from rltrain.common.errors import CheckpointError, DiskError, StorageError, unwritten
+from rltrain.common.errors import CheckpointError, DiskError, StorageError, write_error
 from rltrain.config.schema import Config
 from rltrain.run.checkpoints.best import Best
 from rltrain.run.checkpoints.card import model_card
@@ -334,7 +334,7 @@ class Saver(Watcher):
         except (OSError, DiskError, StorageError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             sentence = f"checkpoint of step {step} could not be written: {error}"
-            raise unwritten(sentence, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
+            raise write_error(sentence, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
 
     def load(self, start: Start) -> None:
         """Load every role from the checkpoint that the run starts from."""

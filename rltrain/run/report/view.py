@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.agents.content import as_text
-from rltrain.common.errors import DataError, command, host_error, plain
+from rltrain.common.errors import DataError, command, host_error, sanitize
 from rltrain.common.storage import run_folder
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _parts(sample: Mapping[str, Any]) -> list[str]:
 
 def shorten(text: str, width: int) -> str:
     """Return one line of at most ``width`` characters, with the start and the end of the text."""
-    text = plain(" ".join(text.split()))
+    text = sanitize(" ".join(text.split()))
     head = (width - 3) // 2
     return text if len(text) <= width else f"{text[:head]} … {text[len(text) - (width - 3 - head) :]}"
 
@@ -211,12 +211,12 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
     right = is_right(sample)
     head = " ".join(f"{name} {sample[name]}" for name in _HEAD if sample.get(name) is not None)
     console.rule(
-        Text(plain(f"{head} {'✓' if right else '✗'}"), style="bold green" if right else "bold red"), align="left"
+        Text(sanitize(f"{head} {'✓' if right else '✗'}"), style="bold green" if right else "bold red"), align="left"
     )
     for label, text in texts_of(sample, most, " (--chars)"):
         style = "bold green" if label.startswith(_POLICY) else "bold cyan"
-        console.print(Text(f"{label}: ", style=style) + Text(plain(text)))
-    console.print(Text(plain(numbers_of(sample)), style="dim"))
+        console.print(Text(f"{label}: ", style=style) + Text(sanitize(text)))
+    console.print(Text(sanitize(numbers_of(sample)), style="dim"))
 
 
 def texts_of(sample: Mapping[str, Any], most: int, how: str = "") -> list[tuple[str, str]]:
@@ -276,10 +276,10 @@ def _parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    from rltrain.common.logs import PlainConsole
+    from rltrain.common.logs import SanitizedConsole
 
     plainly = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": not sys.stdout.isatty()}
-    console = PlainConsole(width=arguments.width, **plainly)  # type: ignore[arg-type]
+    console = SanitizedConsole(width=arguments.width, **plainly)  # type: ignore[arg-type]
     try:
         if arguments.compare is not None:
             lines = compare(arguments.run, arguments.compare, arguments.n, arguments.source, console.width)

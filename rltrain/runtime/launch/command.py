@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rltrain.common.attempt import ATTEMPT, attempt_file, interpret_exit, shell_code, tell_supervisor, told_supervisor
+from rltrain.common.attempt import ATTEMPT, attempt_file, interpret_exit, read_reports, report_to_supervisor, shell_code
 from rltrain.common.errors import ConfigError
 from rltrain.runtime.launch.board import MARK, group_is_alive
 from rltrain.runtime.launch.words import Launch
@@ -31,11 +31,11 @@ def run_command(launch: Launch, address: str, asked: list[int], heed: Callable[[
     variables |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
     with attempt_file() as file:
         code = _run(launch.command, asked, heed, os.environ | variables | {ATTEMPT: file})
-        report = told_supervisor(file)
+        report = read_reports(file)
     report["pids"] = [pid for pid in report["pids"] if pid != os.getpid()]
     exit_code, cause = interpret_exit(code, report)
     if exit_code != code:
-        tell_supervisor(error=cause)
+        report_to_supervisor(error=cause)
     return exit_code
 
 
@@ -55,7 +55,7 @@ def _run(words: list[str], signals: list[int], heed: Callable[[], None], environ
                 os.killpg(driver.pid, signum)
         time.sleep(_POLL_S)
     if signals:
-        tell_supervisor(stopped=True)
+        report_to_supervisor(stopped=True)
     if group_is_alive(driver.pid):
         say("the command has ended and left processes behind, which end now")
     code = shell_code(driver.returncode)

@@ -20,10 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rltrain.common.attempt import tell_supervisor
+from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.env import first_set
-from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, command, unwritten
+from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, command, write_error
 from rltrain.common.logs import count
 from rltrain.common.stop import listed_signals
 from rltrain.runtime.launch.board import (
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         code = _run(argv)
         return code
     finally:
-        tell_supervisor(ended=code)
+        report_to_supervisor(ended=code)
         # A scheduler that reports the highest exit code of all nodes would hide it.
         if (file := first_set("EXIT_CODE_FILE")) and first_set("NODE_RANK", "RANK", "SLURM_NODEID") == "0":
             try:
@@ -76,12 +76,12 @@ def _run(argv: list[str] | None) -> int:
         return stop(launch)
     try:
         with listed_signals() as signals:
-            tell_supervisor(pid=os.getpid())
+            report_to_supervisor(pid=os.getpid())
             return (_head if launch.role == "head" else be_worker)(launch, signals)
     except ConnectionError as error:
         raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
     except OSError as error:
-        raise unwritten(str(error), error) from error
+        raise write_error(str(error), error) from error
 
 
 def stop(launch: Launch) -> int:
@@ -339,7 +339,7 @@ def stay_until_the_end(board: Board, here: Node, asked: list[int], clock: Clock 
         asked_at = asked_at if asked else clock.monotonic()
         if code is not None:
             if board.read(STOP):
-                tell_supervisor(stopped=True)
+                report_to_supervisor(stopped=True)
             return int(code)
         if clock.monotonic() - beat_at > _GONE_S:
             raise ConnectionError(f"Ray answers at {board.address}, but the script there has been killed")

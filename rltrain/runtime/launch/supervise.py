@@ -2,7 +2,7 @@
 
 It is a small parent process that uses the standard library only and is not part of the run, so an error of the run
 cannot end it. It adopts and ends the processes that the command leaves, because Ray's processes may still hold devices.
-The run reports its pid, its folder and its error through a file (`common.attempt.tell_supervisor`). Not included:
+The run reports its pid, its folder and its error through a file (`common.attempt.report_to_supervisor`). Not included:
 monitoring a live run, which has deadlines, and processes on other nodes.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from rltrain.common.attempt import ATTEMPT, interpret_exit, shell_code, told_supervisor
+from rltrain.common.attempt import ATTEMPT, interpret_exit, read_reports, shell_code
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import ConfigError, command
 from rltrain.runtime.slots.limits import descendants, send
@@ -118,7 +118,7 @@ class Supervisor:
         self._child = 0
         if status:
             self._end_processes_left_behind()
-        report = told_supervisor(self._file)
+        report = read_reports(self._file)
         self._folder = Path(report["folder"]) if "folder" in report else self._folder
         code, cause = interpret_exit(shell_code(os.waitstatus_to_exitcode(status)), report)
         if code > 128 and not cause:
@@ -140,7 +140,7 @@ class Supervisor:
             return "finished"
         if self._asked:
             return f"stopped by {signal.Signals(self._asked).name}"
-        if told_supervisor(self._file).get("stopped"):
+        if read_reports(self._file).get("stopped"):
             return "stopped: another node was asked to"
         if code != _AGAIN and (code <= 128 or code == 128 + signal.SIGINT):
             return "stopped: running it again would not help"
@@ -152,7 +152,7 @@ class Supervisor:
     def _hand_on(self, number: int, _frame: object) -> None:
         """Send a signal to the run, but not to its group: Ray's processes in it must live until the run has saved."""
         below = descendants(os.getpid())
-        runs = [pid for pid in told_supervisor(self._file)["pids"] if pid in below]
+        runs = [pid for pid in read_reports(self._file)["pids"] if pid in below]
         if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell
             send((pid for pid in runs if _catches(pid, number)), number)
             return

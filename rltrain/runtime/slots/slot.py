@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from rltrain.common.errors import storable
+from rltrain.common.errors import replace_surrogates
 from rltrain.runtime.slots.limits import Limits
 from rltrain.runtime.slots.output import Printed, lost_process
 from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess
@@ -224,5 +224,5 @@ def outcome_of(result: dict[str, Any]) -> Outcome:
     if result["status"] == "ok":
         return Outcome("ok", result.get("value"))
     return Outcome(
-        result["status"], None, storable(str(result.get("error"))), str(result.get("kind", ""))[:_CRASH_CHARS]
+        result["status"], None, replace_surrogates(str(result.get("error"))), str(result.get("kind", ""))[:_CRASH_CHARS]
     )

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from rltrain.common.device import DEVICES, Device, host_memory
 from rltrain.common.env import memory_left
-from rltrain.common.errors import unwritten
+from rltrain.common.errors import write_error
 from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale
@@ -151,7 +151,7 @@ def told_as_disk_error(folder: str) -> Iterator[None]:
         yield
     except OSError as error:
         sentence = f"{error.filename or folder} could not be written: {error.strerror or error}"
-        raise unwritten(sentence, error) from error
+        raise write_error(sentence, error) from error
 
 
 class SavesState:

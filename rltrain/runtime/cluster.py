@@ -32,7 +32,7 @@ from rltrain.common.errors import ConfigError, NodesMissing, WorkerLost, first_l
 from rltrain.common.logs import count
 from rltrain.config.schema import ClusterConfig
 from rltrain.runtime import ray_watchdog
-from rltrain.runtime.launch.files import own_token
+from rltrain.runtime.launch.files import head_token
 
 log = logging.getLogger(__name__)
 _RESERVE_S = 120
@@ -161,7 +161,7 @@ def _have_token() -> None:
     """Create a token for a local Ray. Ray's token file would be readable according to the umask."""
     if first_set("RAY_AUTH_MODE") in ("", "token"):
         try:
-            own_token(None)
+            head_token(None)
         except OSError:  # no writable home directory
             use_token(secrets.token_hex(32))
 

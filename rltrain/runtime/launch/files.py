@@ -10,16 +10,16 @@ from pathlib import Path
 
 from rltrain.common.env import first_set, use_token
 from rltrain.common.errors import ConfigError
-from rltrain.runtime.launch.board import answers
+from rltrain.runtime.launch.store import accepts_connections
 
 # Below the user's home, where Ray looks for it.
 _OWN_TOKEN = ".ray/auth_token"
 
 
-def own_token(file: Path | None) -> str:
+def head_token(file: Path | None) -> str:
     """Return the head's token, created if missing. Removes files of an earlier head."""
     address = text(file)
-    if address and answers(address):
+    if address and accepts_connections(address):
         raise ConfigError(
             f"{file} names {address}, where another head answers. Stop that one, or set HEAD_FILE to another file."
         )
@@ -41,26 +41,26 @@ def own_token(file: Path | None) -> str:
     return _token_of(path, "remove it, and a new one is made")
 
 
-def announce(file: Path, address: str, token: str) -> None:
+def publish(file: Path, address: str, token: str) -> None:
     """Publish the head's address for the other nodes, after the token."""
     write(token_file(file), token)
     write(file, address)
 
 
-def withdraw(file: Path, address: str) -> None:
+def unpublish(file: Path, address: str) -> None:
     """Remove the address, unless another head has replaced it."""
     if text(file) == address:
         file.unlink(missing_ok=True)
         token_file(file).unlink(missing_ok=True)
 
 
-def named_token() -> str:
+def token_variable() -> str:
     """Return the variable that sets this node's token; empty if none does."""
     named = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if first_set(name)]
     return named[0] if named else "" if first_set("RAY_AUTH_MODE") == "token" else "no RAY_AUTH_MODE=token"
 
 
-def take_token(file: Path | None) -> Path | None:
+def use_head_token(file: Path | None) -> Path | None:
     """Use the token next to the head's file, or else this user's. Returns its file; None if there is none."""
     if file and (token := text(token_file(file))):
         use_token(token)

@@ -56,25 +56,25 @@ class _Numbers:
     RAY_PORT: int = key(6379, least=1, most=65535)
 
 
-def read(argv: list[str]) -> Launch:
+def read_launch(argv: list[str]) -> Launch:
     """Read the arguments and variables of a node. Raises ConfigError."""
-    words, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    arguments, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     rank = first_set("NODE_RANK", "RANK", "SLURM_NODEID")
-    role = words.pop(0) if words and not words[0].startswith("-") else ""
+    role = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     role = role or {"": "", "0": "head"}.get(rank, "worker")
     if role not in ("head", "worker", "stop"):
         wrong = f"{role!r} is neither head, worker nor stop" if role else "say head or worker, or set RANK"
         raise ConfigError(f"{wrong}\nusage: {_USAGE}")
-    named = words.pop(0) if role != "head" and words and not words[0].startswith("-") else ""
+    named = arguments.pop(0) if role != "head" and arguments and not arguments[0].startswith("-") else ""
     options = argparse.ArgumentParser(prog="ray_start.sh", usage=_USAGE, allow_abbrev=False, add_help=False)
     options.add_argument("--nodes", default=first_set("NNODES", "SLURM_NNODES"))
-    options.add_argument("--devices", default=_value_of("trainer.n_gpus_per_node", run))
-    given, rest = options.parse_known_args(words)
+    options.add_argument("--devices", default=_value_of("trainer.n_gpus_per_node", command))
+    given, rest = options.parse_known_args(arguments)
     address = named or ("" if role == "stop" else first_set("HEAD_ADDRESS", "MASTER_ADDR"))
     if address.count(":") > 1:
         raise ConfigError(f"{address} is an address of IPv6: give one of IPv4, or a name that has one.")
     host, _, port = address.partition(":")
-    in_command = _value_of("trainer.nnodes", run)
+    in_command = _value_of("trainer.nnodes", command)
     texts = {"RANK": rank, "NNODES": given.nodes or in_command, "devices": given.devices}
     texts |= {"WAIT_S": first_set("WAIT_S"), "RAY_PORT": port or first_set("RAY_PORT", "MASTER_PORT")}
     numbers = read_arguments(_Numbers, [f"{name}={text}" for name, text in texts.items() if text], hint=_SOURCES)
@@ -83,7 +83,7 @@ def read(argv: list[str]) -> Launch:
         raise ConfigError(
             f"NNODES={num_nodes}, but the command says trainer.nnodes={in_command}: leave one of them out."
         )
-    if run and role == "head" and not num_nodes:
+    if command and role == "head" and not num_nodes:
         raise ConfigError(
             "the command would not wait for other nodes: say how many there are, by NNODES=4 or --nodes=4."
         )
@@ -104,13 +104,16 @@ def read(argv: list[str]) -> Launch:
         num_nodes=num_nodes,
         devices=numbers.devices or None,
         arguments=rest,
-        command=run,
+        command=command,
     )
 
 
-def _check_port(port: int, ray_words: list[str]) -> None:
+def _check_port(port: int, ray_arguments: list[str]) -> None:
     """Raise ConfigError if a Ray started with these arguments uses this port itself: it would fail with a traceback."""
-    moved = any(word.startswith(("--min-worker-port", "--max-worker-port", "--worker-port-list")) for word in ray_words)
+    moved = any(
+        argument.startswith(("--min-worker-port", "--max-worker-port", "--worker-port-list"))
+        for argument in ray_arguments
+    )
     if port in _PORTS_OF_RAY or (port in _PORTS_OF_WORKERS and not moved):
         first, last = _PORTS_OF_WORKERS[0], _PORTS_OF_WORKERS[-1]
         raise ConfigError(
@@ -119,7 +122,7 @@ def _check_port(port: int, ray_words: list[str]) -> None:
         )
 
 
-def _value_of(key: str, words: list[str]) -> str:
+def _value_of(key: str, arguments: list[str]) -> str:
     """Return the last value of a key in a command; empty if it is not a number."""
-    values = [word.partition("=")[2] for word in words if word.partition("=")[0] == key]
+    values = [argument.partition("=")[2] for argument in arguments if argument.partition("=")[0] == key]
     return values[-1] if values and values[-1].isdigit() else ""

@@ -26,22 +26,22 @@ from rltrain.common.env import first_set
 from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, command, write_error
 from rltrain.common.logs import count
 from rltrain.common.stop import listed_signals
-from rltrain.runtime.launch.board import (
+from rltrain.runtime.launch.arguments import Launch, read_launch
+from rltrain.runtime.launch.command import print_line, run_command
+from rltrain.runtime.launch.files import head_token, publish, text, token_variable, unpublish, use_head_token, write
+from rltrain.runtime.launch.ray_node import VERSIONS, dashboard, own_address, ray_start
+from rltrain.runtime.launch.store import (
     BEAT,
     END,
     HEAD,
     STOP,
-    Board,
+    KVStore,
     Node,
-    answers,
+    accepts_connections,
     clusters_here,
     end_processes,
     program_of,
 )
-from rltrain.runtime.launch.command import run_command, say
-from rltrain.runtime.launch.files import announce, named_token, own_token, take_token, text, withdraw, write
-from rltrain.runtime.launch.ray_node import VERSIONS, dashboard, own_address, ray_start
-from rltrain.runtime.launch.words import Launch, read
 
 _SAY_EVERY_S = 10
 _POLL_S = 0.5
@@ -66,18 +66,18 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 write(Path(file), str(code))
             except OSError as error:
-                say(f"EXIT_CODE_FILE: {error}")
+                print_line(f"EXIT_CODE_FILE: {error}")
 
 
 @command
 def _run(argv: list[str] | None) -> int:
-    launch = read(sys.argv[1:] if argv is None else argv)
+    launch = read_launch(sys.argv[1:] if argv is None else argv)
     if launch.role == "stop":
         return stop(launch)
     try:
         with listed_signals() as signals:
             report_to_supervisor(pid=os.getpid())
-            return (_head if launch.role == "head" else be_worker)(launch, signals)
+            return (_head if launch.role == "head" else run_worker)(launch, signals)
     except ConnectionError as error:
         raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
     except OSError as error:
@@ -95,84 +95,92 @@ def stop(launch: Launch) -> int:
         raise ConfigError(
             f"this node is in {len(addresses)} clusters: say which, stop {' or '.join(sorted(addresses))}."
         )
-    if addresses and _ask_to_end(launch, addresses[0]):
+    if addresses and _request_stop(launch, addresses[0]):
         left = f"the run of {addresses[0]}, which saves; a second `stop` ends it at once"
         wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
-        say(f"the run of {addresses[0]} has ended")
+        print_line(f"the run of {addresses[0]} has ended")
         return 0
     number = end_processes(addresses[0]) if addresses else 0
-    say(f"ended {number} processes" + (f" of {addresses[0]}" if number else ": this script has started none here"))
+    print_line(
+        f"ended {number} processes" + (f" of {addresses[0]}" if number else ": this script has started none here")
+    )
     return 0
 
 
-def _ask_to_end(launch: Launch, address: str) -> bool:
+def _request_stop(launch: Launch, address: str) -> bool:
     with suppress(ConnectionError):
-        return answers(address) and bool(named_token() or take_token(launch.file)) and ask_to_end(Board(address))
+        return (
+            accepts_connections(address)
+            and bool(token_variable() or use_head_token(launch.file))
+            and request_stop(KVStore(address))
+        )
     return False
 
 
-def ask_to_end(board: Board) -> bool:
+def request_stop(store: KVStore) -> bool:
     """Request a stop of the cluster's command, so that it saves. Returns False if none runs or it was requested."""
-    runs = (board.read(HEAD) or {}).get("stays") and board.read(END) is None and board.read(STOP) is None
+    runs = (store.get(HEAD) or {}).get("stays") and store.get(END) is None and store.get(STOP) is None
     if runs:
-        board.tell(STOP, f"`ray_start.sh stop` on {socket.gethostname()}")
+        store.put(STOP, f"`ray_start.sh stop` on {socket.gethostname()}")
     return bool(runs)
 
 
 def _head(launch: Launch, signals: list[int]) -> int:
     ip = own_address(launch)
     address = f"{ip}:{launch.port}"
-    if answers(address):
+    if accepts_connections(address):
         raise ConfigError(
             f"port {launch.port} of this node is taken, perhaps by Ray of an earlier run. `ray_start.sh stop` ends "
             "what this script has started, and RAY_PORT takes another port."
         )
-    token = own_token(launch.file)
-    code, stays, board = 75, False, None
+    token = head_token(launch.file)
+    code, stays, store = 75, False, None
     try:
         ray_start(launch, address, "--head", f"--node-ip-address={ip}", f"--port={launch.port}", *dashboard())
-        board = Board(address)
+        store = KVStore(address)
         run = {"job": launch.job, "NNODES": launch.num_nodes}
-        board.tell(HEAD, {"versions": VERSIONS, "stays": bool(launch.command), "address": address, "run": run})
-        board.tell_of(Node(ip, socket.gethostname(), launch.rank))
+        store.put(HEAD, {"versions": VERSIONS, "stays": bool(launch.command), "address": address, "run": run})
+        store.publish_node(Node(ip, socket.gethostname(), launch.rank))
         if launch.file:
-            announce(launch.file, address, token)
-        say(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
+            publish(launch.file, address, token)
+        print_line(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
         if launch.num_nodes:
-            wait_for_nodes(board, launch, signals)
+            wait_for_nodes(store, launch, signals)
         stays = not launch.command
-        code = run_command(launch, board.address, signals, lambda: heed(board, signals)) if launch.command else 0
+        code = (
+            run_command(launch, store.address, signals, lambda: poll_signals(store, signals)) if launch.command else 0
+        )
         return code
     except ConfigError as error:
         code = error.exit_code
         raise
     finally:
         if not stays:
-            _finish(board, code)
+            _finish(store, code)
             end_processes(address)
             if launch.file:
-                withdraw(launch.file, address)
+                unpublish(launch.file, address)
 
 
-def wait_for_nodes(board: Board, launch: Launch, asked: list[int]) -> None:
+def wait_for_nodes(store: KVStore, launch: Launch, signals: list[int]) -> None:
     """Wait for the expected nodes and devices, and log the missing ones."""
 
     def missing() -> str:
-        heed(board, asked)
-        nodes = board.nodes()
+        poll_signals(store, signals)
+        nodes = store.nodes()
         refused = [node for node in nodes if node.refused]
         for node in refused:
             if not node.stranger:
                 raise ConfigError(f"{node} cannot take part: {node.refused.rstrip('.')}.")
-        lacks = [*nodes_missing(nodes, launch)]
-        return "; ".join(lacks + [f"{node} was refused: {node.refused.rstrip('.')}" for node in refused if lacks])
+        lines = [*nodes_missing(nodes, launch)]
+        return "; ".join(lines + [f"{node} was refused: {node.refused.rstrip('.')}" for node in refused if lines])
 
-    wait_until(missing, launch, asked, f"all {count(launch.num_nodes or 1, 'node')}")
-    for node in board.nodes():
+    wait_until(missing, launch, signals, f"all {count(launch.num_nodes or 1, 'node')}")
+    for node in store.nodes():
         devices = ", ".join(
             f"{number:.0f} {name}" for name in ("NPU", "GPU", "CPU") if (number := node.resources.get(name))
         )
-        say(f"{node}: {devices}")
+        print_line(f"{node}: {devices}")
 
 
 def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
@@ -195,61 +203,61 @@ def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
             yield f"{num_devices:.0f} {kind}s on {node}, which has {have:.0f}"
 
 
-def heed(board: Board, asked: list[int]) -> None:
+def poll_signals(store: KVStore, signals: list[int]) -> None:
     """Publish the heartbeat, and exchange stop requests with the nodes."""
-    board.tell(BEAT, SYSTEM.monotonic())
-    if not asked and (node := board.read(STOP)):
-        say(f"{node} asks for an end")
-        asked.append(signal.SIGTERM)
-    elif asked and board.read(STOP) is None:
-        board.tell(STOP, f"a signal on {socket.gethostname()}")
+    store.put(BEAT, SYSTEM.monotonic())
+    if not signals and (node := store.get(STOP)):
+        print_line(f"{node} asks for an end")
+        signals.append(signal.SIGTERM)
+    elif signals and store.get(STOP) is None:
+        store.put(STOP, f"a signal on {socket.gethostname()}")
 
 
-def _finish(board: Board | None, code: int) -> None:
+def _finish(store: KVStore | None, code: int) -> None:
     """Publish the exit code, and wait until the nodes have read it."""
     # Skipped if the head does not respond.
     with suppress(ConnectionError):
-        if board:
-            board.tell(END, code)
+        if store:
+            store.put(END, code)
             # The head itself has not left.
-            SYSTEM.poll(lambda: sum(node.is_in for node in board.nodes()) <= 1, _LEAVE_S, _POLL_S)
+            SYSTEM.poll(lambda: sum(node.is_in for node in store.nodes()) <= 1, _LEAVE_S, _POLL_S)
 
 
-def be_worker(launch: Launch, asked: list[int], board: Board | None = None) -> int:
-    """Join the Ray of ``board``'s head, and return this node's exit code."""
-    board = board or find_head(launch, asked)
-    head = board.read(HEAD)
+def run_worker(launch: Launch, signals: list[int], store: KVStore | None = None) -> int:
+    """Join the Ray of ``store``'s head, and return this node's exit code."""
+    store = store or find_head(launch, signals)
+    head = store.get(HEAD)
     here = Node(socket.gethostname(), socket.gethostname(), launch.rank)
     try:
-        here.address = own_address(launch, board.address)
-        _compare(board, head, here, launch)
-        return take_part(board, head, here, launch, asked)
+        here.address = own_address(launch, store.address)
+        _compare(store, head, here, launch)
+        return join(store, head, here, launch, signals)
     except ConfigError as error:
         here.refused = here.refused or str(error)
         with suppress(ConnectionError):
-            board.tell_of(here)
+            store.publish_node(here)
         raise
 
 
-def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> None:
+def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -> None:
     """Raise ConfigError if this node differs from the head, or is of another run (which the head only mentions)."""
     here.stranger = True
     run: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
     for name, value in head.get("run", {}).items():
         if value and run[name] and value != run[name]:
             raise ConfigError(
-                f"the head at {board.address} is of another run: its {name} is {value}, this node's {run[name]}. Two "
+                f"the head at {store.address} is of another run: its {name} is {value}, this node's {run[name]}. Two "
                 "runs in one folder need a HEAD_FILE each."
             )
         if name == "NNODES" and value and (here.rank or 0) >= value:
             raise ConfigError(f"RANK={here.rank}, but the ranks of {value} nodes are 0 to {value - 1}")
-    for node in board.nodes():
+    for node in store.nodes():
         if node.is_in and here.rank is not None and node.rank == here.rank and node.address != here.address:
             raise ConfigError(f"{node} is there already: set another RANK, or another HEAD_FILE for another run")
-    mark = head.get("address", board.address)
+    mark = head.get("address", store.address)
     if left := clusters_here().get(mark):
         # Processes of an earlier head with that address are not in this head's list.
-        if here.address in board.alive() and any(program_of(pid) == "raylet" for pid in left):
+        if here.address in store.alive() and any(program_of(pid) == "raylet" for pid in left):
             raise ConfigError(f"this node has joined {mark} already; `ray_start.sh stop` takes it out.")
         # Ray was killed here, and its helper processes would remain.
         end_processes(mark)
@@ -263,29 +271,29 @@ def _compare(board: Board, head: dict[str, Any], here: Node, launch: Launch) -> 
         raise ConfigError(f"{with_it} was given a command behind --, {without} was not. Say the same on every node.")
 
 
-def take_part(board: Board, head: dict[str, Any], here: Node, launch: Launch, asked: list[int]) -> int:
+def join(store: KVStore, head: dict[str, Any], here: Node, launch: Launch, signals: list[int]) -> int:
     """Join, and stay while the command runs."""
     # Independent of the name by which this node knows the head.
-    mark = head.get("address", board.address)
+    mark = head.get("address", store.address)
     try:
-        ray_start(launch, mark, f"--address={board.address}", f"--node-ip-address={here.address}")
-        board.tell_of(here)
-        say(f"joined {board.address} as {here.address}")
-        return stay_until_the_end(board, here, asked) if launch.command else 0
+        ray_start(launch, mark, f"--address={store.address}", f"--node-ip-address={here.address}")
+        store.publish_node(here)
+        print_line(f"joined {store.address} as {here.address}")
+        return wait_for_end(store, here, signals) if launch.command else 0
     finally:
         if launch.command:
             here.left = True
             with suppress(ConnectionError):
-                board.tell_of(here)
+                store.publish_node(here)
             end_processes(mark)
 
 
-def find_head(launch: Launch, asked: list[int]) -> Board:
+def find_head(launch: Launch, signals: list[int]) -> KVStore:
     """Wait for a head that responds, has our token and has not ended. Returns its store."""
     if not launch.address and not launch.file:
         raise ConfigError("a worker needs the head's address: ray_start.sh worker ADDRESS, HEAD_ADDRESS or HEAD_FILE")
-    boards: list[Board] = []
-    token = named_token()
+    stores: list[KVStore] = []
+    token = token_variable()
 
     def missing() -> str:
         # An earlier head may have left an unreachable address or another token.
@@ -296,67 +304,69 @@ def find_head(launch: Launch, asked: list[int]) -> Board:
                 f"the head's address: there is no {launch.file}. Is the head up? Where this storage is not shared, set "
                 "HEAD_ADDRESS and RAY_AUTH_TOKEN"
             )
-        if not answers(address):
+        if not accepts_connections(address):
             return f"the head: nobody answers at {address}{origin}"
-        if not (source := token or take_token(launch.file)):
+        if not (source := token or use_head_token(launch.file)):
             return (
                 "the head's token, which this node has not. Copy ~/.ray/auth_token from the head, or set HEAD_FILE (on "
                 "shared storage) or RAY_AUTH_TOKEN on every node"
             )
         try:
-            board = Board(address)
-            if board.read(HEAD) and board.read(END) is None:
-                boards.append(board)
+            store = KVStore(address)
+            if store.get(HEAD) and store.get(END) is None:
+                stores.append(store)
                 return ""
         except ConnectionError as error:
             fix = f"; this node's is from {source}, the head's may be copied there" if "token" in str(error) else ""
             return f"the head: {error}{origin}{fix}"
         return f"the head: at {address}{origin} is another Ray, or one that ends"
 
-    wait_until(missing, launch, asked, "the head")
-    return boards[0]
+    wait_until(missing, launch, signals, "the head")
+    return stores[0]
 
 
-def stay_until_the_end(board: Board, here: Node, asked: list[int], clock: Clock = SYSTEM) -> int:
+def wait_for_end(store: KVStore, here: Node, signals: list[int], clock: Clock = SYSTEM) -> int:
     """Wait for the command's end and return its exit code. A signal on this node stops the whole run."""
-    heard = asked_at = beat_at = clock.monotonic()
-    has_asked, beat = False, None
-    while len(asked) < 2:
+    last_reply_at = signalled_at = beat_changed_at = clock.monotonic()
+    has_requested, beat = False, None
+    while len(signals) < 2:
         try:
-            now, code = board.read(BEAT), board.read(END)
+            now, code = store.get(BEAT), store.get(END)
             # If all nodes were signalled, the head was too.
-            if asked and not has_asked and clock.monotonic() - asked_at > _SAME_SIGNAL_S:
-                board.tell(STOP, str(here))
-                has_asked = True
-                say("asked the head to stop; a second signal leaves at once")
-            heard = clock.monotonic()
+            if signals and not has_requested and clock.monotonic() - signalled_at > _SAME_SIGNAL_S:
+                store.put(STOP, str(here))
+                has_requested = True
+                print_line("asked the head to stop; a second signal leaves at once")
+            last_reply_at = clock.monotonic()
             if now != beat:
-                beat, beat_at = now, heard
+                beat, beat_changed_at = now, last_reply_at
         except ConnectionError:
             code = None
-            if clock.monotonic() - heard > _SILENT_S:
+            if clock.monotonic() - last_reply_at > _SILENT_S:
                 raise
-        asked_at = asked_at if asked else clock.monotonic()
+        signalled_at = signalled_at if signals else clock.monotonic()
         if code is not None:
-            if board.read(STOP):
+            if store.get(STOP):
                 report_to_supervisor(stopped=True)
             return int(code)
-        if clock.monotonic() - beat_at > _GONE_S:
-            raise ConnectionError(f"Ray answers at {board.address}, but the script there has been killed")
+        if clock.monotonic() - beat_changed_at > _GONE_S:
+            raise ConnectionError(f"Ray answers at {store.address}, but the script there has been killed")
         clock.sleep(2 * _POLL_S)
     raise Interrupted("left before the run had ended", 75)
 
 
-def wait_until(missing: Callable[[], str], launch: Launch, asked: list[int], what: str, clock: Clock = SYSTEM) -> None:
+def wait_until(
+    missing: Callable[[], str], launch: Launch, signals: list[int], what: str, clock: Clock = SYSTEM
+) -> None:
     """Poll until `missing` returns "". Raises NodesMissing with its text after the timeout."""
     started, say_at = clock.monotonic(), 2.0
-    while lacks := missing():
+    while missing_text := missing():
         waited = clock.monotonic() - started
-        if asked:
+        if signals:
             raise Interrupted(f"stopped while waiting for {what}", 75)
         if waited >= launch.wait_s:
-            raise NodesMissing(f"waited {launch.wait_s:.0f} s (WAIT_S) for {lacks}")
+            raise NodesMissing(f"waited {launch.wait_s:.0f} s (WAIT_S) for {missing_text}")
         if waited > say_at:
-            say(f"waiting for {lacks} ({launch.wait_s - waited:.0f} s left)")
+            print_line(f"waiting for {missing_text} ({launch.wait_s - waited:.0f} s left)")
             say_at += _SAY_EVERY_S
         clock.sleep(_POLL_S)

@@ -40,7 +40,7 @@ _Role = TypeVar("_Role")
 _Arguments = ParamSpec("_Arguments")
 _Object = TypeVar("_Object")
 _Other = TypeVar("_Other")
-_Question = TypeVar("_Question")
+_Argument = TypeVar("_Question")
 _Result = TypeVar("_Result")
 _Ranks = range | None
 
@@ -178,25 +178,26 @@ class WorkerGroup:
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
         self.world, self._num_nodes = len(bundles), len(placement)
         self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
-        self._who: list[dict[str, Any]] = []
+        self._identities: list[dict[str, Any]] = []
         self.deadlines.show(
             "workers", lambda: {f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()}
         )
         # Node of each rank, numbered by first ranks. Known once all have started.
         self.nodes = [0] * self.world
 
-    def ask(self, function: Callable[[_Question], _Result], questions: Sequence[_Question]) -> Handle[_Result]:
+    def ask(self, function: Callable[[_Argument], _Result], arguments: Sequence[_Argument]) -> Handle[_Result]:
         """Call ``function`` in every worker process, with one argument per rank, before workers are built."""
-        self._meet()
-        calls = [[host.ask.remote(function, question)] for host, question in zip(self.workers, questions, strict=True)]
+        self._identify_ranks()
+        calls = [[host.ask.remote(function, argument)] for host, argument in zip(self.workers, arguments, strict=True)]
         return Handle(self, function.__name__, calls)
 
-    def _meet(self) -> None:
+    def _identify_ranks(self) -> None:
         """Get process and node of every rank, so that errors of later phases can name them."""
-        if not self._who:
-            self._who = self._wait("start", [host.who.remote() for host in self.workers])
-            numbers = {node: number for number, node in enumerate(dict.fromkeys(who["node_id"] for who in self._who))}
-            self.nodes = [numbers[who["node_id"]] for who in self._who]
+        if not self._identities:
+            self._identities = self._wait("start", [host.identity.remote() for host in self.workers])
+            node_ids = [identity["node_id"] for identity in self._identities]
+            numbers = {node_id: number for number, node_id in enumerate(dict.fromkeys(node_ids))}
+            self.nodes = [numbers[node_id] for node_id in node_ids]
 
     def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
         resource = self._device.ray_resource
@@ -216,7 +217,7 @@ class WorkerGroup:
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Connect the ranks and build ``worker`` ("module:Class") on each."""
         backend, workers = self._device.backend, self.workers
-        self._meet()
+        self._identify_ranks()
         ((host, port),) = self._wait("start", [workers[0].open_store.remote(self._num_nodes)])
         meeting = (host, port, backend, self._num_nodes, secrets.token_bytes(32))
         self._wait("connect", [rank_host.join.remote(*meeting) for rank_host in workers])
@@ -228,48 +229,54 @@ class WorkerGroup:
     @property
     def hosts(self) -> list[str]:
         """Host names of the workers."""
-        return list(dict.fromkeys(identity["node"] for identity in self._who))
+        return list(dict.fromkeys(identity["node"] for identity in self._identities))
 
     @property
     def names(self) -> list[str]:
         """Host name and address of every rank's node."""
-        self._meet()
-        return [f"{identity['node']} ({identity['address']})" for identity in self._who]
+        self._identify_ranks()
+        return [f"{identity['node']} ({identity['address']})" for identity in self._identities]
 
     @property
     def firsts(self) -> dict[int, str]:
         """Mapping from the first rank of every node to the node's address."""
-        self._meet()
+        self._identify_ranks()
         return {
-            rank: self._who[rank]["address"] for rank in (self.nodes.index(node) for node in dict.fromkeys(self.nodes))
+            rank: self._identities[rank]["address"]
+            for rank in (self.nodes.index(node) for node in dict.fromkeys(self.nodes))
         }
 
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: _Ranks = None, beside: bool = False
+        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: _Ranks = None, concurrent: bool = False
     ) -> Handle[tuple[Any, Any, _Result]]: ...  # references of the objects, and the result
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: _Ranks = None, beside: bool = False
+        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: _Ranks = None, concurrent: bool = False
     ) -> Handle[tuple[Any, _Result]]: ...
     @overload
-    def submit(self, calls: Sequence[Call[_Result]], ranks: _Ranks = None, beside: bool = False) -> Handle[_Result]: ...
-    def submit(self, calls: Sequence[Call[Any]], ranks: _Ranks = None, beside: bool = False) -> Handle[Any]:
+    def submit(
+        self, calls: Sequence[Call[_Result]], ranks: _Ranks = None, concurrent: bool = False
+    ) -> Handle[_Result]: ...
+    def submit(self, calls: Sequence[Call[Any]], ranks: _Ranks = None, concurrent: bool = False) -> Handle[Any]:
         """Send calls of one method to all workers, or to consecutive ranks (``ranks``).
 
-        One call per worker, or per group of consecutive workers of equal size, so a single call goes to all. beside:
-        run concurrently with other calls, without queueing.
+        One call per worker, or per group of consecutive workers of equal size, so a single call goes to all.
+        concurrent: run concurrently with other calls, without queueing.
         """
         ranks = range(self.world) if ranks is None else ranks
         copies, num_returns = len(ranks) // len(calls), calls[0].num_objects + 1
         nodes = [self.nodes[rank] for rank in ranks]
         of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._pack)
         self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
-        ways = [self.workers[rank].beside if beside else self.workers[rank].run for rank in ranks]
-        replies = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
+        hosts = [self.workers[rank] for rank in ranks]
+        methods = [host.run_concurrently if concurrent else host.run for host in hosts]
+        replies = [
+            method.options(num_returns=num_returns).remote(call) for method, call in zip(methods, of_rank, strict=True)
+        ]
         # Ray returns a list only if there are several return values.
         references = [reply if isinstance(reply, list) else [reply] for reply in replies]
-        return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if beside else None)
+        return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if concurrent else None)
 
     def _pack(self, node: int, rows_by_reader: RowsByReader) -> dict[int, Any]:
         """Pack the bundles on the first worker of ``node``."""
@@ -294,7 +301,7 @@ class WorkerGroup:
         """Run ``method`` with the same arguments on all ranks, and wait for all results."""
         return self.submit([bind(method, *args, **kwargs)]).collect()
 
-    def interject(self, method: Callable[[_Role], None]) -> None:
+    def run_concurrently(self, method: Callable[[_Role], None]) -> None:
         """Run ``method`` on the first worker, concurrently with its current call. The result is not awaited."""
         self.workers[0].poll.remote(bind(method))
 
@@ -323,15 +330,18 @@ class WorkerGroup:
 
     def _lost(self, wait_s: float) -> tuple[list[int], str]:
         """Return the ranks and the name of a lost node, which is never the driver's."""
-        ids = [identity["node_id"] for identity in self._who]
+        ids = [identity["node_id"] for identity in self._identities]
         node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
         return [rank for rank, node_id in enumerate(ids) if node_id == node], name
 
     def place(self, ranks: Sequence[int], phase: str) -> str:
         """Describe role, ranks, processes, nodes and the call."""
-        identities = dict(enumerate(self._who))
-        who = [(rank, identities.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
-        names = [f"rank {rank} of {self.world} (pid {identity['pid']} on {identity['node']})" for rank, identity in who]
+        known, named_ranks = dict(enumerate(self._identities)), ranks[:_NAMED_RANKS]
+        identities = [known.get(rank, {"pid": "?", "node": "?"}) for rank in named_ranks]
+        names = [
+            f"rank {rank} of {self.world} (pid {identity['pid']} on {identity['node']})"
+            for rank, identity in zip(named_ranks, identities, strict=True)
+        ]
         remainder = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
         return f"{self._role} worker, {', '.join(names)}{remainder}, in {phase}"
 
@@ -348,7 +358,7 @@ class WorkerGroup:
         self.kill()
         # A process that does not return its stack is stopped or lost, so it is the one to name.
         silent = [rank for rank in late if rank not in stacks]
-        for identity in (self._who[rank] for rank in silent if rank < len(self._who)):
+        for identity in (self._identities[rank] for rank in silent if rank < len(self._identities)):
             # Ray asks a process to exit; a stopped process does not react.
             if identity["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):

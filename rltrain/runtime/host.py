@@ -74,14 +74,14 @@ class _Host:
         store = self._store = dist.TCPStore(host, port, *terms, master_listen_fd=file)
         return host, store.port
 
-    def who(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """Return process id, host name and address, and Ray's node id."""
         address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "node": socket.gethostname(), "address": address, "node_id": node_id}
 
-    def ask(self, function: Callable[[Any], Any], question: Any) -> Any:
+    def ask(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call a function in this process, before the worker is built."""
-        return function(question)
+        return function(argument)
 
     def join(self, host: str, port: int, backend: str, num_nodes: int, key: bytes) -> None:
         """Join the process group. host: with port 0 the file of the store. key: of the run, for `sign_objects`."""
@@ -126,7 +126,7 @@ class _Host:
         return self.run(call)
 
     @ray.method(concurrency_group="saving")
-    def beside(self, call: Call[Any]) -> Any:
+    def run_concurrently(self, call: Call[Any]) -> Any:
         """Run a call while ``run`` computes the next steps."""
         return self.run(call)
 

@@ -194,7 +194,7 @@ class Policy(_Remote, SavedRole):
 
     def give_up(self) -> None:
         """Abort the current generation and discard its responses."""
-        self._group.interject(roles.Rollout.give_up)
+        self._group.run_concurrently(roles.Rollout.give_up)
 
     def log_probs(self, samples: Samples, layout: Layout) -> dict[str, Moments]:
         """Attach ``old_log_probs`` and the rollout correction. Returns moments of entropy, mismatch and correction."""

@@ -208,13 +208,13 @@ def test_a_deadline_of_a_call_ends_the_workers(group, passing, tmp_path):
 
 
 def test_a_call_beside_others_is_timed_from_when_it_was_sent(group, tmp_path):
-    quick = group.submit([bind(Toy.wait, tmp_path / "go")], beside=True)
+    quick = group.submit([bind(Toy.wait, tmp_path / "go")], concurrent=True)
     (tmp_path / "go").touch()
     eventually(quick.ready)
     group.clock.advance(100)
     assert quick.collect(), "it was done in time, although it was not asked then"
     assert group.deadlines.limit_s("Toy.wait") == 5 * 100
-    late = group.submit([bind(Toy.wait, tmp_path / "never")], beside=True)
+    late = group.submit([bind(Toy.wait, tmp_path / "never")], concurrent=True)
     assert not late.ready()
     group.clock.advance(501)
     with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 501 s \(though answering"):
@@ -222,7 +222,7 @@ def test_a_call_beside_others_is_timed_from_when_it_was_sent(group, tmp_path):
 
 
 def test_a_call_beside_others_may_end_before_an_error_ends_all(group, at_end, tmp_path):
-    writing, written = group.submit([bind(Toy.wait, tmp_path / "go")], beside=True), []
+    writing, written = group.submit([bind(Toy.wait, tmp_path / "go")], concurrent=True), []
     at_end.append((tmp_path / "go").touch)
     at_end.append(lambda: written.extend(writing.collect()))
     with pytest.raises(WorkerError, match="the answer was 41") as caught:

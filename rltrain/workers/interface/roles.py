@@ -42,7 +42,7 @@ class Links(Protocol):
     def collectives(self, num_bytes: int) -> dict[str, float]:
         """Return GB/s of an all-reduce and an all-gather (the second run). Raises WorkerError if a result is wrong."""
 
-    def meets(self, num_bytes: int, turn: int) -> Array:
+    def p2p_bandwidth(self, num_bytes: int, turn: int) -> Array:
         """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
 
 

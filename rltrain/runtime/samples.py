@@ -174,7 +174,7 @@ class Samples:
         An ``optional`` column may be missing for some samples, which get empty rows. A prompt is sent with its images
         and the response's images, if the run has any.
         """
-        optional = (*optional, c.IMAGES, c.OWN_IMAGES) if c.PROMPT in columns else optional
+        optional = (*optional, c.IMAGES, c.RESPONSE_IMAGES) if c.PROMPT in columns else optional
         columns = [*columns, *optional]
         parts = []
         stored_parts, where = self._where()

@@ -26,7 +26,7 @@ from rltrain.rewards.processes.scoring import Scoring
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.batching.balance import Ids
 from rltrain.trainer.judge import Judge
-from rltrain.trainer.left_out import failed_of
+from rltrain.trainer.masked_samples import failed_of
 from rltrain.trainer.roles import RewardModel
 
 Floats = NDArray[np.float64]
@@ -121,9 +121,9 @@ class Rewards:
         # Two columns, because a KL penalty is later subtracted from the reward, not from the score.
         return columns | {c.SCORE: total, c.REWARD: total}
 
-    def _weigh(self, columns: dict[str, Column], left_out: NDArray[np.bool_]) -> Floats:
+    def _weigh(self, columns: dict[str, Column], failed_trajectories: NDArray[np.bool_]) -> Floats:
         """Return the weighted sum of ``reward.weights``. Responses without a score keep ``reward.on_error``."""
-        failed = (columns[c.REWARD_FAILED] > 0) | left_out
+        failed = (columns[c.REWARD_FAILED] > 0) | failed_trajectories
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():
             term = _floats(columns.get(column_of(name, columns)), len(failed))

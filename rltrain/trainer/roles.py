@@ -150,7 +150,7 @@ class Policy(_Remote, SavedRole):
         # An aborted response counts as one of maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
         # Responses completed before this step are not served in it, and would count as aborted.
-        is_asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
+        is_asked = np.ones(len(samples), dtype=bool) if task.pending_mask is None else task.pending_mask.ravel()
         self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
         metrics = self._of_sync | generation_metrics([finished for *_, finished in results])
         self.failure = next((finished.failure for *_, finished in results if finished.failure), "")
@@ -172,12 +172,14 @@ class Policy(_Remote, SavedRole):
         samples.put(ids, numbers | flags | {c.ENGINE: np.full(len(ids), rank)})
 
     def _answers(self, rank: int, payload: Any, texts: Any, ids: Ids, *, pictures: bool) -> list[StoredRows]:
-        columns = (*self._generated, c.IMAGES, c.OWN_IMAGES) if self._passes.images and pictures else self._generated
+        columns = (
+            (*self._generated, c.IMAGES, c.RESPONSE_IMAGES) if self._passes.images and pictures else self._generated
+        )
         node = self._group.nodes[rank]
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 
     def save_answers(self, answers: Samples, file: str) -> None:
-        """Write responses that wait for a later step (`PromptLine.answers`). Raises like `errors.write_error`."""
+        """Write responses that wait for a later step (`PendingPrompts.answers`). Raises like `errors.write_error`."""
         # Some responses have no token yet.
         request = answers.request(np.arange(len(answers)), (), WRITTEN, optional=c.ANSWER)
         call = bind(roles.Rollout.save_answers, request.as_batch, file)
@@ -296,9 +298,9 @@ class Reference(_Remote, SavedRole):
 
     role = roles.Reference
 
-    def move(self) -> None:
+    def update_reference(self) -> None:
         """Update the reference from the policy."""
-        self._group.call(roles.Reference.move)
+        self._group.call(roles.Reference.update_reference)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from rltrain.workers.updates.updater import Updater, empty_loss, split_mini_batc
 
 # Prompts, responses and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,
-            c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED, c.UNCERTAIN, c.GROUP_WEIGHT)  # fmt: skip
+            c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED, c.HIGH_ENTROPY, c.GROUP_WEIGHT)  # fmt: skip
 
 
 class ActorRefWorker(Actor):
@@ -266,8 +266,8 @@ class ActorRefWorker(Actor):
         if threshold is not None:
             sampled = micro.ragged(c.ROLLOUT_LOG_PROBS).values
             kept["off_policy_masked"] = keeps(mask, log_probs.detach(), sampled, advantages, threshold)
-        if c.UNCERTAIN in micro:
-            kept["low_entropy_masked"] = micro.ragged(c.UNCERTAIN).values
+        if c.HIGH_ENTROPY in micro:
+            kept["low_entropy_masked"] = micro.ragged(c.HIGH_ENTROPY).values
         share = actor_loss(
             policy_inputs,
             mini.denominators,

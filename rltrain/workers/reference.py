@@ -26,7 +26,7 @@ class ReferenceWorker(SavesState, Reference):
         self._writer = StateWriter(reference, None, None, residency.device)
 
     @torch.no_grad()
-    def move(self) -> None:
+    def update_reference(self) -> None:
         """Set reference <- a policy + (1 - a) reference, a = ref.update_mix, for each shard of a weight."""
         # Weights stay where they are during generation: frozen weights are never copied back to the host, so they must
         # not be changed on the device.

@@ -217,7 +217,7 @@ class RolloutWorker(Rollout):
             index = payload.dictionary(c.PROMPT).index
             images = [pictures.of(place) for place in dict.fromkeys(answer.place for answer in answers)]
             own = [answer.images for answer in answers]
-            payload.update({c.IMAGES: DictionaryColumn(images, index), c.OWN_IMAGES: own})
+            payload.update({c.IMAGES: DictionaryColumn(images, index), c.RESPONSE_IMAGES: own})
             numbers = replace(numbers, image_bytes=sum(each.nbytes for each in (*images, *own) if each))
         texts = self._texts(answers)
         per_sample = answer_numbers(answers, task.num_samples)
@@ -277,17 +277,19 @@ class RolloutWorker(Rollout):
         jobs = []
         for place in range(len(task.rows)) if task.order is None else task.order.tolist():
             prompt = self._prompts[task.split].prompt(int(task.rows[place]))
-            todo = np.arange(task.num_samples) if task.todo is None else np.flatnonzero(task.todo[place])
-            for first in range(0, len(todo), size):
-                samples = todo[first : first + size]
+            mask = None if task.pending_mask is None else task.pending_mask[place]
+            pending = np.arange(task.num_samples) if mask is None else np.flatnonzero(mask)
+            for first in range(0, len(pending), size):
+                samples = pending[first : first + size]
                 answers = [open_answers.get((place, sample)) for sample in samples.tolist()]
                 given = tuple(answer.tokens if answer else _NOTHING for answer in answers) if any(answers) else None
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
         prepare = pictures.prepare if pictures else list
         key = f"rollout/{task.call}"
-        ends = self._can_be_given_up
-        return JobQueue(jobs, num_dealt, self._serving, self._store, key, task.enough, task.must, prepare, can_end=ends)
+        target = task.target_complete, task.num_required
+        can_end = self._can_be_given_up
+        return JobQueue(jobs, num_dealt, self._serving, self._store, key, *target, prepare, can_end=can_end)
 
     def _hand_out(self, job: Job, answers: list[Conversation]) -> None:
         self._finished.put((job, self._texts(answers)))

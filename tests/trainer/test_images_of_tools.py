@@ -44,7 +44,7 @@ def make(vision_models, picture_files, tmp_path):
 
 def expected_log_probs(model, batch):
     """Of the policy's tokens of each answer, by transformers' own forward over ids and pixels of the whole sample."""
-    prompts, images, own_images = batch.dictionary(c.PROMPT), batch.dictionary(c.IMAGES), batch[c.OWN_IMAGES]
+    prompts, images, own_images = batch.dictionary(c.PROMPT), batch.dictionary(c.IMAGES), batch[c.RESPONSE_IMAGES]
     rows = zip(
         prompts.index.tolist(), images.index.tolist(), own_images,
         batch.ragged(c.RESPONSE).rows(), batch.ragged(c.RESPONSE_MASK).rows(), strict=True,
@@ -78,7 +78,7 @@ def test_log_probs_of_trajectories_with_images_equal_transformers(make, vision_m
     per_sample = numbers.per_sample
     assert not per_sample[c.AGENT_FAILED].any()
     assert per_sample[c.ANSWER_IMAGES].max() >= 2
-    own_images = batch[c.OWN_IMAGES]
+    own_images = batch[c.RESPONSE_IMAGES]
     assert [len(each) if each else 0 for each in own_images] == per_sample[c.ANSWER_IMAGES].tolist()
     for answer, mask, own in zip(
         batch.ragged(c.RESPONSE).rows(), batch.ragged(c.RESPONSE_MASK).rows(), own_images, strict=True
@@ -148,7 +148,7 @@ def test_an_image_that_cannot_be_shown_is_text_for_the_policy(make, images, show
     assert results
     assert all(result.startswith(words) for result in results)
     assert numbers.per_sample[c.TOOL_ERRORS].sum() == len(results)
-    assert not any(batch[c.OWN_IMAGES])
+    assert not any(batch[c.RESPONSE_IMAGES])
 
 
 def test_what_takes_no_image_is_told_before_the_run(vision_models, tiny_model, picture_files, tmp_path):

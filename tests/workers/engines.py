@@ -145,8 +145,10 @@ def jobs_of(prompts: Sequence[np.ndarray], num_samples: int, step: int = 1, seed
     return [Job(place, np.arange(num_samples), prompt, seeds[place]) for place, prompt in enumerate(prompts)]
 
 
-def queue_of(jobs: Sequence[Job], num_dealt: int = 0, enough: int | None = None, must: int = 0) -> JobQueue:
-    return JobQueue(jobs, num_dealt, ALONE, _STORE, f"test/{next(_CALLS)}", enough, must)
+def queue_of(
+    jobs: Sequence[Job], num_dealt: int = 0, target_complete: int | None = None, num_required: int = 0
+) -> JobQueue:
+    return JobQueue(jobs, num_dealt, ALONE, _STORE, f"test/{next(_CALLS)}", target_complete, num_required)
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def test_no_prompts_and_the_longest_prompt(ready, plain):
 def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
     """One of four jobs is enough: the others come back as far as they are, and the engine goes on afterwards."""
     jobs = jobs_of(PROMPTS, 2)
-    queue = queue_of(jobs, enough=1)
+    queue = queue_of(jobs, target_complete=1)
     found = serve(ready, queue, Sampling(40))
     whole = answers(generate(ready, Sampling(40), PROMPTS, 2))
     assert bool(found.aborted.any())
@@ -319,7 +319,7 @@ def test_a_later_turn_sees_the_whole_conversation(ready, plain):
 
 
 def test_after_the_stop_no_further_job_is_begun(ready):
-    queue = queue_of(jobs_of(PROMPTS, 8), enough=1)
+    queue = queue_of(jobs_of(PROMPTS, 8), target_complete=1)
     serve(ready, queue, Sampling(40))
     assert [job.place for job in queue.taken] == [0]
 

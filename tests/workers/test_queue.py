@@ -130,7 +130,7 @@ def test_a_damaged_turn_is_left_out_and_counted(damage):
 
 def test_a_prompt_counts_when_all_its_jobs_have_ended():
     jobs = [job(0, 0, 1), job(0, 2), job(1, 0, 1), job(1, 2), job(2, 0, 1, 2)]
-    queue = queue_of(jobs, enough=2)
+    queue = queue_of(jobs, target_complete=2)
     stopped = []
     for each in (0, 2, 4, 3):
         queue.ended(jobs[each])
@@ -142,7 +142,7 @@ def test_a_prompt_counts_when_all_its_jobs_have_ended():
 
 def test_the_stop_waits_for_the_first_prompts():
     jobs = [job(place, 0) for place in (0, 2, 3, 4)]  # the prompt at place 1 has nothing to be done
-    queue = queue_of(jobs, enough=1, must=2)
+    queue = queue_of(jobs, target_complete=1, num_required=2)
     for each in (3, 1, 2):
         queue.ended(jobs[each])
         assert not queue.stopped()
@@ -155,7 +155,7 @@ def test_replicas_count_together(tmp_path, kind):
     """Jobs of one prompt are served by different replicas at the same time."""
     store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1)
     jobs = [job(place, sample) for place in range(40) for sample in range(4)]
-    queues = [JobQueue(jobs, 8, Replica(number, 4, 0, 1), store, "call", enough=40) for number in range(4)]
+    queues = [JobQueue(jobs, 8, Replica(number, 4, 0, 1), store, "call", target_complete=40) for number in range(4)]
 
     def serve(queue):
         while taken := queue.take(1):

@@ -284,7 +284,7 @@ class RefConfig:
     """Share a of the policy in the update: reference = a * policy + (1 - a) * reference. Below 1 the reference is
     stored in float32."""
 
-    def moves_after(self, step: int) -> bool:
+    def updates_after(self, step: int) -> bool:
         """Return whether the reference is updated at the end of ``step`` (from 1)."""
         return bool(self.update_every_steps) and step % (self.update_every_steps or 1) == 0
 

@@ -94,7 +94,7 @@ class Frozen(Protocol):
 class Reference(Protocol):
     """Reference model that follows the policy: `ReferenceWorker`."""
 
-    def move(self) -> None:
+    def update_reference(self) -> None:
         """Copy the policy into the reference, or mix it in."""
 
     def stage(self, task: SaveTask) -> bool:

@@ -88,9 +88,9 @@ class JobQueue:
     """Jobs of one replica: first its dealt jobs, then jobs from the shared rest, one by one.
 
     jobs: of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas in alternating
-    directions; if these are all, the assignment is deterministic. enough: stop when this many prompts are complete over
-    all replicas, including the first ``must`` prompts. prepare: applied to jobs when they are taken, for example to
-    load their images. can_end: stop after `give_up`.
+    directions; if these are all, the assignment is deterministic. target_complete: stop when this many prompts are
+    complete over all replicas, including the first ``num_required`` prompts. prepare: applied to jobs when they are
+    taken, for example to load their images. can_end: stop after `give_up`.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class JobQueue:
         replica: Replica,
         store: dist.Store,
         key: str,
-        enough: int | None = None,
-        must: int = 0,
+        target_complete: int | None = None,
+        num_required: int = 0,
         prepare: Callable[[list[Job]], list[Job]] = list,
         *,
         can_end: bool = False,
@@ -112,13 +112,13 @@ class JobQueue:
         self._replica = replica
         self._store = store
         self._key = key
-        self._enough = enough
-        self._must = must
+        self._target_complete = target_complete
+        self._must = num_required
         self._prepare = prepare
         self._can_end = can_end
         self._jobs_of = Counter(job.place for job in jobs)
         # A prompt whose responses are all complete has no job, so it never ends here and must not be waited for.
-        self._num_must = sum(place < must for place in self._jobs_of)
+        self._num_must = sum(place < num_required for place in self._jobs_of)
         self._mine = [place for place in range(num_dealt) if _dealt_to(place, replica.count) == replica.number]
         self._largest = max((len(job.samples) for job in jobs), default=0)
         self._empty = False
@@ -146,7 +146,7 @@ class JobQueue:
 
     def ended(self, job: Job) -> None:
         """Record the end of a job of this replica."""
-        if self._enough is None or not self._replica.leads:
+        if self._target_complete is None or not self._replica.leads:
             return
         num_jobs, key = self._jobs_of[job.place], f"{self._key}/of/{job.place}"
         if num_jobs > 1:
@@ -162,7 +162,7 @@ class JobQueue:
     @property
     def may_stop(self) -> bool:
         """False if `stopped` is always False."""
-        return self._can_end or self._enough is not None
+        return self._can_end or self._target_complete is not None
 
     def stopped(self) -> bool:
         """Return True if enough prompts are complete, or after `give_up`."""
@@ -173,10 +173,10 @@ class JobQueue:
     def _is_over(self) -> bool:
         if self._can_end and self._count(_GIVEN_UP):
             return True
-        return self._enough is not None and self._have_enough(self._enough)
+        return self._target_complete is not None and self._target_reached(self._target_complete)
 
-    def _have_enough(self, enough: int) -> bool:
-        return self._count(self._key + "/ended") >= enough and (
+    def _target_reached(self, target_complete: int) -> bool:
+        return self._count(self._key + "/ended") >= target_complete and (
             not self._num_must or self._count(self._key + "/must") >= self._num_must
         )
 

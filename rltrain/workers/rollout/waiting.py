@@ -49,5 +49,7 @@ def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch,
     if images:
         pixels = [store.encoded(row).images for row in rows.tolist()]
         # Waiting responses have a single turn: for multi-turn runs no file is written.
-        payload.update({c.IMAGES: DictionaryColumn(pixels, torch.from_numpy(index)), c.OWN_IMAGES: [None] * len(index)})
+        payload.update(
+            {c.IMAGES: DictionaryColumn(pixels, torch.from_numpy(index)), c.RESPONSE_IMAGES: [None] * len(index)}
+        )
     return payload, numbers

@@ -46,7 +46,7 @@ def look_ahead(
         entropies = torch.cat([empty, *(micro.ragged(c.ENTROPY).values for micro in micros)])
         keys, copies = certainty(entropies, mask.values), cfg.ulysses_sequence_parallel_size
         chosen = smallest_share(keys, cfg.top_entropy_quantile, num_tokens, copies, rounding=ENTROPY_ROUNDING)
-        _add_tokens(micros, c.UNCERTAIN, mask.like(chosen))
+        _add_tokens(micros, c.HIGH_ENTROPY, mask.like(chosen))
     if entry.group_weights:
         groups = torch.cat([empty.long(), *(micro.dense(c.GROUP) for micro in micros)])
         weights = weigh(inputs, groups, entry.group_weights, denominators, cfg)

@@ -363,8 +363,8 @@ class PPOTrainer:
         return work
 
     def _denominators(self, samples: Samples, ids: Ids) -> Denominators:
-        horizon = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
-        return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], horizon)
+        loss_scale_factor = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
+        return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], loss_scale_factor)
 
     def _bytes(self) -> NDArray[np.int64]:
         """Return the bytes of the run so far: through the driver, and of samples between nodes."""

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
 
 from rltrain.common.errors import ConfigError
-from rltrain.config.verl.others import refusal, trainer_of
+from rltrain.config.verl.other_trainers import refusal, trainer_of
 from rltrain.config.verl.table import rows
 
 Tree = dict[str, Any]

@@ -9,7 +9,7 @@ same        the schema has the key
 renamed     the schema has it as ``to``; a ``*`` at the end stands for the rest of the name
 value       ``to`` is the new name of the value ``when`` of a key of the schema
 path, name  path and name of a class that ``to`` holds as PATH:NAME
-translated  `spellings.translate_old_keys` translates it, together with others, to keys of the schema
+translated  `old_keys.translate_old_keys` translates it, together with others, to keys of the schema
 turns on    a switch for the keys ``to`` of the same section
 refused     an error: the run would be another experiment
 section     an error for every key of a section, or only for the key ``to`` that turns the section on

@@ -20,7 +20,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def own_name(key: str) -> str | None:
+def rltrain_name(key: str) -> str | None:
     """Return rltrain's key for the name ``key`` of another trainer, or None.
 
     A name with a section needs a key of that section, because `critic.epochs` is not ``trainer.epochs``. Names without
@@ -52,7 +52,7 @@ def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
 
 def refusal(trainer: str, page: str, written: str, names: Collection[str]) -> str:
     """Return the error for a configuration or a launch (``written``) of another trainer with the keys ``names``."""
-    found = {name: own_name(name.replace("-", "_")) for name in names}
+    found = {name: rltrain_name(name.replace("-", "_")) for name in names}
     ours = "".join(f"\n  {name}: {key}" for name, key in found.items() if key)
     table = f" Their names here (units may differ: see {page}):{ours}" if ours else ""
     return (

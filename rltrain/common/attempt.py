@@ -12,7 +12,7 @@ from typing import Any
 
 # Environment variable with the path of the file.
 ATTEMPT = "RLTRAIN_ATTEMPT"
-NO_REPORT = "the program has ended without a word (exit code 1)"
+NO_REPORT = "the program ended without a report (exit code 1)"
 
 
 def report_to_supervisor(**facts: Any) -> None:

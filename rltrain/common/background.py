@@ -131,7 +131,7 @@ class Appender:
         return error
 
     def _push(self, wait_s: float) -> OSError | None:
-        unanswered = TimeoutError(None, "the storage does not answer")
+        unanswered = TimeoutError(None, "the storage does not respond")
         if self._writing and not self._writing.ready():
             return unanswered
         name = f"writing {self._file.name}"

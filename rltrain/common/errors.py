@@ -215,7 +215,7 @@ def write_error(what: str, cause: BaseException, way_out: Callable[[], str] | No
     what: the message. way_out(): the user's fix for the disk.
     """
     if isinstance(cause, StorageError) or (isinstance(cause, OSError) and cause.errno in _NO_ANSWER):
-        then = ". The storage does not answer: see to it, and run the same command again." if way_out else ""
+        then = ". The storage does not respond. Check it, and run the same command again." if way_out else ""
         return StorageError(what + then)
     return DiskError(f"{what}. {way_out()}" if way_out else what)
 
@@ -228,7 +228,7 @@ def lacks_memory(error: BaseException, said: str = "") -> bool:
 
 def no_memory(told: str) -> str:
     """Return the beginning of a message about a host without free memory."""
-    return f"the host has no memory left: {told}. Give it (or the container) more, end other programs there"
+    return f"the host is out of memory: {told}. Give the host (or the container) more memory, end other programs on it"
 
 
 def host_error(error: BaseException) -> RltrainError | None:
@@ -251,7 +251,7 @@ def system_error(error: BaseException) -> RltrainError | None:
     """Return `host_error`, or DiskError if the system does not allow access to a file."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL or (number in _NOT_GIVEN and _names_file(error)):
-        return DiskError(f"{first_line(error)}. Mend that, and run the same command again.")
+        return DiskError(f"{first_line(error)}. Fix this, and run the same command again.")
     return host_error(error)
 
 

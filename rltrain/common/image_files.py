@@ -95,7 +95,7 @@ def data_address(image: Any) -> str:
     else:
         content = file_bytes(image_entry(str(image) if isinstance(image, Path) else image, Path()))
     if not begins_as_image(content):
-        raise DataError("it does not begin as a file of an image does.")
+        raise DataError("it is not an image file (unknown first bytes).")
     return f"data:image;base64,{base64.b64encode(content).decode()}"
 
 
@@ -113,7 +113,7 @@ def file_bytes(image: Any) -> bytes:
         if isinstance(entry.get("bytes"), bytes) and entry["bytes"]:
             return entry["bytes"]
         if not isinstance(entry.get("path"), (str, Path)) or not str(entry["path"]):
-            raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
+            raise DataError(f"it is a {type(image).__name__} without bytes and path.")
         if "://" in str(entry["path"]):
             address = short(entry["path"])
             raise DataError(f"{address!r} is a web address; copy the image to a local disk and give its path.")
@@ -136,13 +136,13 @@ def _read(path: Path) -> bytes:
             head = file.read(16)
             # A small file is read completely, so that the opener can report its error.
             if found.st_size > _SMALL_BYTES and not begins_as_image(head):
-                raise DataError(f"{short(path, 60)!r} does not begin as a file of an image does.")
+                raise DataError(f"{short(path, 60)!r} is not an image file (unknown first bytes).")
             return head + file.read(_MAX_BYTES)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise DataError(f"{short(path, 60)!r} is not a regular file.") from error
         if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and "." not in path.name):
-            raise DataError(f"{short(path, 60)!r} is neither a file nor an image as base64.") from error
+            raise DataError(f"{short(path, 60)!r} is not a file, and not an image in base64.") from error
         error.filename = short(path)  # open errors have a file name, but read errors do not
         raise
 

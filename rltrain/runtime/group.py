@@ -366,12 +366,12 @@ class WorkerGroup:
         stack_of_place = {self.place([rank], phase): stack for rank, stack in stacks.items()}
         stacks_file = self.deadlines.write_stacks(phase, workers=stack_of_place)
         state = (
-            "and not answering: stopped, or its node is gone"
+            "and not responding: stopped, or its node is lost"
             if silent
-            else "though answering: hung, or waiting for one that is"
+            else "but responding: hung, or waiting for a hung rank"
         )
         return WorkerLost(
             f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
-            f"{self.deadlines.keys}).{stacks_file} All workers were ended. "
+            f"{self.deadlines.keys}).{stacks_file} All workers were terminated. "
             + (different_collectives(stacks, self.world) or AGAIN)
         )

@@ -73,12 +73,12 @@ class Deadlines:
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"
         writing = BackgroundJob("writing stacks", lambda: _write(file, "\n".join(map("\n".join, stacks.items()))))
         if not writing.ready(_WRITE_S):  # the storage of the run folder may be the cause of the hang
-            return f" Their stacks could not be written: {file.parent} does not answer."
+            return f" Their stacks could not be written: {file.parent} does not respond."
         try:
             writing.result()
         except OSError as error:
             return f" Their stacks could not be written: {error}."
-        return f" Stacks of those that answer: {file}."
+        return f" Stacks of the responding processes: {file}."
 
 
 def different_collectives(stacks: Mapping[int, str], world: int) -> str:
@@ -92,7 +92,7 @@ def different_collectives(stacks: Mapping[int, str], world: int) -> str:
         return ""
     waits = ", ".join(f"rank {list(names.values()).index(name)} in {name}" for name in dict.fromkeys(names.values()))
     return (
-        f"The ranks wait in different collectives ({waits}). This is a fault of rltrain: the same command will hang "
+        f"The ranks wait in different collectives ({waits}). This is a bug in rltrain, so the same command will hang "
         "again. Please report it with the stacks."
     )
 

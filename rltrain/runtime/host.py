@@ -199,4 +199,4 @@ def _get(refs: Any) -> Any:
         raise (error.cause or error) from error  # an error of `pack`, not a lost worker
     except _GONE as error:
         # A separate type, so that the death of the worker that held the object counts as the cause.
-        raise WorkerLost(f"what another worker holds did not come ({type(error).__name__}). {AGAIN}") from error
+        raise WorkerLost(f"the data of another worker did not arrive ({type(error).__name__}). {AGAIN}") from error

@@ -172,9 +172,9 @@ class RayWatchdog(threading.Thread):
         BackgroundJob("stacks", write).ready(_WRITE_S)
         subject = "it" if thread is self._driver else f"its thread '{thread.name}'"
         self._exit(
-            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s {subject} has done "
-            f"nothing else than {where}: storage that does not answer, or code of your own ({self._deadlines.keys})."
-            f"{''.join(sentences)} {AGAIN}"
+            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s {subject} has been "
+            f"in {where}: storage that does not respond, or your own code "
+            f"({self._deadlines.keys}).{''.join(sentences)} {AGAIN}"
         )
 
     def _exit(self, message: str) -> None:
@@ -300,7 +300,7 @@ def stop_ray() -> None:
     leaving.join(_SHUTDOWN_S)
     _hanging = leaving.is_alive()
     if _hanging:
-        log.warning("Ray has not let this process go in %d s", _SHUTDOWN_S)
+        log.warning("ray.shutdown did not return within %d s", _SHUTDOWN_S)
         atexit.unregister(ray.shutdown)  # it would wait for this call
 
 
@@ -335,6 +335,6 @@ def unless_lost(function: Callable[..., Any]) -> Callable[..., None]:
             if not lost():
                 function(*args, **kwargs)
         except RayError as error:
-            log.warning("Ray does not help to end the run: %s", error)
+            log.warning("Ray failed while the run was ending: %s", error)
 
     return guarded

@@ -74,7 +74,9 @@ class Samples:
         try:
             return self.numbers[name]
         except KeyError:
-            raise KeyError(f"the samples have no number '{name}' (known: {', '.join(sorted(self.numbers))})") from None
+            raise KeyError(
+                f"the samples have no number '{name}' (available: {', '.join(sorted(self.numbers))})"
+            ) from None
 
     def update(self, numbers: Mapping[str, Array]) -> None:
         """Add per-sample numbers [n]."""
@@ -191,7 +193,7 @@ class Samples:
         for name in columns:
             have = sum(len(part.rows) for part in parts if name in part.columns)
             if have != len(ids) and name not in optional:
-                raise KeyError(f"column '{name}' is there for {have} of {len(ids)} samples")
+                raise KeyError(f"column '{name}' exists for {have} of {len(ids)} samples only")
         groups = self[c.GROUP][ids].astype(np.int32) if c.GROUP in self.numbers else None
         return Request(len(ids), parts, {name: self[name][ids] for name in numbers}, groups)
 

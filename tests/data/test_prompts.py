@@ -153,7 +153,7 @@ def test_sizes_are_read_from_heads_as_pictures_are_opened():
     ({"bytes": b"no picture", "path": None}, "it cannot be read: cannot identify image file"),
     ({"bytes": None, "path": "gone.png"}, "No such file or directory: '.*/gone.png'"),
     ({"bytes": None, "path": "http://host/a.png"}, "a web address"),
-    ({"bytes": None, "path": None}, "neither bytes nor a path"),
+    ({"bytes": None, "path": None}, "bytes"),
 ])  # fmt: skip
 def test_a_bad_picture_is_named_by_file_row_and_field(make, entry, said):
     path = make([("1", []), (SLOT * 2, [*inside(png(9, 9)), entry])])

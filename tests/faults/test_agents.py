@@ -218,7 +218,7 @@ def test_a_tool_does_its_worst(played, tmp_path, what):
     assert numbers[c.TOOL_TIMEOUTS] == (numbers[c.TOOL_CALLS] if words == LATE else 0)
     assert numbers[c.TOOL_ERRORS] == (numbers[c.TOOL_CALLS] if words.startswith("Error") else 0)
     assert len(hurt.printed) < 1 << 20
-    assert ("more bytes were printed here and are left out" in hurt.printed) == (what == "prints")
+    assert ("more bytes were printed here and are omitted" in hurt.printed) == (what == "prints")
 
 
 @pytest.mark.fault("An environment that never ends, or says 10 MB at once, ends its own answer alone")

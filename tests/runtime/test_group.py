@@ -203,7 +203,7 @@ def test_two_calls_in_flight_are_collected_in_any_order(group, tmp_path):
 
 def test_a_deadline_of_a_call_ends_the_workers(group, passing, tmp_path):
     handle, passing[0] = group.submit([bind(Toy.wait, tmp_path / "never")]), 1.0
-    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 11 s \(though answering"):
+    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 11 s \(but responding"):
         handle.collect(deadline_s=10.0)
 
 
@@ -217,7 +217,7 @@ def test_a_call_beside_others_is_timed_from_when_it_was_sent(group, tmp_path):
     late = group.submit([bind(Toy.wait, tmp_path / "never")], concurrent=True)
     assert not late.ready()
     group.clock.advance(501)
-    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 501 s \(though answering"):
+    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 501 s \(but responding"):
         late.ready()
 
 
@@ -368,7 +368,7 @@ def test_a_stopped_worker_is_named_and_all_stacks_are_kept(group, passing, tmp_p
 @pytest.mark.fault("A model that never finishes loading ends the run")
 def test_a_hang_before_the_first_call_is_noticed_too(make, tmp_path):
     group = make(lambda: 100.0 * (tmp_path / "here").exists())  # connecting takes no time
-    with pytest.raises(WorkerLost, match=r"rank 0 of 2 .*, rank 1 of 2 .*, in build: .*though answering"):
+    with pytest.raises(WorkerLost, match=r"rank 0 of 2 .*, rank 1 of 2 .*, in build: .*but responding"):
         group.start("tests.runtime.test_group:SlowToBuild", {"here": tmp_path / "here"})
     (file,) = (tmp_path / "incidents").glob("hang_build_*.txt")
     assert file.read_text().count("most recent call first") >= 2

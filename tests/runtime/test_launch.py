@@ -67,11 +67,11 @@ def test_a_node_learns_who_it_is(make_launch, words, variables, expected):
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
-        ("", {}, "say head or worker, or set RANK"),
-        ("head", {"RAY_PORT": 10500}, "the head's port 10500 .* is one that Ray uses itself: .* Set RAY_PORT=6379"),
+        ("", {}, "give head or worker, or set RANK"),
+        ("head", {"RAY_PORT": 10500}, "the head's port 10500 .* is used by Ray itself: .* Set RAY_PORT=6379"),
         ("", {"RANK": "one"}, "RANK=one: 'one' is not a whole number"),
-        ("head -- run", {}, r"say how many there are, by NNODES=4 or --nodes=4"),
-        ("head -- run trainer.nnodes=4", {"NNODES": 2}, "NNODES=2, but the command says trainer.nnodes=4"),
+        ("head -- run", {}, r"with NNODES=4 or --nodes=4"),
+        ("head -- run trainer.nnodes=4", {"NNODES": 2}, "NNODES=2, but the command has trainer.nnodes=4"),
     ],
 )
 def test_a_node_says_which_word_is_wrong(make_launch, words, variables, message):
@@ -90,8 +90,8 @@ def node(rank, npus=8, **changes):
 
 def test_the_head_names_the_nodes_and_devices_it_waits_for(make_launch):
     launch = make_launch("head --nodes=4", RANK=0)
-    assert missing(launch, node(0), node(2)) == "rank 1, 3 (2 of 4 nodes are here)"
-    assert missing(launch, node(0), node(1, left=True), node(2), node(3)) == "rank 1 (3 of 4 nodes are here)"
+    assert missing(launch, node(0), node(2)) == "rank 1, 3 (2 of 4 nodes have joined)"
+    assert missing(launch, node(0), node(1, left=True), node(2), node(3)) == "rank 1 (3 of 4 nodes have joined)"
     assert missing(launch, node(0), node(1, 7), node(2), node(3)) == "8 NPUs on n1 (rank 1, 10.0.0.1), which has 7"
     assert missing(launch, *map(node, range(4))) == ""
     with pytest.raises(ConfigError, match=r"two nodes have the same RANK: n1 .* and n9"):
@@ -134,7 +134,7 @@ def test_a_token_that_is_there_is_never_replaced(make_launch, tmp_path):
     own = tmp_path / "home/.ray/auth_token"
     write(own, "mine")
     make_launch("head", RAY_AUTH_TOKEN_PATH=tmp_path / "typo")
-    with pytest.raises(ConfigError, match=r"typo cannot be read .*RAY_AUTH_TOKEN_PATH names it"):
+    with pytest.raises(ConfigError, match=r"typo cannot be read .*RAY_AUTH_TOKEN_PATH points to it"):
         head_token(None)
     assert own.read_text() == "mine\n"
     make_launch("head", RAY_AUTH_TOKEN_PATH="")
@@ -148,7 +148,7 @@ def test_what_another_user_has_laid_down_is_not_read(make_launch, tmp_path, monk
     write(tmp_path / "head.token", "of another user")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4711)
     os.chown(tmp_path / "head.token", os.getuid() or 4712, -1)
-    with pytest.raises(ConfigError, match=r"head.token is another user's"):
+    with pytest.raises(ConfigError, match=r"head.token belongs to another user"):
         use_head_token(tmp_path / "head")
 
 
@@ -167,7 +167,7 @@ def test_a_file_of_a_head_that_answers_is_not_taken_over(make_launch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         write(tmp_path / "head", address)
-        with pytest.raises(ConfigError, match=rf"names {address}, where another head answers"):
+        with pytest.raises(ConfigError, match=rf"contains {address}, where another head is running"):
             head_token(tmp_path / "head")
 
 
@@ -184,7 +184,7 @@ def test_stop_ends_the_processes_of_one_cluster_alone(make_launch):
     one, other, stranger = (*(sleeper(**{MARK: address}) for address in addresses), sleeper())
     try:
         eventually(lambda: [len(clusters_here().get(address, [])) for address in addresses] == [2, 2])
-        with pytest.raises(ConfigError, match=r"in \d+ clusters: say which, stop .*127.0.0.1:1 or 127.0.0.1:2"):
+        with pytest.raises(ConfigError, match=r"in \d+ clusters\. Give the address: stop .*127.0.0.1:1 or 127.0.0.1:2"):
             module.stop(make_launch("stop"))
         assert end_processes(addresses[0]) == 2
         assert one.wait() == -signal.SIGTERM
@@ -327,7 +327,7 @@ def test_a_worker_leaves_a_head_that_is_silent():
 
     def get(name):
         if next(silent, False):
-            raise ConnectionRefusedError("nobody answers at 10.0.0.1:6379")
+            raise ConnectionRefusedError("10.0.0.1:6379 does not accept connections")
         return store.values.get(name)
 
     store.get = get
@@ -348,7 +348,7 @@ def test_a_worker_stays_until_the_command_has_ended():
 
 def test_a_worker_leaves_a_head_whose_script_was_killed():
     clock = VirtualClock()
-    with pytest.raises(ConnectionError, match=r"Ray answers at 10.0.0.1:6379, but the script there has been killed"):
+    with pytest.raises(ConnectionError, match=r"Ray is running at 10.0.0.1:6379, but its ray_start.sh was killed"):
         module.wait_for_end(StoreDouble(**{BEAT: 1.0}), HERE, [], clock)
     assert 180 < sum(clock.asked) < 190
 
@@ -364,7 +364,7 @@ def test_processes_that_a_command_leaves_behind_are_not_waited_for(make_launch, 
 def test_a_request_to_end_is_obeyed_while_nodes_gather(make_launch, capsys):
     with pytest.raises(Interrupted, match=r"stopped while waiting for all 2 nodes"):
         module.wait_for_nodes(StoreDouble(node(0), **{STOP: "n1"}), make_launch("head --nodes=2 -- x"), [])
-    assert "n1 asks for an end" in capsys.readouterr().out
+    assert "stop requested by n1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -373,11 +373,11 @@ def test_a_request_to_end_is_obeyed_while_nodes_gather(make_launch, capsys):
         (
             "-- x",
             {"RANK": 1, "SLURM_JOB_ID": "8"},
-            "is of another run: its job is 7, this node's 8. Two runs in one folder",
+            "belongs to another run: its job is 7, and this node's is 8. Two runs in one folder",
         ),
-        ("--nodes=3 -- x", {"RANK": 1}, "is of another run: its NNODES is 2, this node's 3"),
+        ("--nodes=3 -- x", {"RANK": 1}, "belongs to another run: its NNODES is 2, and this node's is 3"),
         ("-- x", {"RANK": 2}, "RANK=2, but the ranks of 2 nodes are 0 to 1"),
-        ("-- x", {"RANK": 0}, "n0 .rank 0, 10.0.0.0. is there already: set another RANK, or another HEAD_FILE"),
+        ("-- x", {"RANK": 0}, "n0 .rank 0, 10.0.0.0. has already joined. Set another RANK, or another HEAD_FILE"),
     ],
 )
 def test_a_node_of_another_run_is_refused_and_breaks_nothing(make_launch, words, variables, message):
@@ -386,7 +386,7 @@ def test_a_node_of_another_run_is_refused_and_breaks_nothing(make_launch, words,
         module.run_worker(make_launch(f"worker {words}", NODE_IP="10.0.0.7", **variables), [], store)
     assert store.values["node"]["stranger"]
     store.listed += (Node(**store.values["node"]),)
-    with pytest.raises(WorkerLost, match=rf"rank 1 \(1 of 2 nodes are here\); \w+ .* was refused: .*{message}"):
+    with pytest.raises(WorkerLost, match=rf"rank 1 \(1 of 2 nodes have joined\); \w+ .* was rejected: .*{message}"):
         module.wait_for_nodes(store, make_launch("head --nodes=2 -- x", WAIT_S=0), [])
 
 
@@ -394,7 +394,7 @@ def test_a_node_of_another_run_is_refused_and_breaks_nothing(make_launch, words,
     ("versions", "words", "message"),
     [
         ("Python 3.10.1 and Ray 2.6", "-- x", "the head Python 3.10.1 and Ray 2.6. Install the same"),
-        (module.VERSIONS, "", "the head was given a command behind --, this node was not"),
+        (module.VERSIONS, "", "the head has a command after --, this node does not"),
     ],
 )
 def test_a_node_that_cannot_take_part_is_named_by_both(make_launch, versions, words, message):
@@ -402,7 +402,7 @@ def test_a_node_that_cannot_take_part_is_named_by_both(make_launch, versions, wo
     with pytest.raises(ConfigError, match=message):
         module.run_worker(make_launch(f"worker {words}", RANK=1, NODE_IP="10.0.0.7"), [], store)
     store.listed += (Node(**store.values["node"]),)
-    with pytest.raises(ConfigError, match=rf"rank 1.* cannot take part: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"rank 1.* cannot join: .*{message}"):
         module.wait_for_nodes(store, make_launch("head --nodes=2 -- x"), [])
 
 

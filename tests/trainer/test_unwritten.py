@@ -46,7 +46,7 @@ def test_storage_that_fails_a_write_is_no_full_disk(tmp_path):
     with pytest.raises(StorageError, match=said), hashed(tmp_path / "shard", {}) as file:
         file.write(bytes(100))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(StorageError, match=r"Input/output error. The storage does not answer: see to it"):
+    with pytest.raises(StorageError, match=r"Input/output error. The storage does not respond. Check it"):
         set_aside(TrainerConfig(), tmp_path, 1)
 
 

@@ -63,7 +63,7 @@ def read_launch(argv: list[str]) -> Launch:
     role = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     role = role or {"": "", "0": "head"}.get(rank, "worker")
     if role not in ("head", "worker", "stop"):
-        wrong = f"{role!r} is neither head, worker nor stop" if role else "say head or worker, or set RANK"
+        wrong = f"{role!r} is not head, worker or stop" if role else "give head or worker, or set RANK"
         raise ConfigError(f"{wrong}\nusage: {_USAGE}")
     named = arguments.pop(0) if role != "head" and arguments and not arguments[0].startswith("-") else ""
     options = argparse.ArgumentParser(prog="ray_start.sh", usage=_USAGE, allow_abbrev=False, add_help=False)
@@ -72,7 +72,7 @@ def read_launch(argv: list[str]) -> Launch:
     given, rest = options.parse_known_args(arguments)
     address = named or ("" if role == "stop" else first_set("HEAD_ADDRESS", "MASTER_ADDR"))
     if address.count(":") > 1:
-        raise ConfigError(f"{address} is an address of IPv6: give one of IPv4, or a name that has one.")
+        raise ConfigError(f"{address} is an IPv6 address. Give an IPv4 address, or a name that resolves to one.")
     host, _, port = address.partition(":")
     in_command = _value_of("trainer.nnodes", command)
     texts = {"RANK": rank, "NNODES": given.nodes or in_command, "devices": given.devices}
@@ -80,13 +80,9 @@ def read_launch(argv: list[str]) -> Launch:
     numbers = read_arguments(_Numbers, [f"{name}={text}" for name, text in texts.items() if text], hint=_SOURCES)
     num_nodes = numbers.NNODES or None
     if in_command and num_nodes != int(in_command):
-        raise ConfigError(
-            f"NNODES={num_nodes}, but the command says trainer.nnodes={in_command}: leave one of them out."
-        )
+        raise ConfigError(f"NNODES={num_nodes}, but the command has trainer.nnodes={in_command}. Remove one of them.")
     if command and role == "head" and not num_nodes:
-        raise ConfigError(
-            "the command would not wait for other nodes: say how many there are, by NNODES=4 or --nodes=4."
-        )
+        raise ConfigError("the command would not wait for other nodes. Give their number with NNODES=4 or --nodes=4.")
     if role == "head":
         _check_port(numbers.RAY_PORT, rest)
     file = first_set("HEAD_FILE")
@@ -117,7 +113,7 @@ def _check_port(port: int, ray_arguments: list[str]) -> None:
     if port in _PORTS_OF_RAY or (port in _PORTS_OF_WORKERS and not moved):
         first, last = _PORTS_OF_WORKERS[0], _PORTS_OF_WORKERS[-1]
         raise ConfigError(
-            f"the head's port {port} (RAY_PORT, MASTER_PORT or HEAD_ADDRESS) is one that Ray uses itself: "
+            f"the head's port {port} (RAY_PORT, MASTER_PORT or HEAD_ADDRESS) is used by Ray itself: "
             f"{', '.join(map(str, _PORTS_OF_RAY))}, and {first} to {last} for its workers. Set RAY_PORT=6379."
         )
 

@@ -57,7 +57,7 @@ def _run(command: list[str], signals: list[int], poll_signals: Callable[[], None
     if signals:
         report_to_supervisor(stopped=True)
     if group_is_alive(driver.pid):
-        print_line("the command has ended and left processes behind, which end now")
+        print_line("the command has ended; terminating the processes that it has left")
     code = shell_code(driver.returncode)
     return 75 if num_forwarded and code == 128 + signal.SIGTERM else code
 

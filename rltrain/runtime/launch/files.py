@@ -21,7 +21,8 @@ def head_token(file: Path | None) -> str:
     address = text(file)
     if address and accepts_connections(address):
         raise ConfigError(
-            f"{file} names {address}, where another head answers. Stop that one, or set HEAD_FILE to another file."
+            f"{file} contains {address}, where another head is running. Stop that head, or set HEAD_FILE to another "
+            "file."
         )
     path = Path.home() / _OWN_TOKEN
     if file:
@@ -30,7 +31,7 @@ def head_token(file: Path | None) -> str:
     if token := first_set("RAY_AUTH_TOKEN"):
         return token
     if named := first_set("RAY_AUTH_TOKEN_PATH"):
-        return _token_of(Path(named), "RAY_AUTH_TOKEN_PATH names it")
+        return _token_of(Path(named), "RAY_AUTH_TOKEN_PATH points to it")
     path.parent.mkdir(parents=True, exist_ok=True)
     # An existing token, even an unreadable one, is used by other clusters of this user.
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -38,7 +39,7 @@ def head_token(file: Path | None) -> str:
         opened.write(f"{secrets.token_hex(32)}\n")
     with suppress(OSError):
         path.chmod(0o600)  # Ray's command leaves the mode to the umask
-    return _token_of(path, "remove it, and a new one is made")
+    return _token_of(path, "remove it, and a new one is created")
 
 
 def publish(file: Path, address: str, token: str) -> None:
@@ -79,7 +80,7 @@ def text(file: Path | None) -> str:
     with suppress(OSError):
         # Storage with root squashing (NFS) shows root's files as another user's.
         if file and os.geteuid() and file.stat().st_uid not in (0, os.geteuid()):
-            raise ConfigError(f"{file} is another user's: remove it, or set HEAD_FILE to a file of your own.")
+            raise ConfigError(f"{file} belongs to another user. Remove it, or set HEAD_FILE to a different file.")
         return file.read_text("utf-8").strip() if file else ""
     return ""
 
@@ -90,7 +91,7 @@ def _token_of(file: Path, fix: str) -> str:
     except OSError as error:
         raise ConfigError(f"the token in {file} cannot be read ({error.strerror}): {fix}.") from error
     if not token:
-        raise ConfigError(f"{file} holds no token: {fix}.")
+        raise ConfigError(f"{file} has no token: {fix}.")
     return token
 
 

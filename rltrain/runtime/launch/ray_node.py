@@ -55,8 +55,8 @@ def own_address(launch: Launch, head: str = "") -> str:
     host = (head or launch.address).rpartition(":")[0]
     if host and not head and not first_set("NODE_IP") and not is_here(host):
         raise ConfigError(
-            f"HEAD_ADDRESS (or MASTER_ADDR) says {host}, which is not this node: start rank 0 there. Where others "
-            "reach this node by that address all the same, set NODE_IP to its own."
+            f"HEAD_ADDRESS (or MASTER_ADDR) is {host}, which is not this node. Start rank 0 there. If other nodes "
+            "reach this node by that address, set NODE_IP to the address of this node."
         )
     address = first_set("NODE_IP") or address_towards(host or None)
     # On the head its host name may resolve to 127.0.1.1.
@@ -64,6 +64,7 @@ def own_address(launch: Launch, head: str = "") -> str:
         address = address_towards(None)
     if not address:
         raise ConfigError(
-            "this node's address is not known, as no network card leads out: set NODE_IP to the one that others reach."
+            "the address of this node is unknown, because no network card has a route. Set NODE_IP to the address that "
+            "other nodes reach."
         )
     return address

@@ -79,7 +79,7 @@ def _run(argv: list[str] | None) -> int:
             report_to_supervisor(pid=os.getpid())
             return (_head if launch.role == "head" else run_worker)(launch, signals)
     except ConnectionError as error:
-        raise NodesMissing(f"the head is gone: {error}. Run the same on all nodes again.") from error
+        raise NodesMissing(f"the head is lost: {error}. Run the same command on all nodes again.") from error
     except OSError as error:
         raise write_error(str(error), error) from error
 
@@ -93,17 +93,15 @@ def stop(launch: Launch) -> int:
     addresses = [address for address in clusters_here() if not launch.address or address in names]
     if len(addresses) > 1:
         raise ConfigError(
-            f"this node is in {len(addresses)} clusters: say which, stop {' or '.join(sorted(addresses))}."
+            f"this node is in {len(addresses)} clusters. Give the address: stop {' or '.join(sorted(addresses))}."
         )
     if addresses and _request_stop(launch, addresses[0]):
-        left = f"the run of {addresses[0]}, which saves; a second `stop` ends it at once"
+        left = f"the run of {addresses[0]}, which is saving; a second `stop` terminates it at once"
         wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
         print_line(f"the run of {addresses[0]} has ended")
         return 0
     number = end_processes(addresses[0]) if addresses else 0
-    print_line(
-        f"ended {number} processes" + (f" of {addresses[0]}" if number else ": this script has started none here")
-    )
+    print_line(f"ended {number} processes" + (f" of {addresses[0]}" if number else ": none was started by this script"))
     return 0
 
 
@@ -130,8 +128,8 @@ def _head(launch: Launch, signals: list[int]) -> int:
     address = f"{ip}:{launch.port}"
     if accepts_connections(address):
         raise ConfigError(
-            f"port {launch.port} of this node is taken, perhaps by Ray of an earlier run. `ray_start.sh stop` ends "
-            "what this script has started, and RAY_PORT takes another port."
+            f"port {launch.port} of this node is in use, perhaps by Ray of an earlier run. `ray_start.sh stop` ends "
+            "what this script has started, and RAY_PORT sets another port."
         )
     token = head_token(launch.file)
     code, stays, store = 75, False, None
@@ -143,7 +141,7 @@ def _head(launch: Launch, signals: list[int]) -> int:
         store.publish_node(Node(ip, socket.gethostname(), launch.rank))
         if launch.file:
             publish(launch.file, address, token)
-        print_line(f"the head answers at {address}" + (f", as {launch.file} says" if launch.file else ""))
+        print_line(f"the head is running at {address}" + (f", written to {launch.file}" if launch.file else ""))
         if launch.num_nodes:
             wait_for_nodes(store, launch, signals)
         stays = not launch.command
@@ -171,9 +169,9 @@ def wait_for_nodes(store: KVStore, launch: Launch, signals: list[int]) -> None:
         refused = [node for node in nodes if node.refused]
         for node in refused:
             if not node.stranger:
-                raise ConfigError(f"{node} cannot take part: {node.refused.rstrip('.')}.")
+                raise ConfigError(f"{node} cannot join: {node.refused.rstrip('.')}.")
         lines = [*nodes_missing(nodes, launch)]
-        return "; ".join(lines + [f"{node} was refused: {node.refused.rstrip('.')}" for node in refused if lines])
+        return "; ".join(lines + [f"{node} was rejected: {node.refused.rstrip('.')}" for node in refused if lines])
 
     wait_until(missing, launch, signals, f"all {count(launch.num_nodes or 1, 'node')}")
     for node in store.nodes():
@@ -193,9 +191,9 @@ def nodes_missing(nodes: list[Node], launch: Launch) -> Iterator[str]:
         raise ConfigError(f"two nodes have the same RANK: {both}.")
     if lacking > 0 and None not in ranks:
         absent = [str(rank) for rank in range(launch.num_nodes or 1) if rank not in ranks]
-        yield f"rank {', '.join(absent)} ({len(nodes_in)} of {launch.num_nodes} nodes are here)"
+        yield f"rank {', '.join(absent)} ({len(nodes_in)} of {launch.num_nodes} nodes have joined)"
     elif lacking > 0:
-        yield f"{count(lacking, 'more node')}; here are {', '.join(map(str, nodes_in))}"
+        yield f"{count(lacking, 'more node')}; joined: {', '.join(map(str, nodes_in))}"
     kind = next((name for name in ("NPU", "GPU") if any(node.resources.get(name) for node in nodes_in)), "CPU")
     num_devices = launch.devices or (nodes_in[0].resources.get(kind, 0) if nodes_in and kind != "CPU" else 0)
     for node in nodes_in:
@@ -207,7 +205,7 @@ def poll_signals(store: KVStore, signals: list[int]) -> None:
     """Publish the heartbeat, and exchange stop requests with the nodes."""
     store.put(BEAT, SYSTEM.monotonic())
     if not signals and (node := store.get(STOP)):
-        print_line(f"{node} asks for an end")
+        print_line(f"stop requested by {node}")
         signals.append(signal.SIGTERM)
     elif signals and store.get(STOP) is None:
         store.put(STOP, f"a signal on {socket.gethostname()}")
@@ -246,19 +244,19 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
     for name, value in head.get("run", {}).items():
         if value and run[name] and value != run[name]:
             raise ConfigError(
-                f"the head at {store.address} is of another run: its {name} is {value}, this node's {run[name]}. Two "
-                "runs in one folder need a HEAD_FILE each."
+                f"the head at {store.address} belongs to another run: its {name} is {value}, and this node's is "
+                f"{run[name]}. Two runs in one folder need different HEAD_FILEs."
             )
         if name == "NNODES" and value and (here.rank or 0) >= value:
             raise ConfigError(f"RANK={here.rank}, but the ranks of {value} nodes are 0 to {value - 1}")
     for node in store.nodes():
         if node.is_in and here.rank is not None and node.rank == here.rank and node.address != here.address:
-            raise ConfigError(f"{node} is there already: set another RANK, or another HEAD_FILE for another run")
+            raise ConfigError(f"{node} has already joined. Set another RANK, or another HEAD_FILE for another run")
     mark = head.get("address", store.address)
     if left := clusters_here().get(mark):
         # Processes of an earlier head with that address are not in this head's list.
         if here.address in store.alive() and any(program_of(pid) == "raylet" for pid in left):
-            raise ConfigError(f"this node has joined {mark} already; `ray_start.sh stop` takes it out.")
+            raise ConfigError(f"this node has already joined {mark}. Remove it with `ray_start.sh stop`.")
         # Ray was killed here, and its helper processes would remain.
         end_processes(mark)
     here.stranger = False
@@ -268,7 +266,9 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
         raise ConfigError(f"this node has {VERSIONS}, the head {of_head}. Install the same on every node.")
     if head["stays"] != bool(launch.command):
         with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
-        raise ConfigError(f"{with_it} was given a command behind --, {without} was not. Say the same on every node.")
+        raise ConfigError(
+            f"{with_it} has a command after --, {without} does not. Use the same arguments on every node."
+        )
 
 
 def join(store: KVStore, head: dict[str, Any], here: Node, launch: Launch, signals: list[int]) -> int:
@@ -298,18 +298,18 @@ def find_head(launch: Launch, signals: list[int]) -> KVStore:
     def missing() -> str:
         # An earlier head may have left an unreachable address or another token.
         address = launch.address or text(launch.file)
-        origin = "" if launch.address else f", which {launch.file} says"
+        origin = "" if launch.address else f" (from {launch.file})"
         if not address:
             return (
-                f"the head's address: there is no {launch.file}. Is the head up? Where this storage is not shared, set "
-                "HEAD_ADDRESS and RAY_AUTH_TOKEN"
+                f"the head's address: {launch.file} does not exist. Is the head running? If this storage is not "
+                "shared, set HEAD_ADDRESS and RAY_AUTH_TOKEN"
             )
         if not accepts_connections(address):
-            return f"the head: nobody answers at {address}{origin}"
+            return f"the head: {address}{origin} does not accept connections"
         if not (source := token or use_head_token(launch.file)):
             return (
-                "the head's token, which this node has not. Copy ~/.ray/auth_token from the head, or set HEAD_FILE (on "
-                "shared storage) or RAY_AUTH_TOKEN on every node"
+                "the head's token, which this node does not have. Copy ~/.ray/auth_token from the head, or set "
+                "HEAD_FILE (on shared storage) or RAY_AUTH_TOKEN on every node"
             )
         try:
             store = KVStore(address)
@@ -317,9 +317,9 @@ def find_head(launch: Launch, signals: list[int]) -> KVStore:
                 stores.append(store)
                 return ""
         except ConnectionError as error:
-            fix = f"; this node's is from {source}, the head's may be copied there" if "token" in str(error) else ""
+            fix = f"; this node's is from {source}. Copy the head's token there" if "token" in str(error) else ""
             return f"the head: {error}{origin}{fix}"
-        return f"the head: at {address}{origin} is another Ray, or one that ends"
+        return f"the head: the Ray at {address}{origin} is not a head of ray_start.sh, or it is ending"
 
     wait_until(missing, launch, signals, "the head")
     return stores[0]
@@ -350,9 +350,9 @@ def wait_for_end(store: KVStore, here: Node, signals: list[int], clock: Clock = 
                 report_to_supervisor(stopped=True)
             return int(code)
         if clock.monotonic() - beat_changed_at > _GONE_S:
-            raise ConnectionError(f"Ray answers at {store.address}, but the script there has been killed")
+            raise ConnectionError(f"Ray is running at {store.address}, but its ray_start.sh was killed")
         clock.sleep(2 * _POLL_S)
-    raise Interrupted("left before the run had ended", 75)
+    raise Interrupted("stopped before the run ended", 75)
 
 
 def wait_until(

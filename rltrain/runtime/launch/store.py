@@ -115,11 +115,13 @@ class KVStore:
     def _checked(self, request: Callable[[], Any]) -> Any:
         # Without this the client would wait for a lost head, and terminate this process after a minute.
         if not accepts_connections(self.address):
-            raise ConnectionRefusedError(f"nobody answers at {self.address}")
+            raise ConnectionRefusedError(f"{self.address} does not accept connections")
         try:
             return request()
         except (RayError, RuntimeError) as error:
-            cause = "the token of this node is not the head's" if "AuthToken" in str(error) else str(error).strip()
+            cause = (
+                ("the token of this node differs from the head's") if "AuthToken" in str(error) else str(error).strip()
+            )
             raise ConnectionError(cause.partition("\n")[0]) from error
 
 

@@ -126,7 +126,7 @@ class Supervisor:
             with suppress(ValueError):
                 cause = f"killed by {signal.Signals(code - 128).name}"
         if code and not report["pids"] and not cause:
-            cause = "the command has told the supervisor nothing"
+            cause = "the command has not reported a cause"
         # A run killed by the forwarded signal has stopped as requested.
         code = _AGAIN if code == 128 + signal.SIGTERM and self._stop_signal else code
         return Attempt(
@@ -142,9 +142,9 @@ class Supervisor:
         if self._stop_signal:
             return f"stopped by {signal.Signals(self._stop_signal).name}"
         if read_reports(self._file).get("stopped"):
-            return "stopped: another node was asked to"
+            return "stopped: requested on another node"
         if code != _AGAIN and (code <= 128 or code == 128 + signal.SIGINT):
-            return "stopped: running it again would not help"
+            return "stopped: a restart would not help"
         if loop := crash_loop(self._attempts, self._options.give_up):
             return f"stopped: {loop}"
         most = self._options.max_restarts
@@ -198,7 +198,7 @@ class Supervisor:
             if waited > (2 * _LEAVE_S if self._stop_signal else _LEFT_S):
                 # They will not run any more code. The next attempt reports devices that they still hold.
                 pids = ", ".join(map(str, left))
-                _say(f"these do not end by SIGKILL (stuck storage or driver?) and are left: pid {pids}")
+                _say(f"these processes survived SIGKILL (storage or driver hangs?): pid {pids}")
                 return
             send(left if waited > _LEAVE_S else (), signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -222,7 +222,7 @@ def crash_loop(attempts: list[Attempt], give_up: int) -> str:
     # Nodes other than the head have neither step nor cause: the head decides for them.
     if number < give_up or may_pass or (last.step is None and not last.cause):
         return ""
-    return f"it has ended {number} times without a new checkpoint by the same cause, fix it first"
+    return f"it ended {number} times with the same cause and no new checkpoint. Fix the cause first"
 
 
 def _catches(pid: int, number: int) -> bool:
@@ -248,17 +248,17 @@ def main(argv: list[str] | None = None) -> int:
         "exit code is its last one. SIGTERM and SIGINT (save and end) and SIGUSR1 (save) are passed on to it.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--max-restarts", type=int, default=50, metavar="N", help="run it again so often at most (50)")
+    add("--max-restarts", type=int, default=50, metavar="N", help="maximum number of restarts (50)")
     wait = "seconds before a restart, doubled while attempts make no new checkpoint, up to 300 (10)"
     add("--wait-s", type=float, default=10.0, metavar="S", help=wait)
-    give_up = "stop after K ends in a row by the same cause without a new checkpoint (5)"
+    give_up = "stop after K consecutive ends with the same cause and no new checkpoint (5)"
     add("--give-up", type=int, default=5, metavar="K", help=give_up)
     options = parser.parse_args(arguments[:separator])
     for name, least in (("max_restarts", 0), ("wait_s", 0), ("give_up", 2)):
         if not getattr(options, name) >= least:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: it must be at least {least}")
     if not arguments[separator + 1 :]:
-        parser.error("say the command behind --, for example: -- python -m rltrain.main_ppo key=value ...")
+        parser.error("give the command after --, for example: -- python -m rltrain.main_ppo key=value ...")
     with tempfile.TemporaryDirectory(prefix="rltrain_attempt_", ignore_cleanup_errors=True) as folder:
         return Supervisor(arguments[separator + 1 :], options, Path(folder) / "reports").run()
 

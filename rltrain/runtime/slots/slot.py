@@ -146,7 +146,7 @@ class Slot:
             failure = {"status": "timeout", "error": self._service.late(timeout_s)}
             if lost := lost_process(self._printed.since(before)):
                 # It waits for a reply that never arrives, call after call, so the cause is reported.
-                failure["error"] += f"; a process that it started by multiprocessing ended by an error:\n{lost}"
+                failure["error"] += f"; a process that it started with multiprocessing ended with an error:\n{lost}"
                 failure |= {"status": "crashed", "kind": ORPHANED}
             return [outcome_of(failure)] * len(calls), True
         except _Died:
@@ -209,7 +209,10 @@ class Slot:
         try:
             return json.loads(line)
         except RecursionError:
-            return {"status": "rejected", "error": f"{self._service.function} returned what is nested too deeply"}
+            return {
+                "status": "rejected",
+                "error": f"{self._service.function} returned a value that is nested too deeply",
+            }
 
     def _bury(self) -> tuple[dict[str, str], bool]:
         """Replace a process that has ended. Return the failure, and True for SIGKILL or SIGTERM."""

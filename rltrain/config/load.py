@@ -136,6 +136,6 @@ def _warn_of_secret(word: str) -> list[str]:
     key = word.partition("=")[0].lstrip("+")
     variable = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
     return [
-        f"{key} holds a secret, and every user of this machine can read the words of a command in the process list. "
-        f"Set it as a variable before the command, export {variable}=…, and type {key}='${{oc.env:{variable}}}'."
+        f"{key} is a secret, and every user of this machine can read command lines in the process list. Export it as a "
+        f"variable before the command, export {variable}=…, and give {key}='${{oc.env:{variable}}}'."
     ]

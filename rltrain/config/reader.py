@@ -204,7 +204,7 @@ class Reader:
                 self.written[key] = written
                 self._assign(key, written, f"{place}:{value}")
             elif place:
-                self.problems.append(f"{written}={place}: say with {stated} which class of it is meant.")
+                self.problems.append(f"{written}={place}: name the class in it with {stated}.")
         if not (self._value("data.custom_cls") or is_plugin(str(self._value("data.sampler.name")))):
             return
         for key, (written, value) in list(self.foreign.items()):
@@ -214,7 +214,7 @@ class Reader:
                 del self.foreign[key]
                 OmegaConf.update(self.tree, key.replace("data.", "data.own_keys.", 1), value, force_add=True)
                 if not ruling and not is_off(value):
-                    self.notes.append(f"{written}: nobody reads it but your own class")
+                    self.notes.append(f"{written}: passed to your own class only")
 
     def report_foreign(self, config: Config | None) -> None:
         """Add notes and problems on keys that the schema lacks."""
@@ -233,7 +233,7 @@ class Reader:
             elif not (key in sections() and is_off(value)):
                 # An unknown key that is turned off does no harm. One that resembles a key of the schema is mistyped.
                 if is_off(value) and (releases_with(written, key) or not similar_keys(key)):
-                    keys_by_reason.setdefault(("not known here, and turned off", False), []).append(written)
+                    keys_by_reason.setdefault(("unknown, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
         for (why, refused), keys in keys_by_reason.items():
@@ -371,7 +371,7 @@ def _expected(schema_key: Key | None, key: str, value: Any) -> str:
     if schema_key and schema_key.choices:
         return f"use one of {', '.join(map(as_text, schema_key.choices))}"
     if schema_key and schema_key.type_name.startswith("str") and isinstance(value, list | dict):
-        return "expected a text; one that begins with a bracket needs quotes inside those of the shell"
+        return "expected a text; one that begins with a bracket needs quotes inside the shell's quotes"
     expected = schema_key.type_name.replace("None", "null") if schema_key else "a plain value"
     return f"expected {expected}, got {'null' if value is None else type(value).__name__}"
 

@@ -86,7 +86,9 @@ class Experience:
             needed, most = self._plan.prompts_per_step, self._plan.max_generation_rounds
             while (have := sum(map(len, useful))) < needed and len(rounds) < most:
                 if len(rounds) % _SAY_ROUNDS == 0:
-                    log.info("dynamic sampling: %d of %d groups differ after %d rounds", have, needed, len(rounds))
+                    log.info(
+                        "dynamic sampling: %d of %d groups are informative after %d rounds", have, needed, len(rounds)
+                    )
                 fills_up = len(rounds) * self._plan.prompts_per_round < needed
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
@@ -95,8 +97,9 @@ class Experience:
                     rounds[-1].samples.forget()
             if have < needed:
                 log.warning(
-                    "dynamic sampling: %d of %d groups differ after %d rounds, and groups that were thrown away take "
-                    "the place of the others (algorithm.filter_groups.max_num_gen_batches)", have, needed, len(rounds)
+                    "dynamic sampling: %d of %d groups are informative after %d rounds; rejected groups fill the "
+                    "batch. Raise algorithm.filter_groups.max_num_gen_batches for more rounds",
+                    have, needed, len(rounds)
                 )  # fmt: skip
             samples, metrics = self._choose([one_round.samples for one_round in rounds], useful)
         replicas, at_once = self._plan.num_engine_replicas, self._rollout.max_num_seqs

@@ -129,7 +129,8 @@ class Rewards:
             term = _floats(columns.get(column_of(name, columns)), len(failed))
             if np.isnan(term[~failed]).any():
                 raise RewardError(
-                    f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
+                    f"reward.weights.{name}: the scorer did not return the number '{name}' for some answers. Leave it "
+                    "out."
                 )
             # Only failed responses are NaN here; the last line replaces their sum.
             total = total + weight * np.nan_to_num(term)
@@ -235,8 +236,8 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     if (missing & (samples[c.REWARD_FAILED] == 0) & ~failed_of(samples)).any():
         have = ", ".join(sorted(term.removeprefix(c.SCORER) for term in samples.numbers if term.startswith(c.SCORER)))
         raise RewardError(
-            f"the scorer returned no number '{name}' for some answers, and the configuration asks for it. It returned "
-            f"{have or 'a score alone'}."
+            f"the scorer did not return the number '{name}' for some answers, but the configuration uses it. It "
+            f"returned {have or 'only a score'}."
         )
     return np.where(missing, on_error, values)
 

@@ -38,7 +38,7 @@ def test_a_folder_that_nothing_is_written_to_clashes_with_none(tmp_path):
 @pytest.mark.parametrize("name", ["", "/samples", "/global_step_10", "/global_step_10/actor", "/earlier_1", "/logs"])
 def test_a_folder_of_the_run_itself_is_refused(tmp_path, key, name):
     (problem,) = problems(tmp_path, f"{key}={tmp_path}/run{name}")
-    assert problem.startswith(f"{key}={tmp_path}/run{name} is a folder that the run itself writes into")
+    assert problem.startswith(f"{key}={tmp_path}/run{name} is a folder that the run itself writes to")
     assert problems(tmp_path, problem.rpartition("such as ")[2].rstrip(".")) == []
 
 

@@ -106,7 +106,7 @@ def test_a_reward_model_alone_decides_unless_rules_have_a_weight():
     assert "2 x the reward model's score + 0.5 x the scorer's\n" in both
     assert "scoring" in both
     assert notes(JUDGE, "reward.timeout_s=3") == [
-        "reward.timeout_s: no effect: the reward model alone decides unless reward_model.rule_weight is set"
+        "reward.timeout_s: no effect: only the reward model counts unless reward_model.rule_weight is set"
     ]
     assert notes(JUDGE, "reward.timeout_s=3 reward_model.rule_weight=1") == []
     for asking in ("reward.weights.acc=1", "data.sampler.name=solve_rate"):

@@ -133,7 +133,7 @@ def test_a_placeholder_in_the_text_is_no_image(folder):
 def test_a_model_of_text_and_a_family_unknown_are_refused(tiny_model):
     with pytest.raises(DataError, match=r"cannot be used with qwen3: .* Use qwen2_vl, qwen2_5_vl"):
         ChatEncoder(str(tiny_model)).encode_prompt([{"role": "user", "content": SLOT}], [SMALL])
-    with pytest.raises(DataError, match="gemma3: the tokens of an image see each other in both directions"):
+    with pytest.raises(DataError, match="gemma3: the tokens of an image attend to each other in both directions"):
         family_of("gemma3")
 
 

@@ -233,7 +233,7 @@ def test_base64_of_no_picture_is_told_in_a_few_words(tmp_path, write, good_row, 
     path = write(tmp_path / "a.parquet", [good_row(0, images=[image])])
     said = problem(path).partition("field ")[2]
     assert len(said) < 170
-    assert "cannot identify image file" in said or "is neither a file nor an image as base64" in said
+    assert "cannot identify image file" in said or "is not a file, and not an image in base64" in said
 
 
 def test_a_file_runs_nothing_that_it_names(tmp_path, good_row):

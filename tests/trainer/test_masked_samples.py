@@ -76,7 +76,7 @@ def test_an_answer_with_nothing_to_be_compared_with_is_left_out_too():
 
 def test_more_than_half_end_the_run_and_say_why(tmp_path):
     raise_on_failures(samples([0, 0, 1, 1], [0, 2]), "no server", tmp_path)
-    with pytest.raises(AgentError, match=r"3 of 4 trajectories could not go on\. The first: no server$") as refusal:
+    with pytest.raises(AgentError, match=r"3 of 4 trajectories failed\. The first: no server$") as refusal:
         raise_on_failures(samples([0, 0, 1, 1], [0, 2, 3]), "no server", tmp_path)
     assert refusal.value.exit_code == 75
 

@@ -72,7 +72,7 @@ def test_what_an_engine_has_not_is_refused(tmp_path):
     (line,) = problems(**sglang, **{R + "val_kwargs__repetition_penalty": 1.2})
     assert line.startswith("actor_rollout_ref.rollout.val_kwargs.repetition_penalty=1.2: rollout.name=sglang would")
     (line,) = problems(**{R + "name": "vllm", R + "tail": "exact", R + "repetition_penalty": 1.2})
-    assert "tail=exact guesses several tokens at once" in line
+    assert "tail=exact proposes several tokens at once" in line
 
 
 def test_validation_has_its_own_limit_and_the_run_s_stop_texts(tmp_path):

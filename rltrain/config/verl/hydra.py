@@ -49,8 +49,8 @@ _STOCK_GROUPS = (
 )
 
 _NOT_YAML = {
-    ".toml": "TOML is not read. Write the settings as YAML, into a file with the ending .yaml.",
-    ".sh": "a script is not read. rltrain port translates the launch scripts of verl.",
+    ".toml": "TOML is not supported. Write the settings as YAML into a .yaml file.",
+    ".sh": "scripts are not supported. rltrain port translates launch scripts of verl.",
 }
 
 
@@ -74,8 +74,8 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
 def _refuse_recipe(written: str, name: str) -> None:
     if recipe := next((row.to for row in rows("file") if row.key == name), ""):
         raise ConfigError(
-            f"{written}: {name}.yaml is the configuration of verl's recipe {recipe}, a trainer of its own that is not "
-            "in this version. Give a configuration of PPO or GRPO, or one of your own by another name."
+            f"{written}: {name}.yaml is the configuration of verl's recipe {recipe}, a separate trainer that is not in "
+            "this version. Give a configuration of PPO or GRPO, or rename your file."
         )
 
 
@@ -167,8 +167,8 @@ def named(config_path: str | None, config_name: str | None, config_dir: str | No
     written = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
     _refuse_recipe(written, name)
     raise ConfigError(
-        f"{written}: there is no file {name}.yaml in {' or '.join(map(str, folders)) or 'this folder'}, and it is none "
-        "of verl's own. Give the folder that it is in, or --config FILE."
+        f"{written}: there is no file {name}.yaml in {' or '.join(map(str, folders)) or 'this folder'}, and it is not "
+        "one of verl's files. Give its folder, or --config FILE."
     )
 
 

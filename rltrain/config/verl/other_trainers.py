@@ -56,8 +56,8 @@ def refusal(trainer: str, page: str, written: str, names: Collection[str]) -> st
     ours = "".join(f"\n  {name}: {key}" for name, key in found.items() if key)
     table = f" Their names here (units may differ: see {page}):{ours}" if ours else ""
     return (
-        f"{written} of {trainer}, which rltrain does not read. Write its settings with the keys "
-        f"of rltrain, which {page} and --help list.{table}"
+        f"{written} of {trainer}, which rltrain does not support. Write its settings with rltrain's keys (see {page} "
+        f"and --help).{table}"
     )
 
 
@@ -70,7 +70,7 @@ def recipes_named(settings: Mapping[str, Any]) -> Iterator[str]:
         for row in rows("named"):
             if re.search(rf"(?i){before}{row.key}(?![a-z])", str(settings.get(key, ""))):
                 yield (
-                    f"{key}={settings[key]}: this names verl's recipe {row.to}, a trainer with another loss, which is "
-                    f"not in this version. For plain PPO or GRPO give another name with {key}."
+                    f"{key}={settings[key]}: verl's recipe {row.to} has another loss and is not in this version. For "
+                    f"plain PPO or GRPO, set {key} to another name."
                 )
                 return

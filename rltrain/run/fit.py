@@ -226,7 +226,7 @@ class Trainer(Watcher):
         # saving. After an error of the workers they may be half updated.
         except (RewardError, JudgeError, AgentError, StepLeft) as error:
             if isinstance(error, StepLeft):
-                ppo.actor.give_up()
+                ppo.actor.abort()
             try:
                 saver.rescue(step, before)
             except (DiskError, StorageError, WorkerLost) as unsaved:

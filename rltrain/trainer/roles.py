@@ -129,8 +129,10 @@ class Policy(_Remote, SavedRole):
         task = replace(task, order=self.lengths.order(task.split, task.rows), call=self._calls)
 
         def arrived(_rank: int, texts: Any, answers: Finished) -> None:
-            if listener and len(answers.place):
-                listener.arrived(texts, answers.place * n + answers.sample, task.rows[answers.place].astype(np.int64))
+            if listener and len(answers.prompt_index):
+                listener.arrived(
+                    texts, answers.prompt_index * n + answers.sample, task.rows[answers.prompt_index].astype(np.int64)
+                )
 
         poll = bind(roles.Rollout.take_finished, _POLL_S)
         generate = roles.Rollout.generate
@@ -194,9 +196,9 @@ class Policy(_Remote, SavedRole):
         answers.attach(self._answers(0, payload, texts, np.arange(len(answers)), pictures=True))
         return answers
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort the current generation and discard its responses."""
-        self._group.run_concurrently(roles.Rollout.give_up)
+        self._group.run_concurrently(roles.Rollout.abort)
 
     def log_probs(self, samples: Samples, layout: Layout) -> dict[str, Moments]:
         """Attach ``old_log_probs`` and the rollout correction. Returns moments of entropy, mismatch and correction."""

@@ -65,7 +65,7 @@ class JudgeWorker(Judge):
     def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, residency: Residency) -> None:
         self._rollout = cfg.reward_model.rollout
         # Checking for an abort costs a little per token.
-        self._can_be_given_up = cfg.trainer.stop_notice_s is not None
+        self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._longest_message, self._longest_reply = judge_lengths(cfg)
         self.residency, device = residency, residency.device
         self._encoder, spec = judge_encoder(cfg.reward_model.model), specs["judge"][1]
@@ -120,20 +120,23 @@ class JudgeWorker(Judge):
         conversations = [[{"role": "user", "content": text}] for text in texts]
         messages = self._encoder.encode_batch(conversations, tools=()) if texts else []
         jobs = [
-            _job(place, tokens, name_seed(seed, "judge", str(reading), text))
-            for place, (tokens, text) in enumerate(zip(messages, texts, strict=True))
+            _job(prompt_index, tokens, name_seed(seed, "judge", str(reading), text))
+            for prompt_index, (tokens, text) in enumerate(zip(messages, texts, strict=True))
             if len(tokens) <= self._longest_message
         ]
         source = self._answered(jobs)
-        answers = {answer.place: answer for answer in source.all}
-        written = [answers[place].tokens.tolist() if place in answers else [] for place in range(len(texts))]
-        replies = [
-            Reply(replace_surrogates(text).strip(), "an empty reply", answers[place].truncated)
-            if place in answers
-            else Reply("", unasked=self._too_long(len(messages[place])))
-            for place, text in enumerate(self._encoder.decode_batch(written) if written else [])
+        answers = {answer.prompt_index: answer for answer in source.all}
+        written = [
+            answers[prompt_index].tokens.tolist() if prompt_index in answers else []
+            for prompt_index in range(len(texts))
         ]
-        num_tokens = sum(len(job.prompt) + len(written[job.place]) for job in jobs)
+        replies = [
+            Reply(replace_surrogates(text).strip(), "an empty reply", answers[prompt_index].truncated)
+            if prompt_index in answers
+            else Reply("", unasked=self._too_long(len(messages[prompt_index])))
+            for prompt_index, text in enumerate(self._encoder.decode_batch(written) if written else [])
+        ]
+        num_tokens = sum(len(job.prompt) + len(written[job.prompt_index]) for job in jobs)
         self.residency.device.synchronize()
         return replies, JudgeNumbers(num_tokens, time.perf_counter() - started)
 
@@ -141,7 +144,7 @@ class JudgeWorker(Judge):
         # Longest first, so that none of them runs alone at the end.
         jobs = sorted(jobs, key=lambda job: -len(job.prompt))
         store, key = dist.distributed_c10d._get_default_store(), f"judge/{dist.get_rank()}"
-        queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_given_up)
+        queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_aborted)
         source, rollout = Conversations(queue, self._vocabulary), self._rollout
         greedy, temperature = rollout.temperature == 0, rollout.temperature or 1.0
         self.engine.generate(source, Sampling(self._longest_reply, temperature, rollout.top_k, rollout.top_p, greedy))
@@ -169,6 +172,6 @@ class JudgeWorker(Judge):
             self._weight_sync.lost()
 
 
-def _job(place: int, tokens: list[int], seed: int) -> Job:
+def _job(prompt_index: int, tokens: list[int], seed: int) -> Job:
     seeds = np.array([seed], dtype=np.uint64)
-    return Job(place, np.zeros(1, dtype=np.int64), np.array(tokens, dtype=np.int32), seeds)
+    return Job(prompt_index, np.zeros(1, dtype=np.int64), np.array(tokens, dtype=np.int32), seeds)

@@ -155,7 +155,7 @@ def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
         rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
         answers = [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)]
         return SimpleNamespace(
-            answers=answers, told=[text.told for text in texts], numbers=numbers.per_sample,
+            answers=answers, told=[text.trajectory_info for text in texts], numbers=numbers.per_sample,
             printed=log.read_text() if log.exists() else "", left=processes_of(tmp_path),
         )  # fmt: skip
 

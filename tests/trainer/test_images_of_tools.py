@@ -94,7 +94,7 @@ def test_log_probs_of_trajectories_with_images_equal_transformers(make, vision_m
         learnt, _ = trainer.worker.actor.log_probs(batch, sizes)
         assert distance(learnt.ragged(c.OLD_LOG_PROBS).values, expected) < 1e-5
     # What a scorer is told, and what is kept, has no file in it.
-    told = next(text.told["messages"] for text in texts if len(text.told["messages"]) > 1)
+    told = next(text.trajectory_info["messages"] for text in texts if len(text.trajectory_info["messages"]) > 1)
     assert {"type": "image"} in told[1]["content"]
     assert len(json.dumps(told[1])) < 200
     (kept,) = _bounded(told[1:2])
@@ -144,7 +144,12 @@ def test_an_image_that_cannot_be_shown_is_text_for_the_policy(make, images, show
     code = OWN.replace("return [image, ", f"return [{shown}, ")
     trainer = make("qwen3_vl", "Room", code, **FEW, **{TURNS + "images": images})
     batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
-    results = [message["content"] for text in texts for message in text.told["messages"] if message["role"] == "tool"]
+    results = [
+        message["content"]
+        for text in texts
+        for message in text.trajectory_info["messages"]
+        if message["role"] == "tool"
+    ]
     assert results
     assert all(result.startswith(words) for result in results)
     assert numbers.per_sample[c.TOOL_ERRORS].sum() == len(results)

@@ -169,13 +169,13 @@ class RewardWorker:
 
     def _call(self, split: str, number: int, answer: str) -> ScorerCall:
         row = self._rows[split][number]
-        told = TOLD | answer.told if isinstance(answer, AnswerText) else {}
+        told = TOLD | answer.trajectory_info if isinstance(answer, AnswerText) else {}
         return row.data_source, str(answer), row.ground_truth, row.extra_info | told
 
 
 def given_score(answer: str, *, is_custom: bool) -> Score | None:
     """Return the score that a response already has, or None if it must be scored (always so with a user's function)."""
-    told = answer.told if isinstance(answer, AnswerText) else {}
+    told = answer.trajectory_info if isinstance(answer, AnswerText) else {}
     if told.get("agent_failed"):
         return Score(0.0, "ok")  # masked in training
     if is_custom or "agent_score" not in told:

@@ -192,7 +192,7 @@ class SampleWriter:
 
 def _conversations(answers: Sequence[str]) -> dict[str, list[str]]:
     """Return the messages after the prompt as JSON, and the error of failed ones. Empty without several turns."""
-    told = [answer.told if isinstance(answer, AnswerText) else {} for answer in answers]
+    told = [answer.trajectory_info if isinstance(answer, AnswerText) else {} for answer in answers]
     if not any("messages" in each for each in told):
         return {}
     return {

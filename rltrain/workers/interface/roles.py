@@ -128,7 +128,7 @@ class Rollout(Protocol):
     def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
         """Load responses that `save_answers` wrote. Returns payload columns, texts, and numbers."""
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort `generate` on all ranks, now and from now on. Runs concurrently with it."""
 
 

@@ -80,7 +80,7 @@ class GenerateTask:
 class Finished:
     """Responses that ended during generation: prompt index and sample [k] per text."""
 
-    place: NDArray[np.int64]
+    prompt_index: NDArray[np.int64]
     sample: NDArray[np.int64]
     done: bool
     """No more will follow."""

@@ -182,13 +182,13 @@ class VLLMRollout:
         stops, deltas = self._stop_texts(sampling.stop), source.may_stop or bool(sampling.stop)
         self._sampler.set_sampling(sampling)
         if self._experts:
-            self._experts.forget()
+            self._experts.reset()
         self._num_calls += 1
         step = 0
         while True:
-            for job in source.take(self._max_num_seqs - len(running)):
+            for job in source.next_jobs(self._max_num_seqs - len(running)):
                 # The same prompt index is another prompt in the next call.
-                prompt = f"{self._num_calls}/{job.place}"
+                prompt = f"{self._num_calls}/{job.prompt_index}"
                 names = [f"{prompt}/{number}" for number in range(len(job.images or ()))]
                 images = self._images_of(job.asked, names)
                 for number, turn in enumerate(turns_of(job)):
@@ -211,13 +211,13 @@ class VLLMRollout:
                     turn.experts = self._experts.of(stream) if self._experts else []
                     del running[output.request_id]
                     turn.seconds = time.perf_counter() - started
-                    source.ended(turn)
+                    source.on_turn_end(turn)
             # All ranks of the replica check here after the same step, so they stop at the same token.
             if running and source.may_stop and step % _ASK_EVERY == 0 and source.stopped():
                 engine.abort_request(list(running))
                 for turn, *_ in running.values():
                     turn.seconds = time.perf_counter() - started
-                    source.ended(turn)
+                    source.on_turn_end(turn)
                 return
 
     def _continue(self, output: Any, running: _Running, stops: StopTexts) -> bool:
@@ -342,7 +342,7 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
         yield
     finally:
         memory._make_filename = plain_name
-    for file in Path("/dev/shm").glob(f"*{token}*") if replica.leads else ():
+    for file in Path("/dev/shm").glob(f"*{token}*") if replica.is_leader else ():
         file.unlink(missing_ok=True)
 
 

@@ -72,6 +72,6 @@ class ExpertNotes:
             end = start + len(part)
         return whole
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the records of all requests."""
         self._parts.clear()

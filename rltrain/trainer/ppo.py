@@ -81,7 +81,7 @@ class PPOTrainer:
     ) -> None:
         self.cfg = cfg
         self.plan = plan
-        self.actor, self.critic, self.frozen = models.policy, models.critic, models.frozen
+        self.actor, self.critic, self.inference_models = models.policy, models.critic, models.inference_models
         self.reference = models.reference
         self.model_sizes = models.sizes
         self.rewards = rewards
@@ -137,7 +137,7 @@ class PPOTrainer:
             if passes.teacher:
                 with timer("teacher"):  # log q(y | x)
                     layout = self._lay_out(samples, "teacher", record)
-                    self.frozen.log_probs("teacher", c.TEACHER_LOG_PROBS, samples, layout)
+                    self.inference_models.log_probs("teacher", c.TEACHER_LOG_PROBS, samples, layout)
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
                     self.critic.values(samples, self._lay_out(samples, "values", record))

@@ -286,13 +286,13 @@ class Critic(_Remote, SavedRole):
         )
 
 
-class Frozen(_Remote):
-    """Frozen policies."""
+class InferenceModels(_Remote):
+    """Policies without updates: teacher, reference."""
 
     def log_probs(self, name: str, column: str, samples: Samples, layout: Layout) -> dict[str, Moments]:
         """Attach ``column``, the log-probs of the pass ``name``. Returns their moments under that name."""
         tasks = [(name, column, sizes) for sizes in layout.all_sizes()]
-        return self._pass(roles.Frozen.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column])
+        return self._pass(roles.InferenceModels.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column])
 
 
 class Reference(_Remote, SavedRole):
@@ -311,7 +311,7 @@ class StepModels:
 
     policy: Policy
     critic: Critic | None
-    frozen: Frozen
+    inference_models: InferenceModels
     sizes: dict[str, float]
     """See `workers.interface.roles.Models`."""
     reference: Reference | None = None

@@ -59,7 +59,7 @@ from rltrain.workers.rollout.queue import JobQueue, abort, make_replica, samples
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.rollout.trajectory_info import per_turn, texts_with_trajectories
 from rltrain.workers.rollout.waiting import read_answers, write_answers
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 from rltrain.workers.state.weight_sync import WeightSync
 
 # After every sync, engine and trainer are compared on this many tokens of a prompt, after its images.
@@ -82,7 +82,7 @@ class RolloutWorker(Rollout):
         self,
         cfg: Config,
         passes: StepPasses,
-        residency: Residency,
+        offload_manager: OffloadManager,
         prompts: dict[str, PromptStore],
         policy: PackedModel,
         version: Callable[[], int],
@@ -94,8 +94,8 @@ class RolloutWorker(Rollout):
         self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._with_experts = passes.router_replay == "R3"
         self._images, self._images_between_turns = passes.images, passes.images_between_turns
-        self.residency = residency
-        self._device = residency.device
+        self.offload_manager = offload_manager
+        self._device = offload_manager.device
         self._prompts = prompts
         for store in prompts.values():
             if store.pictures:
@@ -127,12 +127,12 @@ class RolloutWorker(Rollout):
             log_probs=text_log_probs,
             merge=merge,
         )
-        residency.add_engine(self._release, "sync", "gen")
+        offload_manager.add_engine(self._release, "sync", "gen")
 
     def _make_engine(self, cfg: Config, dtype: torch.dtype, adapted: dict[str, int]) -> RolloutEngine:
         model = actor_spec(cfg, self._device, self._images)
         self._vocabulary = model.load_config().get_text_config().vocab_size
-        self.residency.enter("gen")  # an engine measures the free memory at its start
+        self.offload_manager.enter_phase("gen")  # an engine measures the free memory at its start
         settings = EngineSettings(
             rollout=self._rollout,
             model=model,
@@ -259,10 +259,10 @@ class RolloutWorker(Rollout):
         version = self._version()
         report = None
         if self.weight_sync.version != version:
-            self.residency.enter("sync", whole=True)
-            report = self.weight_sync.run(version, free_training_copy=lambda: self.residency.enter("gen"))
+            self.offload_manager.enter_phase("sync", whole=True)
+            report = self.weight_sync.run(version, free_training_copy=lambda: self.offload_manager.enter_phase("gen"))
         else:
-            self.residency.enter("gen")
+            self.offload_manager.enter_phase("gen")
         self._device.synchronize()
         return time.perf_counter() - started, report
 

@@ -89,7 +89,7 @@ def changed(file: Path, **values) -> None:
         (lambda shard, config: shutil.copy(shard(0), shard(2)), "the parts of model.embed_tokens.weight make [21, 32]"),
         (lambda shard, config: shutil.copy(shard(0), shard(0, 4)), "holds shards of 3 and 4 ranks"),
         (lambda shard, config: shutil.rmtree(config.parent), "has no huggingface/config.json"),
-        (lambda shard, config: changed(config, intermediate_size=65), "are not of one size"),
+        (lambda shard, config: changed(config, intermediate_size=65), "do not have the sizes of config.json"),
         (lambda shard, config: changed(config, num_hidden_layers=3), "is not a Hugging Face model"),
         (lambda shard, config: torch.save({"epoch": 1}, shard(0)), "does not hold tensors by name alone"),
     ],

@@ -1,10 +1,10 @@
 """Weighted mean of the weights of models, a few rows at a time (Wortsman et al. 2022, "Model soups").
 
 Files are memory-mapped and rows of all models are summed in float32, so a few rows of memory are enough for models of
-any size. `Placing` maps the entries of each model's files to weights, because tied weights may be stored under either
-name, and older folders use older names. Any weights of equal shape have a mean, so architectures and tokenizers are
-compared. Quantised weights are rejected, because their numbers are codes. Whether two models were trained from the same
-one is not checked. Only a score of their mean shows that.
+any size. `KeyMapping` maps the entries of each model's files to weights, because tied weights may be stored under
+either name, and older folders use older names. Any weights of equal shape have a mean, so architectures and tokenizers
+are compared. Quantised weights are rejected, because their numbers are codes. Whether two models were trained from the
+same one is not checked. Only a score of their mean shows that.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rltrain.models.load import empty_model, load_config
 from rltrain.models.routing import CORRECTION_BIASES
 from rltrain.models.weights.export import source_folder
 from rltrain.models.weights.finite import all_finite
-from rltrain.models.weights.lacking import refuse
-from rltrain.models.weights.placing import Placing
+from rltrain.models.weights.key_mapping import KeyMapping
+from rltrain.models.weights.missing_keys import refuse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KEY = "MODEL"  # key of a model in messages
@@ -87,16 +87,16 @@ def read_shards(folder: Path) -> Part:
             "and the tokenizer of the model there."
         )
     config, shards = load_config(str(small_files), _KEY), Shards(folder)
-    placing = Placing(shards.empty, _empty_model(config))
-    one_to_one = {parts[0][0]: name for name, parts in placing.parts.items() if parts[0][1] is None}
-    shards.settle({entry: placing.shapes[name] for entry, name in one_to_one.items()})
+    key_mapping = KeyMapping(shards.empty, _empty_model(config))
+    one_to_one = {parts[0][0]: name for name, parts in key_mapping.parts.items() if parts[0][1] is None}
+    shards.settle({entry: key_mapping.shapes[name] for entry, name in one_to_one.items()})
     return _part(str(folder), small_files, config, shards)
 
 
 def _part(path: str, small_files: Path, config: Any, entries: Entries) -> Part:
-    placing = Placing(entries.empty, _empty_model(config))
-    refuse(_KEY, entries, placing)
-    return Part(path, small_files, config, entries, _names(placing))
+    key_mapping = KeyMapping(entries.empty, _empty_model(config))
+    refuse(_KEY, entries, key_mapping)
+    return Part(path, small_files, config, entries, _names(key_mapping))
 
 
 def _empty_model(config: Any) -> Any:
@@ -104,11 +104,11 @@ def _empty_model(config: Any) -> Any:
     return empty_model(config, "eager", torch.float32, decoder_only=headless)
 
 
-def _names(placing: Placing) -> dict[str, str]:
-    tied: dict[str, str] = getattr(placing.plain, "all_tied_weights_keys", None) or {}
-    again = {second for _, second in placing.twice()}
-    names = {entry: entry for entry in placing.left}
-    for name, parts in placing.parts.items():
+def _names(key_mapping: KeyMapping) -> dict[str, str]:
+    tied: dict[str, str] = getattr(key_mapping.plain, "all_tied_weights_keys", None) or {}
+    again = {second for _, second in key_mapping.twice()}
+    names = {entry: entry for entry in key_mapping.left}
+    for name, parts in key_mapping.parts.items():
         # If a rule merges several entries into one weight, each entry is used separately.
         own = {(tied.get(name, name) if rule is None else entry): entry for entry, rule in parts if entry not in again}
         names |= own

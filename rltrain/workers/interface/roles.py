@@ -84,8 +84,8 @@ class Actor(Protocol):
         """Load the saved state. Returns notes for the log."""
 
 
-class Frozen(Protocol):
-    """Frozen policies: `FrozenWorker`."""
+class InferenceModels(Protocol):
+    """Policies without updates: `InferenceWorker`."""
 
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
         """Compute log pi(response) with the policy of a pass. task: pass, output column, micro-batch sizes."""

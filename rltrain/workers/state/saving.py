@@ -39,7 +39,7 @@ from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import saved_weights, training_state
 from rltrain.runtime.exchange import gather_json
 from rltrain.workers.interface.tasks import SaveTask, Written
-from rltrain.workers.state.residency import like, local
+from rltrain.workers.state.offload_manager import like, local
 
 # Share of the free memory that copies may use; the rest is for the running step.
 _SHARE = 0.7

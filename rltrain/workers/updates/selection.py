@@ -24,7 +24,7 @@ from rltrain.common.seeds import sample_seeds, uniforms
 from rltrain.config.schema import ActorConfig
 
 
-def look_ahead(
+def add_batch_level_selection(
     micros: Sequence[Batch],
     inputs: PolicyLossInputs,
     seeds: tuple[int, int],

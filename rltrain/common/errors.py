@@ -209,26 +209,28 @@ def lenient_output() -> None:
         setattr(sys, name, SanitizedOutput(stream, is_error=name == "stderr"))
 
 
-def write_error(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
+def write_error(
+    message: str, cause: BaseException, way_out: Callable[[], str] | None = None
+) -> DiskError | StorageError:
     """Return the error for a file that could not be written: StorageError if storage is unreachable, else DiskError.
 
     what: the message. way_out(): the user's fix for the disk.
     """
     if isinstance(cause, StorageError) or (isinstance(cause, OSError) and cause.errno in _NO_ANSWER):
         then = ". The storage does not respond. Check it, and run the same command again." if way_out else ""
-        return StorageError(what + then)
-    return DiskError(f"{what}. {way_out()}" if way_out else what)
+        return StorageError(message + then)
+    return DiskError(f"{message}. {way_out()}" if way_out else message)
 
 
-def lacks_memory(error: BaseException, said: str = "") -> bool:
+def lacks_memory(error: BaseException, details: str = "") -> bool:
     """Return whether the host, instead of a device, ran out of memory. said: additional text about the failure."""
-    text = f"{error} {said}".lower()
+    text = f"{error} {details}".lower()
     return isinstance(error, MemoryError) or any(words in text for words in _NO_HOST_MEMORY)
 
 
-def no_memory(told: str) -> str:
+def no_memory(cause: str) -> str:
     """Return the beginning of a message about a host without free memory."""
-    return f"the host is out of memory: {told}. Give the host (or the container) more memory, end other programs on it"
+    return f"the host is out of memory: {cause}. Give the host (or the container) more memory, end other programs on it"
 
 
 def host_error(error: BaseException) -> RltrainError | None:

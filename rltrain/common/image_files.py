@@ -124,18 +124,18 @@ def _read(path: Path) -> bytes:
     try:
         # Without O_NONBLOCK, opening a pipe would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{short(path, 60)!r} is not a regular file.")
-            if not found.st_size:  # also files of /proc, which may be endless
+            if not status.st_size:  # also files of /proc, which may be endless
                 raise DataError(f"{short(path, 60)!r} is empty.")
-            if found.st_size > _MAX_BYTES:
+            if status.st_size > _MAX_BYTES:
                 raise DataError(
-                    f"{short(path, 60)!r} has {found.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
+                    f"{short(path, 60)!r} has {status.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
                 )
             head = file.read(16)
             # A small file is read completely, so that the opener can report its error.
-            if found.st_size > _SMALL_BYTES and not begins_as_image(head):
+            if status.st_size > _SMALL_BYTES and not begins_as_image(head):
                 raise DataError(f"{short(path, 60)!r} is not an image file (unknown first bytes).")
             return head + file.read(_MAX_BYTES)
     except OSError as error:

@@ -159,10 +159,10 @@ def session() -> Iterator[None]:
         yield
         return
     _session = log_session = _Session()
-    root, ours = logging.getLogger(), logging.getLogger("rltrain")
+    root, our_handlers = logging.getLogger(), logging.getLogger("rltrain")
     # Only our loggers log below warnings; loggers of other packages keep their level.
-    level = ours.level
-    ours.setLevel(logging.INFO)
+    level = our_handlers.level
+    our_handlers.setLevel(logging.INFO)
     logging.captureWarnings(True)
     for handler in (log_session.lines, log_session.file):
         root.addHandler(handler)
@@ -182,7 +182,7 @@ def session() -> Iterator[None]:
         _session = None
         sys.stdout = output
         logging.captureWarnings(False)
-        ours.setLevel(level)
+        our_handlers.setLevel(level)
         for handler in (log_session.lines, log_session.file):
             root.removeHandler(handler)
         # Closing the handler flushes to its target but does not close it.

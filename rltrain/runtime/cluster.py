@@ -148,8 +148,8 @@ def closed_folder(parent: str = "/tmp") -> str | None:
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        found = os.lstat(folder)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:  # another user created it first
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != user:  # another user created it first
             return tempfile.mkdtemp(prefix="rltrain_", dir=parent)
         os.chmod(folder, 0o700)
         return folder

@@ -40,7 +40,7 @@ _Role = TypeVar("_Role")
 _Arguments = ParamSpec("_Arguments")
 _Object = TypeVar("_Object")
 _Other = TypeVar("_Other")
-_Argument = TypeVar("_Question")
+_Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _Ranks = range | None
 

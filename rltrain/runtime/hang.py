@@ -41,9 +41,9 @@ class Deadlines:
     _shown: dict[str, Callable[[], Mapping[str, str]]] = field(default_factory=dict)
     _longest: dict[str, float] = field(default_factory=dict)
 
-    def show(self, who: str, stacks: Callable[[], Mapping[str, str]]) -> None:
+    def show(self, name: str, stacks: Callable[[], Mapping[str, str]]) -> None:
         """Register stacks() of further processes, by name, to be written on a hang."""
-        self._shown[who] = stacks
+        self._shown[name] = stacks
 
     def limit_s(self, phase: str) -> float:
         """Return the seconds after which ``phase`` counts as hung."""
@@ -87,7 +87,9 @@ def different_collectives(stacks: Mapping[int, str], world: int) -> str:
     Ranks in different collectives never complete, so rerunning does not help. If a rank is missing, the others may
     rightly wait for it.
     """
-    names = {rank: found[0] for rank, stack in sorted(stacks.items()) if (found := _COLLECTIVE.findall(stack))}
+    names = {
+        rank: collectives[0] for rank, stack in sorted(stacks.items()) if (collectives := _COLLECTIVE.findall(stack))
+    }
     if len(names) < world or len(set(names.values())) < 2:
         return ""
     waits = ", ".join(f"rank {list(names.values()).index(name)} in {name}" for name in dict.fromkeys(names.values()))

@@ -158,12 +158,12 @@ class Samples:
             joined.adopt(samples, ids, start + np.arange(len(ids)))
             start += len(ids)
         for name in dict.fromkeys(name for samples, _ in pieces for name in samples.numbers):
-            having = [samples.numbers.get(name) for samples, _ in pieces]
-            is_text = all(values is None or values.dtype == object for values in having)
+            columns_by_piece = [samples.numbers.get(name) for samples, _ in pieces]
+            is_text = all(values is None or values.dtype == object for values in columns_by_piece)
             nothing = np.array([""], dtype=object) if is_text else np.array([np.nan])
             columns = [
                 nothing.repeat(len(ids)) if values is None or (values.dtype == object) != is_text else values[ids]
-                for values, (_, ids) in zip(having, pieces, strict=True)
+                for values, (_, ids) in zip(columns_by_piece, pieces, strict=True)
             ]
             joined.update({name: np.concatenate(columns)})
         return joined
@@ -207,15 +207,18 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
     if not request.num_samples:
         return batch
     for name in dict.fromkeys(name for part in request.parts for name in part.columns):
-        having = [
+        parts_with_column = [
             (part, stored_object)
             for part, stored_object in zip(request.parts, objects, strict=True)
             if name in part.columns
         ]
         joined = Batch.concat(
-            [_only(name, pick(replace(part, columns=(name,)), stored_object)) for part, stored_object in having]
+            [
+                _only(name, pick(replace(part, columns=(name,)), stored_object))
+                for part, stored_object in parts_with_column
+            ]
         )
-        places = np.concatenate([part.ids for part, _ in having])
+        places = np.concatenate([part.ids for part, _ in parts_with_column])
         # Rows are joined by object; sorting by position gives the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]
         if isinstance(column, Ragged) and len(column) < request.num_samples:
@@ -235,11 +238,11 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
     return batch
 
 
-def pick(part: StoredRows, found: Batch | list[Any]) -> Batch | list[Any]:
-    """Return the rows of ``part`` from the object ``found``. A list is an object of one column."""
-    if isinstance(found, list):
-        return [found[row] for row in part.rows.tolist()]
-    return Batch({name: found[name] for name in part.columns}).select(part.rows)
+def pick(part: StoredRows, stored_object: Batch | list[Any]) -> Batch | list[Any]:
+    """Return the rows of ``part`` from the object ``stored_object``. A list is an object of one column."""
+    if isinstance(stored_object, list):
+        return [stored_object[row] for row in part.rows.tolist()]
+    return Batch({name: stored_object[name] for name in part.columns}).select(part.rows)
 
 
 def _only(name: str, stored: Batch | list[Any]) -> Batch:

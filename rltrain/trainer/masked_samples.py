@@ -32,13 +32,15 @@ def raise_on_failures(samples: Samples, failure: str, run: str | Path) -> None:
     """Raise AgentError if more than half of the responses have failed. failure: the first error. run: run folder."""
     failed, printed = failed_of(samples), Path(run, "agents.log")
     if failed.any():
-        told = f"{int(failed.sum())} of {len(failed)} trajectories failed. The first: {failure or 'unknown'}"
+        message = f"{int(failed.sum())} of {len(failed)} trajectories failed. The first: {failure or 'unknown'}"
         if failed.mean() > _MOST:
-            told += f"\nThe output of tools and agents is in {printed}." if printed.exists() else ""
+            message += f"\nThe output of tools and agents is in {printed}." if printed.exists() else ""
             if failed.all() and is_bug(failure):
-                raise AgentBug(f"{told}\nThis is an error in the agent's code, so a rerun would fail in the same way.")
-            raise AgentError(told)
-        log.warning("%s (they are excluded from loss and baseline; agent/failed counts them)", told)
+                raise AgentBug(
+                    f"{message}\nThis is an error in the agent's code, so a rerun would fail in the same way."
+                )
+            raise AgentError(message)
+        log.warning("%s (they are excluded from loss and baseline; agent/failed counts them)", message)
 
 
 def is_bug(failure: str) -> bool:

@@ -85,11 +85,11 @@ class _Remote:
         # A rank without samples only took part in the collectives. It returns a batch without columns, from which no
         # rows can be requested.
         parts = zip(layout.ids, self.nodes(len(calls)), results, strict=True)
-        having = [part for part in parts if len(part[0])]
-        samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in having])
-        for ids, _, (_, found) in having:
-            samples.put(ids, found.per_sample)
-        return join(found.moments for _, _, (_, found) in having)
+        non_empty = [part for part in parts if len(part[0])]
+        samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in non_empty])
+        for ids, _, (_, numbers_found) in non_empty:
+            samples.put(ids, numbers_found.per_sample)
+        return join(numbers_found.moments for _, _, (_, numbers_found) in non_empty)
 
     def _update(self, calls: Sequence[Call[UpdateNumbers]]) -> list[UpdateNumbers]:
         """Run the optimizer steps. Returns numbers per data-parallel rank, with the memory peaks of all its workers."""

@@ -175,9 +175,9 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
         votes = _vote_shares(numbers_here[_VOTES]) if _VOTES in numbers_here else {}
         numbers = {name: values for name, values in numbers_here.items() if values.dtype != object}
         # A column that only some rows' scorers return is averaged over those rows.
-        having = {name: ~np.isnan(values).all(1) for name, values in numbers.items()}
-        core = "acc" if having.get("acc", np.zeros(1)).any() else "reward"
-        for name, has_number in having.items():
+        rows_with_number = {name: ~np.isnan(values).all(1) for name, values in numbers.items()}
+        core = "acc" if rows_with_number.get("acc", np.zeros(1)).any() else "reward"
+        for name, has_number in rows_with_number.items():
             if not has_number.any():
                 continue
             shares = {k: share[has_number] for k, share in votes.items()}

@@ -153,7 +153,7 @@ def test_an_image_may_be_a_file_or_one_of_pillow(tmp_path):
         (
             ToolResponse(text="seen", image=[b"png"]),
             ValueError,
-            "image 1 of 1: it does not begin as a file of an image",
+            "image 1 of 1: it is not an image file",
         ),
         ([RED, 7], ValueError, "7 stands beside an image"),
         ((ToolResponse(video=[b"mp4"]), 1.0), TypeError, "returned videos, which are not in this version"),

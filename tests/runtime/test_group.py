@@ -263,7 +263,7 @@ def test_a_full_host_is_told_apart_from_a_full_device(words, died):
         error.error_msg = f"The actor died unexpectedly.\n{words}"
     found = explain({0: error}, lambda ranks: f"ranks {ranks}", lambda seconds: ([], ""))
     assert isinstance(found, WorkerLost)
-    assert "the host has no memory left: Memory on the node (IP: 10.0.0.1) was 22.85GB" in str(found)
+    assert "the host is out of memory: Memory on the node (IP: 10.0.0.1) was 22.85GB" in str(found)
     assert "param_offload=False" in str(found)
     assert "ppo_max_token_len_per_gpu" not in str(found)
 
@@ -283,7 +283,7 @@ def test_a_process_that_dies_of_no_memory_is_told_by_its_last_words(words):
         ray.get(dying.run.remote())
     found = explain({0: died.value}, lambda ranks: f"ranks {ranks}", lambda seconds: ([], ""))
     assert isinstance(found, WorkerLost)
-    assert "ranks [0]: the host has no memory left: " in str(found)
+    assert "ranks [0]: the host is out of memory: " in str(found)
 
 
 @pytest.mark.fault("Data that was on a node which is gone ends the run as lost, exit 75")

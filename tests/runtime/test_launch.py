@@ -288,7 +288,7 @@ def test_a_run_that_ray_has_ended_may_be_run_again(make_launch, tmp_path, monkey
     launch.command[:] = [sys.executable, "-c", values]
     assert run_command(launch, StoreDouble().address, [], lambda: None) == code
     if supervised and code == 75:
-        assert ("a hang" if "a hang" in last else "without a word") in read_reports(tmp_path / "told")["error"]
+        assert ("a hang" if "a hang" in last else "without a report") in read_reports(tmp_path / "told")["error"]
 
 
 def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(make_launch, monkeypatch):
@@ -358,7 +358,7 @@ def test_processes_that_a_command_leaves_behind_are_not_waited_for(make_launch, 
     launch.command[:] = ["bash", "-c", "sleep inf & echo $! >left; exit 3"]
     assert run_command(launch, StoreDouble().address, [], lambda: None) == 3
     os.kill(int(Path("left").read_text()), signal.SIGKILL)
-    assert "left processes behind" in capsys.readouterr().out
+    assert "terminating the processes that it has left" in capsys.readouterr().out
 
 
 def test_a_request_to_end_is_obeyed_while_nodes_gather(make_launch, capsys):

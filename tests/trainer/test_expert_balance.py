@@ -100,7 +100,7 @@ def test_what_cannot_be_balanced_is_refused(tiny_trainer, tiny_model, moe, biase
     for model, changes, words in (
         (moe, {COEF: 0.1, **compiled}, "compiled layers do not expose"),
         (biased, {RATE: 0.1, **compiled}, "compiled layers do not expose"),
-        (biased, {RATE: 0.1, LORA + "lora_rank": 2}, "the bias belongs to the model under"),
+        (biased, {RATE: 0.1, LORA + "lora_rank": 2}, "the bias belongs to the base model under"),
     ):
         with pytest.raises(ConfigError, match=words):
             tiny_trainer(**{PATH: model}, **changes)

@@ -84,7 +84,7 @@ def test_chosen_phases_of_chosen_steps_are_profiled_on_chosen_ranks():
     ("words", "said"),
     [
         (["trainer.profile_steps=[0]"], "step 0 does not exist. Steps are counted from 1"),
-        (["trainer.profile_phases=[generate]"], "there is no phase 'generate'. A step"),
+        (["trainer.profile_phases=[generate]"], "phase 'generate' does not exist. A step"),
         (["trainer.profile_ranks=[2]"], "rank 2 does not exist. With 2 devices"),
     ],
 )

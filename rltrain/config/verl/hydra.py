@@ -111,8 +111,8 @@ def parsed(text: str) -> Any:
     if not word.startswith(OPENINGS):
         return _scalar(word)
     tokens = [token for token in scan(flow(word)) if not isinstance(token, StreamEndToken)]
-    if odd := next(_odd_numbers(tokens), None):
-        raise YAMLError(odd[1])
+    if odd_number := next(_odd_numbers(tokens), None):
+        raise YAMLError(odd_number[1])
     if rest := flow(word)[tokens[-1].end_mark.index :].strip():
         raise YAMLError(f"{rest} would be a comment")
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(word)}"]), resolve=False)
@@ -238,8 +238,8 @@ def read_yaml(file: Path) -> tuple[str, Tree]:
         raise ConfigError(f"--config {file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: expected a mapping of keys to values.")
-    if odd := [f"--config {file}, line {line + 1}: {why}." for line, why in _odd_numbers(scan(text))]:
-        raise ConfigError("\n".join(odd))
+    if odd_numbers := [f"--config {file}, line {line + 1}: {why}." for line, why in _odd_numbers(scan(text))]:
+        raise ConfigError("\n".join(odd_numbers))
     return text, {str(key): value for key, value in content.items()}
 
 

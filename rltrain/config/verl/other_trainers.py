@@ -52,9 +52,9 @@ def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
 
 def refusal(trainer: str, page: str, written: str, names: Collection[str]) -> str:
     """Return the error for a configuration or a launch (``written``) of another trainer with the keys ``names``."""
-    found = {name: rltrain_name(name.replace("-", "_")) for name in names}
-    ours = "".join(f"\n  {name}: {key}" for name, key in found.items() if key)
-    table = f" Their names here (units may differ: see {page}):{ours}" if ours else ""
+    key_of = {name: rltrain_name(name.replace("-", "_")) for name in names}
+    counterparts = "".join(f"\n  {name}: {key}" for name, key in key_of.items() if key)
+    table = f" Their names here (units may differ: see {page}):{counterparts}" if counterparts else ""
     return (
         f"{written} of {trainer}, which rltrain does not support. Write its settings with rltrain's keys (see {page} "
         f"and --help).{table}"

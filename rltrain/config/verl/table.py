@@ -67,13 +67,13 @@ def read(lines: Iterable[str]) -> list[Row]:
 @cache
 def table() -> tuple[Row, ...]:
     """Return all rows, with sentences inserted into their notes."""
-    found = read(FILE.read_text(encoding="utf-8").splitlines())
-    sentences = {row.key: row.note for row in found if row.action == "sentence"}
+    rows_read = read(FILE.read_text(encoding="utf-8").splitlines())
+    sentences = {row.key: row.note for row in rows_read if row.action == "sentence"}
 
     def whole(note: str) -> str:
         return re.sub(r"@\w+", lambda name: sentences[name[0]], note)
 
-    return tuple(row._replace(note=whole(row.note)) if "@" in row.note else row for row in found)
+    return tuple(row._replace(note=whole(row.note)) if "@" in row.note else row for row in rows_read)
 
 
 @cache

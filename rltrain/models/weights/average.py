@@ -186,12 +186,14 @@ def refuse_differences(
     what: str, first_path: str, first: Mapping[str, Any], other_path: str, other: Mapping[str, Any]
 ) -> None:
     """Raise CheckpointError if two models have different values under a name. what: noun for the message."""
-    odd = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
-    if odd:
-        values = "; ".join(f"{name} is {short(first.get(name))} and {short(other.get(name))}" for name in odd[:3])
+    differences = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
+    if differences:
+        values = "; ".join(
+            f"{name} is {short(first.get(name))} and {short(other.get(name))}" for name in differences[:3]
+        )
         raise CheckpointError(
-            f"{first_path} and {other_path} have different {what}: {values} ({count(len(odd), 'difference')}). Average "
-            "models that were trained from the same one and saved in the same way."
+            f"{first_path} and {other_path} have different {what}: {values} ({count(len(differences), 'difference')}). "
+            "Average models that have the same base model and format."
         )
 
 

@@ -245,5 +245,5 @@ def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
     # transformers may write weights under older names and split differently. Then only the number of elements must
     # match.
     if stored_shapes != shapes and sum(map(prod, stored_shapes.values())) != sum(map(prod, shapes.values())):
-        odd = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))
-        yield f"model.safetensors: {odd} has shape {stored_shapes.get(odd)} instead of {shapes.get(odd)}"
+        wrong = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))
+        yield f"model.safetensors: {wrong} has shape {stored_shapes.get(wrong)} instead of {shapes.get(wrong)}"

@@ -82,14 +82,14 @@ def _instead(entries: Entries, key_mapping: KeyMapping) -> str:
     left, again = key_mapping.left, "Copy the model again, or give the folder whose config.json belongs to its weights."
     if not left:
         return again
-    tried = [(what, KeyMapping({rename(name): weight for name, weight in entries.empty.items()}, key_mapping.plain))
-             for what, rename in _renamings(left)]  # fmt: skip
-    what, fits = min(tried, key=lambda attempt: len(attempt[1].missing), default=("", key_mapping))
+    tried = [(attempt, KeyMapping({rename(name): weight for name, weight in entries.empty.items()}, key_mapping.plain))
+             for attempt, rename in _renamings(left)]  # fmt: skip
+    attempt, fits = min(tried, key=lambda attempt: len(attempt[1].missing), default=("", key_mapping))
     if len(fits.missing) < len(key_mapping.missing):
         most = f"all but {len(fits.missing)} fit" if fits.missing else "fit"
-        adapted = any(map(_ADAPTER.search, left)) or "base_layer" in what
+        adapted = any(map(_ADAPTER.search, left)) or "base_layer" in attempt
         then = "Merge its adapters (peft: merge_and_unload) and save" if adapted else "Save"
-        return f"{what} and {most} without it. {then} the model itself, not its wrapper."
+        return f"{attempt} and {most} without it. {then} the model itself, not its wrapper."
     return f"It has {count(len(left), 'other name')} instead: {_listed(left)}. {again}"
 
 
@@ -120,13 +120,13 @@ def _without_all(prefix: str, name: str) -> str:
 
 def _misfit(entries: Entries, key_mapping: KeyMapping) -> str | None:
     shapes = ((name, _shape(key_mapping, name)[0]) for name in _there(key_mapping))
-    odd = {name: shape for name, shape in shapes if shape not in (None, key_mapping.shapes[name])}
-    if not odd:
+    wrong = {name: shape for name, shape in shapes if shape not in (None, key_mapping.shapes[name])}
+    if not wrong:
         return None
-    name, stored_shape = next(iter(odd.items()))
+    name, stored_shape = next(iter(wrong.items()))
     entry, model = key_mapping.entries(name)[0][0], type(key_mapping.plain).__name__
     return (
-        f"{count(len(odd), 'weight')} of {_files(entries)} do not have the sizes of config.json: {entry} makes "
+        f"{count(len(wrong), 'weight')} of {_files(entries)} do not have the sizes of config.json: {entry} makes "
         f"{list(stored_shape or ())}, and {name} of {model} is {list(key_mapping.shapes[name])}. Give the config.json "
         "that belongs to these weights."
     )

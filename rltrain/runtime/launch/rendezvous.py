@@ -356,14 +356,14 @@ def wait_for_end(store: KVStore, here: Node, signals: list[int], clock: Clock = 
 
 
 def wait_until(
-    missing: Callable[[], str], launch: Launch, signals: list[int], what: str, clock: Clock = SYSTEM
+    missing: Callable[[], str], launch: Launch, signals: list[int], goal: str, clock: Clock = SYSTEM
 ) -> None:
     """Poll until `missing` returns "". Raises NodesMissing with its text after the timeout."""
     started, say_at = clock.monotonic(), 2.0
     while missing_text := missing():
         waited = clock.monotonic() - started
         if signals:
-            raise Interrupted(f"stopped while waiting for {what}", 75)
+            raise Interrupted(f"stopped while waiting for {goal}", 75)
         if waited >= launch.wait_s:
             raise NodesMissing(f"waited {launch.wait_s:.0f} s (WAIT_S) for {missing_text}")
         if waited > say_at:

@@ -336,8 +336,10 @@ def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
 
     Raises RuntimeError if the routing of any other token is missing.
     """
-    told = next((answer.experts[0] for answer in conversations if answer.experts), np.zeros((0, 0, 0), dtype=np.uint8))
-    shape, dtype = told.shape[1:], told.dtype
+    num_routed = next(
+        (answer.experts[0] for answer in conversations if answer.experts), np.zeros((0, 0, 0), dtype=np.uint8)
+    )
+    shape, dtype = num_routed.shape[1:], num_routed.dtype
     rows: list[NDArray[np.integer[Any]]] = []
     for answer in conversations:
         needed = len(answer.prompt) + max(len(answer.tokens) - 1, 0)

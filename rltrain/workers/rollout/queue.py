@@ -36,20 +36,20 @@ class Replica:
     def is_leader(self) -> bool:
         return self.member == 0
 
-    def agree(self, found: Any) -> Any:
+    def agree(self, value: Any) -> Any:
         """Broadcast the leader's value (small, picklable) to all members."""
         if self.size == 1:
-            return found
-        box = [found]
+            return value
+        box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.group)
         return box[0]
 
-    def gather(self, found: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Gather the members' values (small, picklable) on the leader, which waits for all; others get nothing."""
         if self.size == 1:
-            return [found]
+            return [value]
         box = [None] * self.size if self.is_leader else None
-        dist.gather_object(found, box, group_dst=0, group=self.group)
+        dist.gather_object(value, box, group_dst=0, group=self.group)
         return box or []
 
 

@@ -25,8 +25,8 @@ def texts_with_trajectories(answers: Sequence[Conversation], decode: Decode) -> 
     turns = iter(decode([turn for of_answer in parts for turn in of_answer]))
     texts_with_info: list[str] = []
     for text, answer, of_answer in zip(texts, answers, parts, strict=True):
-        said = [next(turns) for _ in of_answer]
-        texts_with_info.append(AnswerText.of(text, **_trajectory_info(answer, said)))
+        turn_texts = [next(turns) for _ in of_answer]
+        texts_with_info.append(AnswerText.of(text, **_trajectory_info(answer, turn_texts)))
     return texts_with_info
 
 

@@ -112,14 +112,14 @@ class OffloadManager:
 
     def memory_gb(self) -> dict[str, float]:
         """Return ``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, total and by phase."""
-        found = self.device.host_memory_gb()
+        memory = self.device.host_memory_gb()
         if self._queue is not None:
             self._measure()
             names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
-            found |= {name: size / 2**30 for name, size in zip(names, self._most, strict=True)}
+            memory |= {name: size / 2**30 for name, size in zip(names, self._most, strict=True)}
         for phase, owners in self._peaks.items():
-            found |= {f"perf/memory_gb/{phase}/{owner}": size / 2**30 for owner, size in owners.items()}
-        return found
+            memory |= {f"perf/memory_gb/{phase}/{owner}": size / 2**30 for owner, size in owners.items()}
+        return memory
 
     def resident_bytes(self) -> Counter[str]:
         """Return the device bytes of weights, gradients and optimizer states, without gathered weights."""

@@ -188,9 +188,9 @@ def _parts(share: LossShare) -> dict[str, Tensor]:
 def _stacked(steps: Sequence[dict[str, Tensor]]) -> dict[str, Array]:
     """Stack the values per name: one entry per step; 0 if a step without samples lacks the name."""
     names = dict.fromkeys(name for step in steps for name in step)
-    having = [(name, step) for name in names for step in steps]
-    tensors = [step[name] for name, step in having if name in step]
+    non_empty = [(name, step) for name in names for step in steps]
+    tensors = [step[name] for name, step in non_empty if name in step]
     # As one tensor, so that they are copied from the device at once.
     values = iter(torch.stack(tensors).tolist() if tensors else ())
-    numbers = [next(values) if name in step else 0.0 for name, step in having]
+    numbers = [next(values) if name in step else 0.0 for name, step in non_empty]
     return {name: np.array(numbers[i * len(steps) : (i + 1) * len(steps)]) for i, name in enumerate(names)}

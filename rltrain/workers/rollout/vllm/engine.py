@@ -336,7 +336,7 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
     plain_name = memory._make_filename
     if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
         plain = module._CPUSHMDistributed.make_group_name
-        module._CPUSHMDistributed.make_group_name = staticmethod(lambda found: f"{plain(found)}-{token}")
+        module._CPUSHMDistributed.make_group_name = staticmethod(lambda files: f"{plain(files)}-{token}")
     memory._make_filename = lambda: f"/psm_{session}-{uuid.uuid4().hex}"
     try:
         yield

@@ -84,7 +84,7 @@ class HybridWorker(Models, Advantages):
         if "judge" in passes.roles:
             self.judge = JudgeWorker(self._cfg, specs, passes, offload_manager)
             self.roles.append(self.judge)
-        assert passes.roles <= offload_manager.models.keys(), f"nobody loads {passes.roles - offload_manager.models.keys()}"
+        assert passes.roles <= offload_manager.models.keys(), f"no worker loads {passes.roles - offload_manager.models.keys()}"
         if passes.trains and not passes.supervised:
             check_room(self._cfg.actor_rollout_ref.rollout, offload_manager)
         sizes = self.actor.sizes()
@@ -133,7 +133,7 @@ def check_room(rollout: RolloutConfig, offload_manager: OffloadManager) -> None:
         lower = f"Set {key}={fits:.2f}, or" if engine and fits > 0.05 else "Set"
         raise ConfigError(
             f"after the first update this device would lack {(engine + to_come - free) / 2**30:.1f} GiB to generate: "
-            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, {key}={rollout.gpu_memory_utilization} asks for "
-            f"{engine / 2**30:.1f}, and the optimizer will take {to_come / 2**30:.1f}. {lower} "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, {key}={rollout.gpu_memory_utilization} requests "
+            f"{engine / 2**30:.1f}, and the optimizer will use {to_come / 2**30:.1f}. {lower} "
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True (critic.model.fsdp_config likewise)."
         )

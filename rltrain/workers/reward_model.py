@@ -73,7 +73,7 @@ class RewardModelWorker(RewardModel):
         reshard(self._model)
         scores = torch.cat(outputs).cpu().double().numpy()
         if not np.isfinite(scores).all():
-            raise NonFiniteError(f"the reward model {self._path} gave scores that are not finite.")
+            raise NonFiniteError(f"the reward model {self._path} returned scores that are not finite.")
         return scores
 
     def _encode(self, batch: Batch, split: str) -> list[list[int]]:

@@ -193,7 +193,7 @@ class RolloutWorker(Rollout):
         # Without a stop every response is wanted, so an aborted one is an engine error.
         num_aborted = sum(answer.aborted for answer in source.all)
         if num_aborted and not queue.stopped():
-            raise RuntimeError(f"the rollout engine '{self._rollout.name}' gave up {num_aborted} wanted answers")
+            raise RuntimeError(f"the rollout engine '{self._rollout.name}' aborted {num_aborted} requested answers")
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
         seconds |= {"read_images": pictures.seconds} if pictures else {}
         seconds |= {WAIT: source.waited_s} if self._answering else {}
@@ -332,8 +332,8 @@ class RolloutWorker(Rollout):
         limit, lengths = self._max_response_length, numbers[c.RESPONSE_LENGTH] + (1 - numbers[c.COMPLETE])
         if (longest := int(lengths.max(initial=0))) > limit:
             raise ConfigError(
-                f"data.max_response_length={limit}: answers that wait in the checkpoint (rollout.tail=carry_over) are "
-                f"longer already. Set it to at least {longest}."
+                f"data.max_response_length={limit}: partial answers in the checkpoint (rollout.tail=carry_over) are "
+                f"already longer. Set it to at least {longest}."
             )
         texts = self.encoder.decode_batch([row.tolist() for row in payload.ragged(c.RESPONSE).rows()])
         return payload, texts, numbers

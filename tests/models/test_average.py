@@ -129,7 +129,7 @@ def test_weights_that_cannot_be_averaged_are_named(models, other, tmp_path, caps
     ("words", "said"),
     [
         (["{0}"], "nothing to average with"),
-        (["{0}", "{0}/nothing"], "there is no such folder"),
+        (["{0}", "{0}/nothing"], "the folder does not exist"),
         (["{0}", "{1}", "--weights", "1"], "give 2 numbers above 0"),
         (["{0}", "{1}", "--weights", "1,x"], "give 2 numbers above 0"),
         (["{0}", "{1}", "--weights", "1,-1"], "give 2 numbers above 0"),

@@ -98,7 +98,7 @@ def test_the_head_names_the_nodes_and_devices_it_waits_for(make_launch):
         missing(launch, node(0), node(1), Node("10.0.0.9", "n9", 1, resources={"CPU": 1}))
     unnamed = make_launch("head --nodes=2 --devices=9", RANK=0)
     alone = Node("10.0.0.5", "n5", None, resources={"CPU": 9})
-    assert missing(unnamed, alone) == "1 more node; here are n5 (10.0.0.5)"
+    assert missing(unnamed, alone) == "1 more node; joined: n5 (10.0.0.5)"
     assert missing(unnamed, alone, node(1, 0)) == "9 CPUs on n1 (rank 1, 10.0.0.1), which has 4"
 
 

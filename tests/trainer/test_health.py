@@ -105,7 +105,7 @@ def test_a_node_that_cannot_write_is_named(run):
         (question.proof / "rank_2").mkdir()  # root may write anywhere, but not over a folder
         return question
 
-    assert "b sees it and cannot write beside it (Is a directory)" in problems(run(Hosts(asked)))
+    assert "b sees it but cannot write next to it (Is a directory)" in problems(run(Hosts(asked)))
 
 
 def test_a_run_that_saves_nothing_needs_no_shared_folder(run, tmp_path):
@@ -133,7 +133,7 @@ def test_a_model_that_one_node_lacks_is_named(run, tmp_path):
 
     said = problems(run(Hosts(asked)))
     assert said.startswith("b: actor_rollout_ref.model.path=")
-    assert "there is no such folder" in said
+    assert "the folder does not exist" in said
 
 
 def test_a_clock_that_is_wrong_is_a_note(run):

@@ -73,7 +73,7 @@ def read_part(path: str) -> Part:
     has_codes = any(empty.is_floating_point() and empty.dtype.itemsize == 1 for empty in entries.empty.values())
     if has_codes or getattr(config, "quantization_config", None):
         raise CheckpointError(
-            f"{path} has quantised weights, which are codes. Take the model from before it was quantised."
+            f"{path} has quantised weights, which cannot be averaged. Use the model before quantisation."
         )
     return _part(path, source_folder(path, config), config, entries)
 
@@ -83,8 +83,8 @@ def read_shards(folder: Path) -> Part:
     small_files = folder / "huggingface"
     if not (small_files / "config.json").is_file():
         raise CheckpointError(
-            f"{folder} has no {small_files.name}/config.json, which verl writes beside its shards. Put the config.json "
-            "and the tokenizer of the model there."
+            f"{folder} has no {small_files.name}/config.json, which verl writes next to its shards. Copy config.json "
+            "and tokenizer of the model there."
         )
     config, shards = load_config(str(small_files), _KEY), Shards(folder)
     key_mapping = KeyMapping(shards.empty, _empty_model(config))
@@ -138,7 +138,7 @@ class Average:
             refuse_differences("weights", first.path, _kinds(first), other.path, _kinds(other))
             self.notes += _compare_small_files(first.small_files, other.small_files)
         if len({getattr(part.config, "max_position_embeddings", None) for part in parts}) > 1:
-            self.notes.append(f"max_position_embeddings differ: that of {first.path} is taken")
+            self.notes.append(f"max_position_embeddings differ: the value of {first.path} is used")
         self._weights = {entry: name for name, entry in first.names.items()}
         self.empty: dict[str, Tensor] = {}
         """Entries of the average, on the meta device."""
@@ -221,7 +221,7 @@ def _compare_small_files(first: Path, other: Path) -> list[str]:
             notes = []
             refuse_differences("tokenizers", str(first), _tokens(first / name), str(other), _tokens(other / name))
     if names := [name for name in _SERVING if _lines(first / name) != _lines(other / name)]:
-        notes.append(f"{', '.join(names)} of {other} differ: those of {first} are taken")
+        notes.append(f"{', '.join(names)} of {other} differ: the files of {first} are used")
     return notes
 
 

@@ -213,7 +213,7 @@ def _look_at_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[
     if exported.vocab_size != encoder.vocab_size:
         yield f"tokenizer.json has {exported.vocab_size} tokens instead of {encoder.vocab_size}"
     if exported.tokenizer.chat_template != encoder.tokenizer.chat_template:
-        yield f"{_TEMPLATE} is not the template that wrote the training prompts"
+        yield f"{_TEMPLATE} is not the template of the training prompts"
 
 
 def _look_at_ends(served: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:

@@ -50,7 +50,10 @@ def notes(key: str, entries: Entries, key_mapping: KeyMapping) -> Iterator[str]:
         deeper = _of_layers(left, key_mapping)
         yield f"{name}: {model} does not take {count(len(left), 'weight')} of {files}: {_listed(left)}{deeper}"
     if key_mapping.computed:
-        yield f"{name}: what is not in {files} starts as the configuration says: {_listed(key_mapping.computed)}"
+        yield (
+            f"{name}: weights that are not in {files} are initialised from the configuration: "
+            f"{_listed(key_mapping.computed)}"
+        )
 
 
 def unknown_rule(key_mapping: KeyMapping) -> str | None:
@@ -102,12 +105,12 @@ def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
         starts.append(Counter(".".join(name_parts[:depth]) + "." for name_parts in parts if len(name_parts) > depth))
     for prefix, number in [pair for prefixes in starts for pair in prefixes.most_common(1)]:
         many = f"All {number}" if number == len(names) else f"{number} of {len(names)}"
-        yield f"{many} other names begin with {prefix}", partial(_without, prefix)
+        yield f"{many} other names start with {prefix}", partial(_without, prefix)
     if words := dict.fromkeys(word for name in names for word in _WRAPPERS.findall(name)):
         sentence = f"Other names, such as {names[0]}, have {'. and '.join(words)}. in them"
         yield sentence, partial(_WRAPPERS.sub, "")
         (prefix, _), *_ = Counter(_WRAPPERS.sub("", name).split(".")[0] + "." for name in names).most_common(1)
-        yield f"{sentence}, begin with {prefix}", partial(_without_all, prefix)
+        yield f"{sentence}, start with {prefix}", partial(_without_all, prefix)
 
 
 def _without(prefix: str, name: str) -> str:
@@ -137,8 +140,8 @@ def _adapters(entries: Entries, key_mapping: KeyMapping) -> str | None:
     if not left:
         return None
     return (
-        f"adapters in {_files(entries)} are not merged, and training would leave them out: {_listed(left)}. Merge "
-        "them (peft: merge_and_unload) and save the model again."
+        f"adapters in {_files(entries)} are not merged, so training would ignore them: {_listed(left)}. Merge them "
+        "(peft: merge_and_unload) and save the model again."
     )
 
 
@@ -146,7 +149,7 @@ def _twice(entries: Entries, key_mapping: KeyMapping) -> str | None:
     """Return the problem of two entries with different numbers for one weight, or None."""
     for name in entries.differing():
         files = " and ".join(file.name for file in entries.files[name])
-        return f"{name} stands in {files} with other numbers. Keep the one that is meant."
+        return f"{name} has different values in {files}. Keep the right one."
     for first, second in key_mapping.twice():
         if entries.empty[first].shape == entries.empty[second].shape and _same(entries, first, second):
             continue

@@ -41,7 +41,7 @@ class SlicedCheckpoint:
         self._key_mapping = KeyMapping(self._entries.empty, plain)
         refuse(key, self._entries, self._key_mapping)
         if len(self._entries.opened) < len(self._entries.empty):
-            raise NotSliceable("its files are no safetensors")
+            raise NotSliceable("its files are not safetensors")
         if self._key_mapping.ignored:
             raise NotSliceable(f"its files have no {self._key_mapping.ignored[0]}")
         if unknown := unknown_rule(self._key_mapping):

@@ -29,8 +29,8 @@ def device_is_full(error: Exception, changes: Iterable[tuple[str, str]], offload
     where, size = f"rank {dist.get_rank()}, {phase}", _gib(device.total_memory_bytes())
     text = str(error).strip().splitlines()[0]
     return WorkerLost(
-        f"{where}: the device ({size}) is out of memory. There were {rest}. ({text})\nMake room with one of\n  {keys}\n"
-        "--dry-run tells what every phase needs."
+        f"{where}: the device ({size}) is out of memory. There were {rest}. ({text})\nMake room with one of\n  "
+        f"{keys}\n--dry-run shows the memory of every phase."
     )
 
 

@@ -87,7 +87,7 @@ def probe_node(probe: NodeProbe) -> NodeReport:
     # Kept open until `close_ports`: clients can connect without an accept.
     open_ports.append(socket.create_server(("", 0), backlog=1024))
     lacking = [problem for key, path in probe.models if (problem := model_problem(key, path))]
-    lacking += [f"{key}={path} is not there." for key, path in probe.folders if not Path(path).exists()]
+    lacking += [f"{key}={path} does not exist." for key, path in probe.folders if not Path(path).exists()]
     return replace(
         device,
         unshared=_unshared(probe),
@@ -170,7 +170,7 @@ def _unshared(probe: NodeProbe) -> str:
     try:
         write_synced(probe.proof / f"rank_{probe.rank}", probe.proof.name)
     except OSError as error:
-        return f"sees it and cannot write beside it ({error.strerror})"
+        return f"sees it but cannot write next to it ({error.strerror})"
     return ""
 
 

@@ -150,7 +150,7 @@ class Updater:
         sentence = write_incident(Path(self._trainer.default_local_dir), self._role, micros, mini, terms, self._model)
         raise NonFiniteError(
             f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no "
-            f"optimizer step was made. {self._of_float16()}{sentence} To go on past such batches set "
+            f"optimizer step was made. {self._of_float16()}{sentence} To skip such batches, set "
             "trainer.on_nonfinite=skip."
         )
 

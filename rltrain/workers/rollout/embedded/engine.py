@@ -194,9 +194,8 @@ class HFRollout:
             key = f"{self._section}."
             raise ConfigError(
                 f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, "
-                f"but {len(jobs[0].samples)} answers to one prompt were to be generated together. Raise "
-                f"{key}gpu_memory_utilization, lower "
-                f"{key}{self._longest}"
+                f"but {len(jobs[0].samples)} answers to one prompt must be generated together. Raise "
+                f"{key}gpu_memory_utilization, lower {key}{self._longest}"
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )
 

@@ -62,9 +62,9 @@ class RunningTurns:
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
-                f"a prompt of {prompt_lengths.max()} tokens leaves no room for an answer within "
-                f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. "
-                "Raise it, or lower data.max_prompt_length."
+                f"a prompt of {prompt_lengths.max()} tokens leaves no space for an answer within "
+                f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. Raise it, or lower "
+                "data.max_prompt_length."
             )
         self.seeds = np.concatenate([self.seeds, *(job.seeds for job in jobs)])
         self.prompt_lengths = np.concatenate([self.prompt_lengths, prompt_lengths + given])

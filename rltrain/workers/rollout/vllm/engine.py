@@ -280,7 +280,7 @@ class VLLMRollout:
             if not images:
                 raise
             raise ConfigError(
-                f"vLLM refuses a prompt with images: {error} Lower data.max_pixels, or raise "
+                f"vLLM rejects a prompt with images: {error} Lower data.max_pixels, or raise "
                 "actor_rollout_ref.rollout.max_num_batched_tokens, which an image fits into."
             ) from error
         return name
@@ -292,8 +292,8 @@ def _refuse_half_head(model: Any) -> None:
     dtypes = {getattr(part, "head_dtype", None) for part in model.modules()}
     if torch.float32 not in dtypes:
         raise ConfigError(
-            "actor_rollout_ref.model.fp32_head=True: this vLLM computes the head in the model's dtype, whatever its "
-            "configuration says (0.32 reads head_dtype). Use a newer vLLM or rollout.name=hf, or leave fp32_head out."
+            "actor_rollout_ref.model.fp32_head=True: this vLLM always computes the head in the model's dtype (0.32 "
+            "reads head_dtype). Use a newer vLLM or rollout.name=hf, or leave fp32_head out."
         )
 
 

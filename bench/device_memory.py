@@ -192,7 +192,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
             # Within the update phase, whose peak it must not raise.
             worker.actor.stage(SaveTask(str(folder / f"{case} {step}")))
             worker.actor.write()
-        entered(worker.rollout.offload_manager, "sync")
+        entered(worker.rollout.offloader, "sync")
     (folder / f"{case}.{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.barrier()
 

@@ -49,9 +49,7 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     code = _main(argv, program or _run)
     report_to_supervisor(ended=code)
     # Looked up instead of imported: if it is not imported there is no tracker, and --help need not load it.
-    tracking, watchdog = (
-        sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "runtime.ray_watchdog")
-    )
+    tracking, watchdog = map(sys.modules.get, ("rltrain.run.report.tracking", "rltrain.runtime.ray_watchdog"))
     # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a Ray that is gone or does
     # not respond, and report that as a failure.
     _flush()

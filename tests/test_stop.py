@@ -66,8 +66,8 @@ def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
         (None, "", "before training began; the same command starts it again"),
         (
             (3, 6, 0),
-            "Nothing is saved yet: the same command starts from the beginning, and steps 1 to 3 are repeated.",
-            "after step 3 of 6; nothing is saved yet, so the same command starts from the beginning",
+            "Nothing is saved yet: the same command starts over, and steps 1 to 3 are repeated.",
+            "after step 3 of 6; nothing is saved yet, so the same command starts over",
         ),
         (
             (3, 6, 3),

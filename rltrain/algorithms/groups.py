@@ -34,10 +34,7 @@ class Groups:
     def several(self) -> Groups:
         """Return self. Raises ValueError if a group has only one response."""
         if bool(self.alone.any()):
-            raise ValueError(
-                "a prompt has only one answer, but this advantage estimator compares answers to one prompt. Set "
-                "rollout.n=2 or more"
-            )
+            raise ValueError("a prompt has only one answer, but this estimator compares answers to one prompt")
         return self
 
     def sum(self, values: PerResponse) -> PerResponse:

@@ -209,17 +209,15 @@ def lenient_output() -> None:
         setattr(sys, name, SanitizedOutput(stream, is_error=name == "stderr"))
 
 
-def write_error(
-    message: str, cause: BaseException, way_out: Callable[[], str] | None = None
-) -> DiskError | StorageError:
+def write_error(text: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
     """Return the error for a file that could not be written: StorageError if storage is unreachable, else DiskError.
 
-    what: the message. way_out(): the user's fix for the disk.
+    text: the message. way_out(): the user's fix for the disk.
     """
     if isinstance(cause, StorageError) or (isinstance(cause, OSError) and cause.errno in _NO_ANSWER):
         then = ". The storage does not respond. Check it, and run the same command again." if way_out else ""
-        return StorageError(message + then)
-    return DiskError(f"{message}. {way_out()}" if way_out else message)
+        return StorageError(text + then)
+    return DiskError(f"{text}. {way_out()}" if way_out else text)
 
 
 def lacks_memory(error: BaseException, details: str = "") -> bool:

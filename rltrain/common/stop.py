@@ -112,7 +112,7 @@ class Stop:
         steps = f"step {step} is" if step == saved + 1 else f"steps {saved + 1} to {step} are"
         lost = f", and {steps} repeated" if self.loses else ""
         if not saved:
-            return f"Nothing is saved yet: the same command starts from the beginning{lost}."
+            return f"Nothing is saved yet: the same command starts over{lost}."
         return f"Step {saved} of {total} is saved: the same command resumes after it{lost}."
 
     def interrupted(self) -> Interrupted:
@@ -122,11 +122,7 @@ class Stop:
         if not self._reached:
             return Interrupted("stopped before training began; the same command starts it again", self.exit_code)
         step, total, saved = self._reached
-        then = (
-            "the same command resumes"
-            if saved
-            else ("nothing is saved yet, so the same command starts from the beginning")
-        )
+        then = "the same command resumes" if saved else "nothing is saved yet, so the same command starts over"
         then += f" after step {saved}, the newest that is saved" if saved and self.loses else ""
         # If everything is saved, the reason for a slightly early stop is irrelevant.
         why = self._expired if self.loses else ""

@@ -163,10 +163,7 @@ def _lists(config: Config) -> Iterator[str]:
             yield f"{callbacks}: '{name}' is not the name of a class or function. Give FILE.py:NAME."
     low, high = config.data.min_pixels, config.data.max_pixels
     if low and high and low > high:
-        yield (
-            f"data.min_pixels={low} is more than data.max_pixels={high}. Lower data.min_pixels or raise "
-            "data.max_pixels."
-        )
+        yield f"data.min_pixels={low} is more than data.max_pixels={high}. Lower it, or raise the other."
     for name, value in config.data.apply_chat_template_kwargs.items():
         if name in _OF_TOKENIZER:
             yield (
@@ -335,9 +332,7 @@ def _mixing(config: Config) -> Iterator[str]:
             yield f"data.mixing: the weight of '{name}' is {as_text(weight)}; it must be a finite number, at least 0."
             return
     if mixing and not any(mixing.values()):
-        yield (
-            f"data.mixing={as_text(mixing)}: every weight is 0, so no prompt is left. Set at least one weight above 0."
-        )
+        yield f"data.mixing={as_text(mixing)}: every weight is 0, so no prompt is left. Set one above 0."
     if mixing and sampler != "shuffle":
         yield f"data.mixing and data.sampler.name={sampler} both choose the prompts of a batch. Keep one of them."
 

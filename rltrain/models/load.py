@@ -125,9 +125,7 @@ def read_score_head(path: str) -> Tensor | None:
     if _HEAD not in entries.empty:
         return None
     if (labels := entries.empty[_HEAD].shape[0]) != 1:
-        raise ConfigError(
-            f"{path} is a classifier with {labels} labels. A critic or reward model needs a classifier with one label."
-        )
+        raise ConfigError(f"{path} is a classifier with {labels} labels, but critic and reward model need one label.")
     return entries.read(_HEAD)
 
 

@@ -250,10 +250,7 @@ def way_in(address: str | None, error: BaseException) -> str:
     if address == "auto":
         return f"\nThis machine is not a node of a cluster. Start Ray with {shipped('scripts/ray_start.sh')}."
     if address.startswith("ray://"):
-        return (
-            "\nUse the port of Ray's client server (10001 on the head), and the same versions of Python and Ray on "
-            "both sides."
-        )
+        return "\nUse the port of Ray's client server (10001 on the head), and the Python and Ray of the cluster."
     return (
         "\nThis machine is not a node of that cluster. Run the command on the head, add this machine with "
         f"`ray_start.sh worker`, set {_KEY}.address=ray://HEAD:10001, or use `ray job submit`. If the cluster has no "

@@ -241,10 +241,8 @@ class WorkerGroup:
     def firsts(self) -> dict[int, str]:
         """Mapping from the first rank of every node to the node's address."""
         self._identify_ranks()
-        return {
-            rank: self._identities[rank]["address"]
-            for rank in (self.nodes.index(node) for node in dict.fromkeys(self.nodes))
-        }
+        firsts = [self.nodes.index(node) for node in dict.fromkeys(self.nodes)]
+        return {rank: self._identities[rank]["address"] for rank in firsts}
 
     @overload
     def submit(
@@ -269,11 +267,8 @@ class WorkerGroup:
         nodes = [self.nodes[rank] for rank in ranks]
         of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._pack)
         self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
-        hosts = [self.workers[rank] for rank in ranks]
-        methods = [host.run_concurrently if concurrent else host.run for host in hosts]
-        replies = [
-            method.options(num_returns=num_returns).remote(call) for method, call in zip(methods, of_rank, strict=True)
-        ]
+        runs = [self.workers[rank].run_concurrently if concurrent else self.workers[rank].run for rank in ranks]
+        replies = [run.options(num_returns=num_returns).remote(call) for run, call in zip(runs, of_rank, strict=True)]
         # Ray returns a list only if there are several return values.
         references = [reply if isinstance(reply, list) else [reply] for reply in replies]
         return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if concurrent else None)
@@ -336,12 +331,9 @@ class WorkerGroup:
 
     def place(self, ranks: Sequence[int], phase: str) -> str:
         """Describe role, ranks, processes, nodes and the call."""
-        known, named_ranks = dict(enumerate(self._identities)), ranks[:_NAMED_RANKS]
-        identities = [known.get(rank, {"pid": "?", "node": "?"}) for rank in named_ranks]
-        names = [
-            f"rank {rank} of {self.world} (pid {identity['pid']} on {identity['node']})"
-            for rank, identity in zip(named_ranks, identities, strict=True)
-        ]
+        known = dict(enumerate(self._identities))
+        named = [(rank, known.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
+        names = [f"rank {rank} of {self.world} (pid {found['pid']} on {found['node']})" for rank, found in named]
         remainder = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
         return f"{self._role} worker, {', '.join(names)}{remainder}, in {phase}"
 

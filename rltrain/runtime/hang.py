@@ -87,9 +87,7 @@ def different_collectives(stacks: Mapping[int, str], world: int) -> str:
     Ranks in different collectives never complete, so rerunning does not help. If a rank is missing, the others may
     rightly wait for it.
     """
-    names = {
-        rank: collectives[0] for rank, stack in sorted(stacks.items()) if (collectives := _COLLECTIVE.findall(stack))
-    }
+    names = {rank: calls[0] for rank, stack in sorted(stacks.items()) if (calls := _COLLECTIVE.findall(stack))}
     if len(names) < world or len(set(names.values())) < 2:
         return ""
     waits = ", ".join(f"rank {list(names.values()).index(name)} in {name}" for name in dict.fromkeys(names.values()))

@@ -127,9 +127,8 @@ class RayWatchdog(threading.Thread):
             poll = select.poll()
             for connection in self._connections:
                 poll.register(connection.socket, select.POLLIN)
-            if poll.poll(1000 * _POLL_S) and (
-                lost := next((connection.name for connection in self._connections if connection.broken()), "")
-            ):
+            has_event = poll.poll(1000 * _POLL_S)
+            if has_event and (lost := next((peer.name for peer in self._connections if peer.broken()), "")):
                 if not self.over.is_set():
                     self._ray_ended(lost)
                 return
@@ -208,9 +207,8 @@ def watch_ray(deadlines: Deadlines, local: bool, reads: bool = False, kept: Call
         return
     node: Any = ray._private.worker._global_node
     connections, logs = (list(_connections(node)), node.get_logs_dir_path()) if node else ([], "")
-    watch = _watchdog = RayWatchdog(
-        connections, node.get_session_dir_path() if local else "", logs, deadlines, reads, kept
-    )
+    session = node.get_session_dir_path() if local else ""
+    watch = _watchdog = RayWatchdog(connections, session, logs, deadlines, reads, kept)
     watch.start()
     try:
         yield

@@ -74,9 +74,7 @@ class Samples:
         try:
             return self.numbers[name]
         except KeyError:
-            raise KeyError(
-                f"the samples have no number '{name}' (available: {', '.join(sorted(self.numbers))})"
-            ) from None
+            raise KeyError(f"the samples have no number '{name}', only {', '.join(sorted(self.numbers))}") from None
 
     def update(self, numbers: Mapping[str, Array]) -> None:
         """Add per-sample numbers [n]."""
@@ -207,18 +205,15 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
     if not request.num_samples:
         return batch
     for name in dict.fromkeys(name for part in request.parts for name in part.columns):
-        parts_with_column = [
+        pairs = [
             (part, stored_object)
             for part, stored_object in zip(request.parts, objects, strict=True)
             if name in part.columns
         ]
         joined = Batch.concat(
-            [
-                _only(name, pick(replace(part, columns=(name,)), stored_object))
-                for part, stored_object in parts_with_column
-            ]
+            [_only(name, pick(replace(part, columns=(name,)), stored_object)) for part, stored_object in pairs]
         )
-        places = np.concatenate([part.ids for part, _ in parts_with_column])
+        places = np.concatenate([part.ids for part, _ in pairs])
         # Rows are joined by object; sorting by position gives the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]
         if isinstance(column, Ragged) and len(column) < request.num_samples:

@@ -86,9 +86,7 @@ class Experience:
             needed, most = self._plan.prompts_per_step, self._plan.max_generation_rounds
             while (have := sum(map(len, useful))) < needed and len(rounds) < most:
                 if len(rounds) % _SAY_ROUNDS == 0:
-                    log.info(
-                        "dynamic sampling: %d of %d groups are informative after %d rounds", have, needed, len(rounds)
-                    )
+                    log.info("dynamic sampling: %d of %d informative groups, %d rounds", have, needed, len(rounds))
                 fills_up = len(rounds) * self._plan.prompts_per_round < needed
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))

@@ -36,9 +36,7 @@ def raise_on_failures(samples: Samples, failure: str, run: str | Path) -> None:
         if failed.mean() > _MOST:
             message += f"\nThe output of tools and agents is in {printed}." if printed.exists() else ""
             if failed.all() and is_bug(failure):
-                raise AgentBug(
-                    f"{message}\nThis is an error in the agent's code, so a rerun would fail in the same way."
-                )
+                raise AgentBug(f"{message}\nThis is an error in the agent's code, so a rerun would fail too.")
             raise AgentError(message)
         log.warning("%s (they are excluded from loss and baseline; agent/failed counts them)", message)
 

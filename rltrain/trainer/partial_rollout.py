@@ -68,12 +68,9 @@ class PendingPrompts:
             if prompt.answers:
                 pending_mask[place] = ~prompt.answers[c.COMPLETE]
         # With 0 no replica would start a job, and the step would have no response.
-        target_complete = max(1, self._wanted - int((~pending_mask.any(1)).sum()))
-        return {
-            "target_complete": target_complete,
-            "num_required": self._num_waited_for(started),
-            "pending_mask": pending_mask if self._carries else None,
-        }
+        target = max(1, self._wanted - int((~pending_mask.any(1)).sum()))
+        mask = pending_mask if self._carries else None
+        return {"target_complete": target, "num_required": self._num_waited_for(started), "pending_mask": mask}
 
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
         """Return the number of (first) prompts that the step must complete.

@@ -44,7 +44,6 @@ from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, StepModels
 from rltrain.trainer.supervised import LossValidation, supervised_metrics
 from rltrain.trainer.validation import Validation
-from rltrain.workers.interface.results import UpdateNumbers
 from rltrain.workers.interface.tasks import UpdateTask
 
 
@@ -191,8 +190,8 @@ class PPOTrainer:
         # As in verl the schedule starts with the first step that trains the actor. All optimizer steps of a step share
         # one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
         first = max(1, plan.passes.first_actor_step)
-        num_skipped_steps = self._num_skipped_steps("actor")
-        rate = learning_rate(step - first - num_skipped_steps, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
+        skipped = self._num_skipped_steps("actor")
+        rate = learning_rate(step - first - skipped, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
             # Mean over the whole batch and not a mini-batch, so that all optimizer steps share one scale. It is known
@@ -222,7 +221,7 @@ class PPOTrainer:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
         # Join the moments of the update's forward pass and of the old_log_prob pass, which cover disjoint samples.
         record.measured = join([record.measured, join(result.measured for result in results)])
-        self._skipped("actor", results, record, num_skipped_steps, counts)
+        self._skipped("actor", results[0].num_made, record, skipped, counts)
 
     def _update_reference(self, record: StepRecord) -> None:
         if self.reference:
@@ -239,13 +238,13 @@ class PPOTrainer:
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Samples without advantage stay: they have returns, and the critic learns from them.
         record.layouts["update_critic"] = layout = self._cut(samples, "update_critic", mini_batches)
-        num_skipped_steps = self._num_skipped_steps("critic")
-        rate = learning_rate(step - 1 - num_skipped_steps, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
+        skipped = self._num_skipped_steps("critic")
+        rate = learning_rate(step - 1 - skipped, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         counted = np.array([count.tokens for count in counts])
         record.metrics |= m.update_metrics(results, counted, counted, "critic")
         record.metrics["critic/lr"] = rate
-        self._skipped("critic", results, record, num_skipped_steps, counts)
+        self._skipped("critic", results[0].num_made, record, skipped, counts)
 
     def _num_skipped_steps(self, role: str) -> int:
         """Return the number of earlier steps in which ``role`` made no optimizer step; its schedule did not advance
@@ -253,21 +252,16 @@ class PPOTrainer:
         return int(self._metrics.get(f"{role}/steps_held", 0))
 
     def _skipped(
-        self,
-        role: str,
-        results: Sequence[UpdateNumbers],
-        record: StepRecord,
-        num_skipped_steps: int,
-        counts: Sequence[Denominators],
+        self, role: str, num_made: int, record: StepRecord, skipped: int, counts: Sequence[Denominators]
     ) -> None:
         """Log optimizer steps that were not made. Raises NonFiniteError if there are too many.
 
-        held: `_num_skipped_steps` before the update. counts: of the mini-batches.
+        skipped: `_num_skipped_steps` before the update. counts: of the mini-batches.
         """
         self._alarms.overflowed(role, record.metrics)
         record.metrics |= self._alarms.skipped(role, record.metrics) | self._alarms.empty(role, counts)
-        if num_skipped_steps := num_skipped_steps + (results[0].num_made == record.metrics[f"{role}/steps_empty"]):
-            record.metrics[f"{role}/steps_held"] = float(num_skipped_steps)
+        if skipped := skipped + (num_made == record.metrics[f"{role}/steps_empty"]):
+            record.metrics[f"{role}/steps_held"] = float(skipped)
 
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:
         """Return the metrics of the step."""
@@ -381,12 +375,10 @@ class PPOTrainer:
         # Only the state of a controller: without one, the config applies, even if a resumed run enables a controller.
         entropy = self.cfg.actor_rollout_ref.actor.adaptive_entropy
         coef = self.advantages.kl_coef if self.cfg.algorithm.kl_ctrl.type == "adaptive" else None
-        entropy_coef = self.entropy_bonus.coef if entropy.enabled else None
+        entropy_coef, metrics = self.entropy_bonus.coef if entropy.enabled else None, self._metrics
         # State of tools and environments cannot be saved, so a resumed run restarts pending multi-turn trajectories.
         answers = None if several_turns(self.cfg.actor_rollout_ref.rollout) else pending.answers()
-        return Progress(
-            drawn, coef, sampler.state(), pending.state(), answers, lengths, self._metrics, entropy_coef, experts
-        )
+        return Progress(drawn, coef, sampler.state(), pending.state(), answers, lengths, metrics, entropy_coef, experts)
 
     def restore(self, progress: Progress, folder: Path | None = None) -> None:
         """Restore ``progress``. folder: its checkpoint."""

@@ -56,7 +56,7 @@ _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG
 class ActorRefWorker(Actor):
     """Training side of the policy. Every method is called on all ranks, each with its local samples."""
 
-    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, offload_manager: OffloadManager) -> None:
+    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, offloader: OffloadManager) -> None:
         self._cfg, self._specs = cfg, specs
         self._passes = passes
         self._model_cfg = cfg.actor_rollout_ref.model
@@ -64,8 +64,8 @@ class ActorRefWorker(Actor):
         self._rollout_cfg = cfg.actor_rollout_ref.rollout
         self._correction = cfg.algorithm.rollout_correction
         self._rules = self._correction.rejection_rules()
-        self.offload_manager = offload_manager
-        self._device = offload_manager.device
+        self.offloader = offloader
+        self._device = offloader.device
         self._entry = find_policy_loss(passes.policy_loss)
         # Policy version at the last old_log_prob pass; a selection reuses the log-probs until it changes.
         self._log_probs_at: int | None = None
@@ -73,7 +73,7 @@ class ActorRefWorker(Actor):
 
     def _load_models(self) -> None:
         passes, fsdp = self._passes, self._actor_cfg.fsdp_config
-        self.policy: PolicyModel = load_role("actor", self._specs, passes, self.offload_manager)
+        self.policy: PolicyModel = load_role("actor", self._specs, passes, self.offloader)
         if not passes.trains:
             self.policy.eval()
             return
@@ -81,9 +81,7 @@ class ActorRefWorker(Actor):
         self._writer = StateWriter(self.policy, self.updater.optimizer, self.updater.loss_scale, self._device)
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
-        self.inference_models = InferenceWorker(
-            self._specs, passes, self.offload_manager, self._rollout_cfg.temperature
-        )
+        self.inference_models = InferenceWorker(self._specs, passes, self.offloader, self._rollout_cfg.temperature)
         # The policy with its adapters off is a reference too.
         self.reference: PolicyModel = self.inference_models.models.get("ref", self.policy)
         self._exact_reference = ReferenceDistribution(self.reference)
@@ -94,7 +92,7 @@ class ActorRefWorker(Actor):
             teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
             self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
         # After all models, whose forward passes come first.
-        self.offload_manager.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
+        self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
     def num_updates(self) -> int:
@@ -120,7 +118,7 @@ class ActorRefWorker(Actor):
         Columns: ``old_log_probs``; ``is_weights`` and ``loss_mask`` if the correction has them; ``sum_pi_squared`` and
         ``entropy`` if needed; ``routed_experts`` if the update replays them. Numbers: moments, and ``loss_tokens`` [n].
         """
-        self.offload_manager.enter_phase("old_log_prob")
+        self.offloader.enter_phase("old_log_prob")
         self._log_probs_at = self.updater.num_steps
         squares = self._passes.estimator.sum_pi_squared
         experts = self._passes.router_replay == "R2"
@@ -146,7 +144,7 @@ class ActorRefWorker(Actor):
 
         With a KL in the reward also returns ``ref_kl`` per token and ``kl_sum`` [n].
         """
-        self.offload_manager.enter_phase("ref")
+        self.offloader.enter_phase("ref")
         passes = self._passes
         columns: dict[str, Ragged] = {}
         if passes.ref_log_probs:
@@ -214,7 +212,7 @@ class ActorRefWorker(Actor):
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """Run one optimizer step per mini-batch."""
-        self.offload_manager.enter_phase("update_actor")
+        self.offloader.enter_phase("update_actor")
         if not self._actor_cfg.fsdp_config.use_torch_compile:
             self.policy.measure_load()
         terms = {
@@ -236,7 +234,7 @@ class ActorRefWorker(Actor):
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
             numbers = replace(numbers, expert_load=load.cpu().numpy())
-        return replace(numbers, memory_gb=self.offload_manager.memory_gb())
+        return replace(numbers, memory_gb=self.offloader.memory_gb())
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
@@ -244,7 +242,9 @@ class ActorRefWorker(Actor):
         temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
         # If no earlier pass compared actor and engine, the update's forward pass does.
         measures = (not mini.has_old_log_probs or self._passes.bypass) and not self._passes.supervised
-        log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, reference_distribution)
+        log_probs, entropy, kl, *_ = outputs = self.policy(
+            inputs, temperature, with_entropy or measures, reference_distribution
+        )
         if not len(micro):
             return empty_loss(log_probs, outputs.balance_loss)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
@@ -362,8 +362,8 @@ class ActorRefWorker(Actor):
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
         # Full weights are gathered between devices, because hosts exchange bytes many times more slowly. After an
         # update the shards are on the device; otherwise onload them as for a pass, shortly before the next sync would.
-        if (task.export or self._model_cfg.uses_lora) and not self.offload_manager.is_here(self.policy):
-            self.offload_manager.enter_phase("old_log_prob", whole=True)
+        if (task.export or self._model_cfg.uses_lora) and not self.offloader.is_here(self.policy):
+            self.offloader.enter_phase("old_log_prob", whole=True)
         if self._export and task.export:
             self._export.gather(copies)
         if self._model_cfg.uses_lora:
@@ -389,7 +389,7 @@ class ActorRefWorker(Actor):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Load model and optimizer, on any number of ranks (a collective). Returns notes for the log."""
-        self.offload_manager.enter_phase("update_actor" if self._passes.trains else "sync", whole=True)
+        self.offloader.enter_phase("update_actor" if self._passes.trains else "sync", whole=True)
         optimizer = self.updater.optimizer if self._passes.trains and not weights_only else None
         scale = self.updater.loss_scale if optimizer else None
         texts_alone = not self._passes.trains and not self._passes.images

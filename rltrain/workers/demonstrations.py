@@ -59,5 +59,5 @@ class DemonstrationWorker(Rollout):
         """Raise an error: no response waits in a checkpoint."""
         raise NotImplementedError("supervised fine-tuning carries no response over")
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Do nothing: a response from the data is complete at once."""

@@ -60,9 +60,9 @@ class HybridWorker(Models, Advantages):
         if not device.is_cpu:
             engine = None if passes.supervised else ENGINES[self._cfg.actor_rollout_ref.rollout.name].package
             check_node(device.kind, device.name, engine)
-        self.offload_manager = offload_manager = OffloadManager(device)
+        self.offloader = offloader = OffloadManager(device)
         specs = specs_of(self._cfg, device, passes)
-        self.actor = actor = ActorRefWorker(self._cfg, specs, passes, offload_manager)
+        self.actor = actor = ActorRefWorker(self._cfg, specs, passes, offloader)
         self.rollout = (
             DemonstrationWorker(self._prompts, chat_encoder(self._cfg), images=passes.images)
             if passes.supervised
@@ -71,38 +71,38 @@ class HybridWorker(Models, Advantages):
         self.roles += [self.actor, self.rollout, *([self.actor.inference_models] if passes.trains else [])]
         if passes.reference_moves:
             self.roles.append(
-                ReferenceWorker(self._cfg.actor_rollout_ref.ref, actor.policy, actor.reference, offload_manager)
+                ReferenceWorker(self._cfg.actor_rollout_ref.ref, actor.policy, actor.reference, offloader)
             )
         if "critic" in passes.roles:
-            self.critic = CriticWorker(self._cfg.critic, self._cfg.trainer, specs, passes, offload_manager)
+            self.critic = CriticWorker(self._cfg.critic, self._cfg.trainer, specs, passes, offloader)
             self.roles.append(self.critic)
         if "reward_model" in passes.roles:
             assert self._rows is not None
             budget = budgets(self._cfg)["reward"]
-            self.reward_model = RewardModelWorker(budget, specs, passes, offload_manager, self._rows)
+            self.reward_model = RewardModelWorker(budget, specs, passes, offloader, self._rows)
             self.roles.append(self.reward_model)
         if "judge" in passes.roles:
-            self.judge = JudgeWorker(self._cfg, specs, passes, offload_manager)
+            self.judge = JudgeWorker(self._cfg, specs, passes, offloader)
             self.roles.append(self.judge)
-        assert passes.roles <= offload_manager.models.keys(), f"no worker loads {passes.roles - offload_manager.models.keys()}"
+        assert passes.roles <= offloader.models.keys(), f"no worker loads {passes.roles - offloader.models.keys()}"
         if passes.trains and not passes.supervised:
-            check_room(self._cfg.actor_rollout_ref.rollout, offload_manager)
+            check_room(self._cfg.actor_rollout_ref.rollout, offloader)
         sizes = self.actor.sizes()
-        for role, model in offload_manager.models.items():
+        for role, model in offloader.models.items():
             sizes |= {f"{role}_{name}": number for name, number in model_numbers(model).items()}
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def _make_rollout(self, passes: StepPasses) -> RolloutWorker:
         actor = self.actor
         return RolloutWorker(
-            self._cfg, passes, self.offload_manager, self._prompts, actor.policy, lambda: actor.num_updates,
+            self._cfg, passes, self.offloader, self._prompts, actor.policy, lambda: actor.num_updates,
             actor.text_log_probs, self._rows,
         )  # fmt: skip
 
     def explain(self, error: Exception) -> Exception:
         """Convert an error for the user: an out-of-memory error lists memory by owner and the keys that reduce it."""
         if is_out_of_memory(error):
-            return device_is_full(error, memory_keys(self._cfg, self.offload_manager.phase), self.offload_manager)
+            return device_is_full(error, memory_keys(self._cfg, self.offloader.phase), self.offloader)
         return error
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
@@ -114,19 +114,19 @@ class HybridWorker(Models, Advantages):
         return spread_over_turns(batch, turns)
 
 
-def check_room(rollout: RolloutConfig, offload_manager: OffloadManager) -> None:
+def check_room(rollout: RolloutConfig, offloader: OffloadManager) -> None:
     """Raise ConfigError if the second generation would lack memory. Call with all models loaded and the engine asleep.
 
     An engine compares its share with the free memory at its start. Optimizers allocate their state only in the first
     update, and without offloading they keep it during generation.
     """
-    device = offload_manager.device
+    device = offloader.device
     if device.is_cpu or not ENGINES[rollout.name].package:  # the embedded engine uses the memory that is free
         return
-    offload_manager.enter_phase("gen")
+    offloader.enter_phase("gen")
     free, total = device.free_memory_bytes(), device.total_memory_bytes()
     engine = rollout.gpu_memory_utilization * total if rollout.free_cache_engine else 0.0
-    to_come = offload_manager.future_optimizer_bytes()
+    to_come = offloader.future_optimizer_bytes()
     if engine + to_come > free:
         key = "actor_rollout_ref.rollout.gpu_memory_utilization"
         fits = max(free - to_come, 0) / total - 0.005

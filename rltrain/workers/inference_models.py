@@ -26,13 +26,13 @@ from rltrain.workers.interface.roles import InferenceModels
 from rltrain.workers.state.offload_manager import OffloadManager
 
 
-def load_role(role: Role, specs: Specs, passes: StepPasses, offload_manager: OffloadManager) -> Any:
+def load_role(role: Role, specs: Specs, passes: StepPasses, offloader: OffloadManager) -> Any:
     """Load the model of ``role`` (a collective). Freeze it if the role has no updates."""
     kind, spec = specs[role]
-    model = sharded_model(kind, spec, offload_manager.device)
+    model = sharded_model(kind, spec, offloader.device)
     if not updates_of(role):
         model.requires_grad_(False).eval()
-    offload_manager.add_model(role, model, *passes.needs(role), offload=spec.rests_on_host)
+    offloader.add_model(role, model, *passes.needs(role), offload=spec.rests_on_host)
     return model
 
 
@@ -68,10 +68,10 @@ class InferenceWorker(InferenceModels):
     """``models``: frozen policies by role. Excludes the reference of an actor with adapters, and a judge, which
     generates text and runs no pass over the samples."""
 
-    def __init__(self, specs: Specs, passes: StepPasses, offload_manager: OffloadManager, temperature: float) -> None:
-        self._offload_manager, self._temperature = offload_manager, temperature
+    def __init__(self, specs: Specs, passes: StepPasses, offloader: OffloadManager, temperature: float) -> None:
+        self._offloader, self._temperature = offloader, temperature
         self.models: dict[Role, PolicyModel] = {
-            role: load_role(role, specs, passes, offload_manager)
+            role: load_role(role, specs, passes, offloader)
             for role, (kind, _) in specs.items()
             if kind is PolicyModel and passes_of(role) and not updates_of(role)
         }
@@ -79,9 +79,9 @@ class InferenceWorker(InferenceModels):
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
         """Compute log pi(response) with the policy of a pass. task: pass, output column, micro-batch sizes."""
         name, column, micro_sizes = task
-        self._offload_manager.enter_phase(name)
+        self._offloader.enter_phase(name)
         model, micros = self.models[PASSES[name].role], batch.split(micro_sizes)
-        log_probs = measure_known(model, micros, self._offload_manager.device, self._temperature)
+        log_probs = measure_known(model, micros, self._offloader.device, self._temperature)
         known = Moments.of(log_probs[~log_probs.isnan()])
         return Batch({column: per_policy_token(log_probs, batch)}), PassNumbers({}, {name: known})
 

@@ -62,14 +62,14 @@ def judge_encoder(model: RewardModelModelConfig) -> ChatEncoder:
 class JudgeWorker(Judge):
     """Shard of the judge, and an engine with all its weights."""
 
-    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, offload_manager: OffloadManager) -> None:
+    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, offloader: OffloadManager) -> None:
         self._rollout = cfg.reward_model.rollout
         # Checking for an abort costs a little per token.
         self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._longest_message, self._longest_reply = judge_lengths(cfg)
-        self.offload_manager, device = offload_manager, offload_manager.device
+        self.offloader, device = offloader, offloader.device
         self._encoder, spec = judge_encoder(cfg.reward_model.model), specs["judge"][1]
-        self.model = load_role("judge", specs, passes, offload_manager)
+        self.model = load_role("judge", specs, passes, offloader)
         self._vocabulary = spec.load_config().get_text_config().vocab_size
         rollout = self._rollout
         settings = EngineSettings(
@@ -90,7 +90,7 @@ class JudgeWorker(Judge):
             section="reward_model.rollout",
             longest="response_length",
         )
-        offload_manager.enter_phase(JUDGE_PHASE)
+        offloader.enter_phase(JUDGE_PHASE)
         self.engine: RolloutEngine = make_engine(settings)
         self._weight_sync = WeightSync(
             self.model,
@@ -104,7 +104,7 @@ class JudgeWorker(Judge):
             log_probs=self._text_log_probs,
             names=_NAMES,
         )
-        offload_manager.add_engine(self._release, JUDGE_PHASE)
+        offloader.add_engine(self._release, JUDGE_PHASE)
 
     def replies(self, batch: Batch, seed: int, reading: int) -> tuple[list[Reply], JudgeNumbers]:
         """Generate replies to the messages of this rank. Messages that are too long get an error text instead.
@@ -112,7 +112,7 @@ class JudgeWorker(Judge):
         A reply is a function of ``seed``, the message and ``reading``.
         """
         started = time.perf_counter()
-        self.offload_manager.enter_phase(JUDGE_PHASE, whole=True)
+        self.offloader.enter_phase(JUDGE_PHASE, whole=True)
         if self._weight_sync.version is None:
             self._weight_sync.run(0, lambda: None)
         texts = batch[c.JUDGE_MESSAGE] if len(batch) else []
@@ -137,7 +137,7 @@ class JudgeWorker(Judge):
             for prompt_index, text in enumerate(self._encoder.decode_batch(written) if written else [])
         ]
         num_tokens = sum(len(job.prompt) + len(written[job.prompt_index]) for job in jobs)
-        self.offload_manager.device.synchronize()
+        self.offloader.device.synchronize()
         return replies, JudgeNumbers(num_tokens, time.perf_counter() - started)
 
     def _answered(self, jobs: list[Job]) -> Conversations:
@@ -165,7 +165,7 @@ class JudgeWorker(Judge):
         mask = answers.like(torch.ones_like(answers.values, dtype=torch.bool))
         prompts = DictionaryColumn(Ragged.from_rows([tokens[:1]]), index)
         batch = Batch({c.PROMPT: prompts, c.RESPONSE: answers, c.RESPONSE_MASK: mask})
-        return measure(self.model, [batch], self.offload_manager.device, 1.0)[0]
+        return measure(self.model, [batch], self.offloader.device, 1.0)[0]
 
     def _release(self) -> None:
         if self.engine.sleep():

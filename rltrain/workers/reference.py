@@ -20,19 +20,17 @@ from rltrain.workers.state.saving import SavesState, StateWriter
 class ReferenceWorker(SavesState, Reference):
     """Shard of the reference. Every method is called on all ranks."""
 
-    def __init__(
-        self, cfg: RefConfig, policy: PolicyModel, reference: PolicyModel, offload_manager: OffloadManager
-    ) -> None:
+    def __init__(self, cfg: RefConfig, policy: PolicyModel, reference: PolicyModel, offloader: OffloadManager) -> None:
         self._mix = cfg.update_mix
-        self._policy, self._reference, self._offload_manager = policy, reference, offload_manager
-        self._writer = StateWriter(reference, None, None, offload_manager.device)
+        self._policy, self._reference, self._offloader = policy, reference, offloader
+        self._writer = StateWriter(reference, None, None, offloader.device)
 
     @torch.no_grad()
     def update_reference(self) -> None:
         """Set reference <- a policy + (1 - a) reference, a = ref.update_mix, for each shard of a weight."""
         # Weights stay where they are during generation: frozen weights are never copied back to the host, so they must
         # not be changed on the device.
-        self._offload_manager.enter_phase("gen", whole=True)
+        self._offloader.enter_phase("gen", whole=True)
         self._writer.reshard_and_synchronize()
         policy, reference = (
             {**weights_by_name(packed), **correction_biases(packed)} for packed in (self._policy, self._reference)
@@ -49,5 +47,5 @@ class ReferenceWorker(SavesState, Reference):
         """Load the weights, on any number of ranks (a collective). Returns notes for the log."""
         if weights_only:  # from another run: the reference starts as loaded
             return []
-        self._offload_manager.enter_phase("gen", whole=True)
+        self._offloader.enter_phase("gen", whole=True)
         return load_training_state(self._reference, None, folder)

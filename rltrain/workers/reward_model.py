@@ -50,25 +50,24 @@ class RewardModelWorker(RewardModel):
         budget: PassBudget,
         specs: Specs,
         passes: StepPasses,
-        offload_manager: OffloadManager,
+        offloader: OffloadManager,
         rows: dict[str, Rows],
     ) -> None:
         self._budget = budget
         self._rows = rows
-        self.offload_manager = offload_manager
+        self.offloader = offloader
         self._path = specs["reward_model"][1].path
         self._encoder = check_reward_model(specs["reward_model"][1])
-        self._model = load_role("reward_model", specs, passes, offload_manager)
+        self._model = load_role("reward_model", specs, passes, offloader)
 
     @torch.no_grad()
     def score(self, batch: Batch, split: str) -> Array:
         """Return ``model_score`` of each sample [n], from its ``text`` and ``row``."""
-        self.offload_manager.enter_phase("reward")
+        self.offloader.enter_phase("reward")
         rows = self._encode(batch, split)
         micros = self._cut([len(row) for row in rows])
         outputs = [
-            self._model(pack_whole([rows[i] for i in micro], self.offload_manager.device.torch_device))
-            for micro in micros
+            self._model(pack_whole([rows[i] for i in micro], self.offloader.device.torch_device)) for micro in micros
         ]
         reshard(self._model)
         scores = torch.cat(outputs).cpu().double().numpy()

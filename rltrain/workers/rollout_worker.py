@@ -82,7 +82,7 @@ class RolloutWorker(Rollout):
         self,
         cfg: Config,
         passes: StepPasses,
-        offload_manager: OffloadManager,
+        offloader: OffloadManager,
         prompts: dict[str, PromptStore],
         policy: PackedModel,
         version: Callable[[], int],
@@ -94,8 +94,8 @@ class RolloutWorker(Rollout):
         self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._with_experts = passes.router_replay == "R3"
         self._images, self._images_between_turns = passes.images, passes.images_between_turns
-        self.offload_manager = offload_manager
-        self._device = offload_manager.device
+        self.offloader = offloader
+        self._device = offloader.device
         self._prompts = prompts
         for store in prompts.values():
             if store.pictures:
@@ -127,12 +127,12 @@ class RolloutWorker(Rollout):
             log_probs=text_log_probs,
             merge=merge,
         )
-        offload_manager.add_engine(self._release, "sync", "gen")
+        offloader.add_engine(self._release, "sync", "gen")
 
     def _make_engine(self, cfg: Config, dtype: torch.dtype, adapted: dict[str, int]) -> RolloutEngine:
         model = actor_spec(cfg, self._device, self._images)
         self._vocabulary = model.load_config().get_text_config().vocab_size
-        self.offload_manager.enter_phase("gen")  # an engine measures the free memory at its start
+        self.offloader.enter_phase("gen")  # an engine measures the free memory at its start
         settings = EngineSettings(
             rollout=self._rollout,
             model=model,
@@ -259,10 +259,10 @@ class RolloutWorker(Rollout):
         version = self._version()
         report = None
         if self.weight_sync.version != version:
-            self.offload_manager.enter_phase("sync", whole=True)
-            report = self.weight_sync.run(version, free_training_copy=lambda: self.offload_manager.enter_phase("gen"))
+            self.offloader.enter_phase("sync", whole=True)
+            report = self.weight_sync.run(version, free_training_copy=lambda: self.offloader.enter_phase("gen"))
         else:
-            self.offload_manager.enter_phase("gen")
+            self.offloader.enter_phase("gen")
         self._device.synchronize()
         return time.perf_counter() - started, report
 

@@ -113,10 +113,7 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(waiting, tmp_path, 
         SYSTEM.sleep(2 * ONE_REQUEST_S)  # two signals at once are one request
         process.send_signal(signal.SIGINT)
     output = over(process, 130)  # although the answer waits
-    assert (
-        output.splitlines()[-1]
-        == "stopped after step 0 of 6; nothing is saved yet, so the same command starts from the beginning"
-    )
+    assert output.splitlines()[-1] == "stopped after step 0 of 6; nothing is saved yet, so the same command starts over"
     assert not list(tmp_path.glob("run/global_step_*"))
 
 
@@ -178,10 +175,7 @@ def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_mode
     eventually(lambda: pids(process.pid, "gcs_server"))
     process.send_signal(signal.SIGTERM)
     output = over(process, 75)
-    assert (
-        output.splitlines()[-1]
-        == "stopped after step 0 of 2; nothing is saved yet, so the same command starts from the beginning"
-    )
+    assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts over"
     gone(tmp_path)
 
 

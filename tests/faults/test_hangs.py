@@ -34,7 +34,7 @@ def hung(process, started) -> str:
     ended(started)
     # Nothing has told these runs to save, and half an hour has not gone by.
     assert "continues" not in output
-    assert ("Nothing is saved yet: the same command starts from the beginning" in output) == ("starting Ray" in output)
+    assert ("Nothing is saved yet: the same command starts over" in output) == ("starting Ray" in output)
     return error_of(output)
 
 

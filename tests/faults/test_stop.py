@@ -70,8 +70,5 @@ def test_a_generation_longer_than_the_notice_is_given_up(start, trap, tiny_model
     process.send_signal(signal.SIGTERM)
     output = over(process, 75)
     assert "how long step 1 takes is not known yet" in output
-    assert (
-        output.splitlines()[-1]
-        == "stopped after step 0 of 2; nothing is saved yet, so the same command starts from the beginning"
-    )
+    assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts over"
     assert os.path.exists(tmp_path / "train.log")

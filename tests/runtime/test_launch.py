@@ -104,7 +104,7 @@ def test_the_head_names_the_nodes_and_devices_it_waits_for(make_launch):
 
 def test_waiting_ends_with_the_missing_nodes(make_launch, capsys):
     with pytest.raises(WorkerLost, match=r"waited 3 s \(WAIT_S\) for rank 1"):
-        module.wait_until(lambda: "rank 1", make_launch("head", WAIT_S=3), [], "all nodes", VirtualClock())
+        module.wait_for(lambda: "rank 1", make_launch("head", WAIT_S=3), [], "all nodes", VirtualClock())
     assert "waiting for rank 1 (0 s left)" in capsys.readouterr().out
 
 

@@ -59,20 +59,17 @@ def test_an_environment_answers_and_scores(process_group, tiny_trainer, settings
         assert [message["role"] for message in text.trajectory_info["messages"]] == ["assistant", "user"] * (
             count - 1
         ) + ["assistant"]
-        assert text.trajectory_info["agent_score"] == 0.25 * sum(
-            bool(end) for end in text.trajectory_info["tool_rewards"]
-        )
+        info = text.trajectory_info
+        assert info["agent_score"] == 0.25 * sum(bool(end) for end in info["tool_rewards"])
         assert answer.count(END_ID) >= count - 1
-    said = [
-        text.trajectory_info["messages"][1]["content"] for text in texts if len(text.trajectory_info["messages"]) > 1
-    ]
+    all_messages = [text.trajectory_info["messages"] for text in texts]
+    said = [messages[1]["content"] for messages in all_messages if len(messages) > 1]
     assert said[0].startswith("1 rltrain/arithmetic ")
     # One seed for all answers to a prompt, so that they begin alike.
     n = len(answers) // 4
-    infos = [text.trajectory_info for text in texts]
+    infos, starts = [text.trajectory_info for text in texts], range(0, 4 * n, n)
     of_prompt = [
-        {info["messages"][1]["content"] for info in infos[at : at + n] if info["num_turns"] > 2}
-        for at in range(0, 4 * n, n)
+        {info["messages"][1]["content"] for info in infos[at : at + n] if info["num_turns"] > 2} for at in starts
     ]
     assert all(len(each) <= 1 for each in of_prompt)
     assert len(set().union(*of_prompt)) > 1

@@ -137,7 +137,7 @@ def test_a_model_that_one_node_lacks_is_named(run, tmp_path):
 
 
 def test_a_clock_that_is_wrong_is_a_note(run):
-    (note,) = run(Hosts(close_ports=lambda found: found - 90))["clocks"].notes
+    (note,) = run(Hosts(close=lambda found: found - 90))["clocks"].notes
     assert note.startswith("b: its clock is 90 s behind")
 
 

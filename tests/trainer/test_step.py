@@ -84,7 +84,7 @@ def test_without_a_kl_there_is_no_reference_and_no_pass(make):
         trainer = make(**keys)
         trainer.step(1)
         assert trainer.group.calls.count("Actor.ref_log_probs") == calls
-        assert ("ref" in trainer.worker.offload_manager.models) == (keys != NO_KL)
+        assert ("ref" in trainer.worker.offloader.models) == (keys != NO_KL)
 
 
 def test_remax_compares_with_the_greedy_answer_to_the_prompt(make):

@@ -74,12 +74,12 @@ def test_its_engine_has_weights_in_its_own_phase_alone(judge, scripted):
     replies(worker, "7")
     engine = worker.engine.model
     assert not any(weight.is_meta for weight in engine.parameters())
-    worker.offload_manager.enter_phase("update_actor")
+    worker.offloader.enter_phase("update_actor")
     assert all(weight.is_meta for weight in engine.parameters())
-    assert worker.offload_manager.models["judge"] is worker.model
+    assert worker.offloader.models["judge"] is worker.model
     assert not any(weight.requires_grad for weight in worker.model.parameters())
     assert replies(worker, "7")[0][0].text == "yes"
-    assert worker.offload_manager.phase == JUDGE_PHASE
+    assert worker.offloader.phase == JUDGE_PHASE
 
 
 def test_weights_that_do_not_arrive_end_the_run(judge, scripted):

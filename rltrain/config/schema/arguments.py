@@ -65,9 +65,7 @@ def read_arguments(
         rules = known[name].metadata.get("rules")
         if rules and rules.among and value not in rules.among:
             wrong.append(f"{shown}: use one of {', '.join(rules.among)}.")
-        numbers = [
-            number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int | float)
-        ]
+        numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
         if rules and not all(map(rules.within, numbers)):
             finite = all(map(math.isfinite, numbers))
             wrong.append(f"{shown}: it must be {rules.bounds() if finite else 'finite'}.")

@@ -30,10 +30,7 @@ _CLASSIFIES = {
     "reward_model.model.type=discriminative": "a generative reward model is a judge: reward.judge.rule and "
     "reward.weights put its number beside the scorer's, and it writes as reward_model.rollout says",
 }
-_GENERATES = {
-    _SCORED: "",
-    "reward_model.model.type=generative": "the reward model is a classifier and generates no text",
-}
+_GENERATES = {_SCORED: "", "reward_model.model.type=generative": "the reward model is a classifier: no text"}
 _RECOMPUTED = {"enable_gradient_checkpointing": "what rests on the host is what a layer is recomputed from"}
 
 

@@ -143,10 +143,7 @@ def _reward_model(config: ScoringConfig, max_response_length: int) -> Iterator[s
         )
     if not model.runs_scorers:
         if model.weight == 0:
-            yield (
-                "reward_model.weight=0 without reward_model.rule_weight means no reward. Set "
-                "reward_model.rule_weight=1, or a weight other than 0."
-            )
+            yield "reward_model.weight=0 without reward_model.rule_weight means no reward. Set one of them."
         if config.reward.weights:
             yield _needs_scorer(model, f"reward.weights={config.reward.weights}")
     if model.reward_manager == "batch" and not config.custom_reward_function.path:

@@ -50,9 +50,7 @@ def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> I
             note = f"{'='.join(_MODE)} is {_TAIL}=carry_over here: unfinished answers are continued in the next step"
             yield _TAIL, "carry_over", note
         if not value(_C + "bypass_mode") and not value(_C + "rollout_is"):
-            note = (
-                f"{_C}rollout_is=token: each token is weighted against the policy that sampled it, which may be older"
-            )
+            note = f"{_C}rollout_is=token: tokens are weighted against the policy that sampled them, maybe an older one"
             yield _C + "rollout_is", "token", note
     written, upper = value(_C + "rollout_rs"), value(_C + "rollout_rs_threshold")
     rule = _RULES.get(str(written))

@@ -100,10 +100,7 @@ def _hub_problem(key: str, name: str) -> str | None:
     except Exception as error:  # noqa: BLE001 - network errors depend on the hub's HTTP client
         unreachable = f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({first_line(error)})"
         if not local:
-            return (
-                f"{no_folder}, and {unreachable}.{hint} Give a folder, or download the model on a machine with network "
-                "access."
-            )
+            return f"{no_folder}, and {unreachable}.{hint} Give a folder, or download the model from another machine."
         log.warning("note: %s, so %s is taken from the cache (as HF_HUB_OFFLINE=1 does at once)", unreachable, name)
         work_offline()
         huggingface_hub.constants.HF_HUB_OFFLINE = True

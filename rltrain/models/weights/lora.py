@@ -273,10 +273,7 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         required = not isinstance(lora.exclude_modules, str)
         chosen -= matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, required=required)
     if not chosen and not _target_experts(model, lora):
-        left = (
-            f"{lora.section}.exclude_modules={lora.exclude_modules} excludes all layers, so there is no layer for "
-            "adapters. Remove some names."
-        )
+        left = f"{lora.section}.exclude_modules={lora.exclude_modules} excludes all layers. Remove some names."
         none = f"{type(model).__name__} has no linear layer below its head. Train all its weights."
         raise ConfigError(left if lora.exclude_modules else none)
     return [name for name in linear if name in chosen]

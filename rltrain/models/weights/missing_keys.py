@@ -50,10 +50,7 @@ def notes(key: str, entries: Entries, key_mapping: KeyMapping) -> Iterator[str]:
         deeper = _of_layers(left, key_mapping)
         yield f"{name}: {model} does not take {count(len(left), 'weight')} of {files}: {_listed(left)}{deeper}"
     if key_mapping.computed:
-        yield (
-            f"{name}: weights that are not in {files} are initialised from the configuration: "
-            f"{_listed(key_mapping.computed)}"
-        )
+        yield f"{name}: not in {files} and initialised by config.json: {_listed(key_mapping.computed)}"
 
 
 def unknown_rule(key_mapping: KeyMapping) -> str | None:

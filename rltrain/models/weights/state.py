@@ -57,9 +57,7 @@ def load_training_state(
     notes = [] if texts_alone else _settle_tower(packed, state, folder)
     if _SCALE in state and _SCALE not in saved:
         del state[_SCALE]
-        notes.append(
-            f"{folder} has no loss scale, because its run did not compute in float16: the initial scale is used"
-        )
+        notes.append(f"{folder} has no loss scale, as its run did not compute in float16: the initial one is used")
     try:
         dcp.load(state, storage_reader=SafeReader(folder))
     except dcp.api.CheckpointException as error:

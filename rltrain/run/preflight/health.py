@@ -25,15 +25,7 @@ from rltrain.models.weights.spec import Specs
 from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import ray_logs
 from rltrain.runtime.group import WorkerGroup
-from rltrain.workers.diagnostics.node import (
-    NodeProbe,
-    NodeReport,
-    close_ports,
-    connect_to_all,
-    missing_files,
-    probe_node,
-    write_synced,
-)
+from rltrain.workers.diagnostics.node import NodeProbe, NodeReport, close, commit, connect, missing_files, probe_node
 from rltrain.workers.interface.roles import Links
 
 log = logging.getLogger(__name__)
@@ -88,11 +80,9 @@ def look_at_nodes(
         for rank, why in zip(wrote, missing_files([proof / f"rank_{rank}" for rank in wrote]), strict=True):
             unshared[rank] = "does not give back what it writes" if why else ""
     doors = [(address, facts_of[rank].port) for rank, address in firsts.items()]
-    lines = group.ask(connect_to_all, [doors if rank in firsts else [] for rank in range(group.world)]).collect(
-        _REACH_S
-    )
+    lines = group.ask(connect, [doors if rank in firsts else [] for rank in range(group.world)]).collect(_REACH_S)
     before = time.time()
-    clocks = group.ask(close_ports, [None] * group.world).collect(_REACH_S)
+    clocks = group.ask(close, [None] * group.world).collect(_REACH_S)
     middle, error = (before + time.time()) / 2, (time.time() - before) / 2
     nodes = [facts_of[rank] for rank in firsts]
     checks = [_devices(facts_of), _network(nodes, [lines[rank] for rank in firsts])]
@@ -132,7 +122,7 @@ def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
     draft = proof.with_name(f"{proof.name}_made")
     try:
         draft.mkdir(parents=True)
-        write_synced(draft / "driver", proof.name)
+        commit(draft / "driver", proof.name)
         # Not all storage can rename folders, which checkpoints need.
         draft.rename(proof)
     except OSError as error:

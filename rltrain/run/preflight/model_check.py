@@ -201,10 +201,7 @@ def _rows(samples: Batch) -> list[Tensor]:
     column = samples.dictionary(c.PROMPT)
     prompts: Any = column.values
     answers = samples.ragged(c.RESPONSE).rows()
-    return [
-        torch.cat([prompts[prompt_index], answer]).long()
-        for prompt_index, answer in zip(column.index, answers, strict=True)
-    ]
+    return [torch.cat([prompts[index], answer]).long() for index, answer in zip(column.index, answers, strict=True)]
 
 
 def plain_scores(model: Any, samples: Batch) -> Tensor:

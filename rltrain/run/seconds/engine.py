@@ -110,9 +110,7 @@ def generate(
     (num_prompts, n), store = answers.shape, dist.HashStore()
     size = samples_per_job(num_prompts, n, num_replicas, speed.max_rows)
     cuts = [np.arange(first, min(first + size, n)) for first in range(0, n, size)]
-    jobs = [
-        Job(prompt_index, cut, _NOTHING, cut.astype(np.uint64)) for prompt_index in range(num_prompts) for cut in cuts
-    ]
+    jobs = [Job(index, cut, _NOTHING, cut.astype(np.uint64)) for index in range(num_prompts) for cut in cuts]
     # As in `rollout_worker`.
     num_dealt = min(len(jobs), num_replicas * (speed.max_rows // size))
     replicas = [

@@ -106,10 +106,8 @@ def read_launch(argv: list[str]) -> Launch:
 
 def _check_port(port: int, ray_arguments: list[str]) -> None:
     """Raise ConfigError if a Ray started with these arguments uses this port itself: it would fail with a traceback."""
-    moved = any(
-        argument.startswith(("--min-worker-port", "--max-worker-port", "--worker-port-list"))
-        for argument in ray_arguments
-    )
+    prefixes = ("--min-worker-port", "--max-worker-port", "--worker-port-list")
+    moved = any(argument.startswith(prefixes) for argument in ray_arguments)
     if port in _PORTS_OF_RAY or (port in _PORTS_OF_WORKERS and not moved):
         first, last = _PORTS_OF_WORKERS[0], _PORTS_OF_WORKERS[-1]
         raise ConfigError(

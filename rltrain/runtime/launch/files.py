@@ -21,8 +21,7 @@ def head_token(file: Path | None) -> str:
     address = text(file)
     if address and accepts_connections(address):
         raise ConfigError(
-            f"{file} contains {address}, where another head is running. Stop that head, or set HEAD_FILE to another "
-            "file."
+            f"{file} contains {address}, where another head is running. Stop it, or set another HEAD_FILE."
         )
     path = Path.home() / _OWN_TOKEN
     if file:

@@ -64,7 +64,6 @@ def own_address(launch: Launch, head: str = "") -> str:
         address = address_towards(None)
     if not address:
         raise ConfigError(
-            "the address of this node is unknown, because no network card has a route. Set NODE_IP to the address that "
-            "other nodes reach."
+            "the address of this node is unknown: no network card has a route. Set NODE_IP to one that others reach."
         )
     return address

@@ -97,7 +97,7 @@ def stop(launch: Launch) -> int:
         )
     if addresses and _request_stop(launch, addresses[0]):
         left = f"the run of {addresses[0]}, which is saving; a second `stop` terminates it at once"
-        wait_until(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
+        wait_for(lambda: left if addresses[0] in clusters_here() else "", launch, [], left)
         print_line(f"the run of {addresses[0]} has ended")
         return 0
     number = end_processes(addresses[0]) if addresses else 0
@@ -107,11 +107,8 @@ def stop(launch: Launch) -> int:
 
 def _request_stop(launch: Launch, address: str) -> bool:
     with suppress(ConnectionError):
-        return (
-            accepts_connections(address)
-            and bool(token_variable() or use_head_token(launch.file))
-            and request_stop(KVStore(address))
-        )
+        has_token = accepts_connections(address) and bool(token_variable() or use_head_token(launch.file))
+        return has_token and request_stop(KVStore(address))
     return False
 
 
@@ -145,9 +142,7 @@ def _head(launch: Launch, signals: list[int]) -> int:
         if launch.num_nodes:
             wait_for_nodes(store, launch, signals)
         stays = not launch.command
-        code = (
-            run_command(launch, store.address, signals, lambda: poll_signals(store, signals)) if launch.command else 0
-        )
+        code = run_command(launch, address, signals, lambda: poll_signals(store, signals)) if launch.command else 0
         return code
     except ConfigError as error:
         code = error.exit_code
@@ -173,7 +168,7 @@ def wait_for_nodes(store: KVStore, launch: Launch, signals: list[int]) -> None:
         lines = [*nodes_missing(nodes, launch)]
         return "; ".join(lines + [f"{node} was rejected: {node.refused.rstrip('.')}" for node in refused if lines])
 
-    wait_until(missing, launch, signals, f"all {count(launch.num_nodes or 1, 'node')}")
+    wait_for(missing, launch, signals, f"all {count(launch.num_nodes or 1, 'node')}")
     for node in store.nodes():
         devices = ", ".join(
             f"{number:.0f} {name}" for name in ("NPU", "GPU", "CPU") if (number := node.resources.get(name))
@@ -266,9 +261,7 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
         raise ConfigError(f"this node has {VERSIONS}, the head {of_head}. Install the same on every node.")
     if head["stays"] != bool(launch.command):
         with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
-        raise ConfigError(
-            f"{with_it} has a command after --, {without} does not. Use the same arguments on every node."
-        )
+        raise ConfigError(f"{with_it} has a command after --, {without} does not. Give it on every node, or on none.")
 
 
 def join(store: KVStore, head: dict[str, Any], here: Node, launch: Launch, signals: list[int]) -> int:
@@ -321,7 +314,7 @@ def find_head(launch: Launch, signals: list[int]) -> KVStore:
             return f"the head: {error}{origin}{fix}"
         return f"the head: the Ray at {address}{origin} is not a head of ray_start.sh, or it is ending"
 
-    wait_until(missing, launch, signals, "the head")
+    wait_for(missing, launch, signals, "the head")
     return stores[0]
 
 
@@ -355,9 +348,7 @@ def wait_for_end(store: KVStore, here: Node, signals: list[int], clock: Clock = 
     raise Interrupted("stopped before the run ended", 75)
 
 
-def wait_until(
-    missing: Callable[[], str], launch: Launch, signals: list[int], goal: str, clock: Clock = SYSTEM
-) -> None:
+def wait_for(missing: Callable[[], str], launch: Launch, signals: list[int], goal: str, clock: Clock = SYSTEM) -> None:
     """Poll until `missing` returns "". Raises NodesMissing with its text after the timeout."""
     started, say_at = clock.monotonic(), 2.0
     while missing_text := missing():

@@ -119,9 +119,7 @@ class KVStore:
         try:
             return request()
         except (RayError, RuntimeError) as error:
-            cause = (
-                ("the token of this node differs from the head's") if "AuthToken" in str(error) else str(error).strip()
-            )
+            cause = "this node's token differs from the head's" if "AuthToken" in str(error) else str(error).strip()
             raise ConnectionError(cause.partition("\n")[0]) from error
 
 

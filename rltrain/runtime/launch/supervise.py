@@ -25,7 +25,7 @@ from pathlib import Path
 from rltrain.common.attempt import ATTEMPT, interpret_exit, read_reports, shell_code
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import ConfigError, command
-from rltrain.runtime.slots.limits import descendants, send
+from rltrain.runtime.slots.limits import catches, descendants, send
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 75
@@ -155,7 +155,7 @@ class Supervisor:
         below = descendants(os.getpid())
         runs = [pid for pid in read_reports(self._file)["pids"] if pid in below]
         if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell
-            send((pid for pid in runs if _catches(pid, number)), number)
+            send((pid for pid in runs if catches(pid, number)), number)
             return
         self._stop_signal = number
         # A closed terminal must not kill the run: it saves.
@@ -223,13 +223,6 @@ def crash_loop(attempts: list[Attempt], give_up: int) -> str:
     if number < give_up or may_pass or (last.step is None and not last.cause):
         return ""
     return f"it ended {number} times with the same cause and no new checkpoint. Fix the cause first"
-
-
-def _catches(pid: int, number: int) -> bool:
-    with suppress(OSError):
-        match = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
-        return bool(match and int(match[1], 16) >> (number - 1) & 1)
-    return False
 
 
 def _say(text: str) -> None:

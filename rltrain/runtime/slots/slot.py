@@ -209,10 +209,7 @@ class Slot:
         try:
             return json.loads(line)
         except RecursionError:
-            return {
-                "status": "rejected",
-                "error": f"{self._service.function} returned a value that is nested too deeply",
-            }
+            return {"status": "rejected", "error": f"{self._service.function} returned a too deeply nested value"}
 
     def _bury(self) -> tuple[dict[str, str], bool]:
         """Replace a process that has ended. Return the failure, and True for SIGKILL or SIGTERM."""

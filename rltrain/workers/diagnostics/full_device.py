@@ -18,10 +18,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def device_is_full(error: Exception, changes: Iterable[tuple[str, str]], offload_manager: OffloadManager) -> WorkerLost:
-    """Return the error that ends the run, for the current phase of ``offload_manager``. changes: see `memory_keys`."""
-    device, phase = offload_manager.device, offload_manager.phase
-    resting = offload_manager.resident_bytes()
+def device_is_full(error: Exception, changes: Iterable[tuple[str, str]], offloader: OffloadManager) -> WorkerLost:
+    """Return the error that ends the run, for the current phase of ``offloader``. changes: see `memory_keys`."""
+    device, phase = offloader.device, offloader.phase
+    resting = offloader.resident_bytes()
     allocated = device.allocated_bytes()
     parts = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
     rest = ", ".join([*parts, f"{_gib(allocated - resting.total())} of engine, activations and gathered weights"])

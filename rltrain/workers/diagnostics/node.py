@@ -84,7 +84,7 @@ def probe_node(probe: NodeProbe) -> NodeReport:
     device = NodeReport(probe.rank, probe.name, *_device(probe.device))
     if not probe.is_first:
         return device
-    # Kept open until `close_ports`: clients can connect without an accept.
+    # Kept open until `close`: clients can connect without an accept.
     open_ports.append(socket.create_server(("", 0), backlog=1024))
     lacking = [problem for key, path in probe.models if (problem := model_problem(key, path))]
     lacking += [f"{key}={path} does not exist." for key, path in probe.folders if not Path(path).exists()]
@@ -98,14 +98,14 @@ def probe_node(probe: NodeProbe) -> NodeReport:
     )
 
 
-def connect_to_all(addresses: Sequence[tuple[str, int]]) -> list[float | str]:
+def connect(addresses: Sequence[tuple[str, int]]) -> list[float | str]:
     """Return the seconds to connect to each (address, port), or an error text."""
     # With a firewall every connection takes the full timeout.
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(_check_port, addresses))
 
 
-def close_ports(_: None = None) -> float:
+def close(_: None = None) -> float:
     """Close the sockets of `probe_node`. Returns the node's time in seconds since 1970."""
     while open_ports:
         open_ports.pop().close()
@@ -145,7 +145,7 @@ def digest_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def write_synced(file: Path, text: str) -> None:
+def commit(file: Path, text: str) -> None:
     """Write a file like a checkpoint: under a temporary name, fsync, rename. Raises OSError."""
     with open(file.with_suffix(".new"), "w", encoding="utf-8") as new:
         new.write(text)
@@ -168,7 +168,7 @@ def _unshared(probe: NodeProbe) -> str:
     if problem:
         return problem
     try:
-        write_synced(probe.proof / f"rank_{probe.rank}", probe.proof.name)
+        commit(probe.proof / f"rank_{probe.rank}", probe.proof.name)
     except OSError as error:
         return f"sees it but cannot write next to it ({error.strerror})"
     return ""

@@ -134,14 +134,14 @@ def per_turn(folder: Path, smoke: bool) -> str:
         trajectory.num_turns += 1
         trajectory.add_sampled(tokens, np.zeros(len(tokens), dtype=np.float32))
         started = time.perf_counter()
-        assert answering.ask((0, 0), trajectory, "stop")
+        assert answering.request_reply((0, 0), trajectory, "stop")
         while not (replies := answering.arrived(0.05)):
             pass
         if number >= 100:
             times.append(1e3 * (time.perf_counter() - started))
         assert replies[0][1].messages[0]["content"] == "5"
         if number % 8 == 7:
-            answering.forget()
+            answering.reset()
     answering._hosts.shut()
     middle, late = np.quantile(times, [0.5, 0.99])
     return f"median {middle:.2f} ms, p99 {late:.2f} ms"

@@ -39,7 +39,7 @@ from rltrain.workers.interface.tasks import GenerateTask, MiniBatch, SaveTask, U
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.embedded import kv
 from rltrain.workers.rollout.embedded.engine import HFRollout
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 from tests.tiny import save_tiny_tokenizer, small_run, write_arithmetic
 
 RANKS, PROMPT, ANSWER, ANSWERS, PROMPTS = 2, 32, 64, 8, 8
@@ -143,9 +143,9 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
     module, ledger = device._module(), Ledger(device.kind)
     found: dict[str, tuple[int, Counter[str]]] = {}
     phases = ["start"]
-    enter = Residency.enter
+    enter = OffloadManager.enter_phase
 
-    def entered(self: Residency, phase: str, *, whole: bool = False) -> None:
+    def entered(self: OffloadManager, phase: str, *, whole: bool = False) -> None:
         found[phases[-1]] = (module.max_memory_allocated(), ledger.cut())
         module.reset_peak_memory_stats()
         phases.append(phase)
@@ -158,7 +158,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
         module.reset_peak_memory_stats()
         ledger.cut()
 
-    Residency.enter = entered
+    OffloadManager.enter_phase = entered
     # It would restart the count within a phase.
     Device.take_peaks = lambda self: (0, 0)  # type: ignore[method-assign]
     decode = kv.KeyValues.decode
@@ -192,7 +192,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
             # Within the update phase, whose peak it must not raise.
             worker.actor.stage(SaveTask(str(folder / f"{case} {step}")))
             worker.actor.write()
-        entered(worker.rollout.residency, "sync")
+        entered(worker.rollout.offloader, "sync")
     (folder / f"{case}.{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.barrier()
 

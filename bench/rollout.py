@@ -88,17 +88,17 @@ class AllAtOnce:
         self.turns: list[Turn] = []
         self._jobs = jobs
 
-    def take(self, most: int) -> list[Job]:
+    def next_jobs(self, most: int) -> list[Job]:
         jobs: list[Job] = []
         while self._jobs and len(self._jobs[0].samples) <= most:
             jobs.append(self._jobs.pop(0))
             most -= len(jobs[-1].samples)
         return jobs
 
-    def ended(self, turn: Turn) -> None:
+    def on_turn_end(self, turn: Turn) -> None:
         self.turns.append(turn)
 
-    def goes_on(self, place: int, sample: int) -> bool:
+    def is_pending(self, prompt_index: int, sample: int) -> bool:
         return False
 
     def wait(self) -> bool:
@@ -114,7 +114,7 @@ def embedded(engine: hf.HFRollout, work: Workload) -> None:
     class Forced(RunningTurns):
         def add(self, jobs, reused=None):
             numbers = super().add(jobs, reused)
-            self._limits[numbers] = np.concatenate([work.lengths[job.place].numpy() for job in jobs])
+            self._limits[numbers] = np.concatenate([work.lengths[job.prompt_index].numpy() for job in jobs])
             return numbers
 
     hf.RunningTurns = Forced
@@ -128,7 +128,7 @@ def through_vllm(engine: VLLMRollout, work: Workload) -> None:
 
     def forced(job, stream, sampling, **how):
         (number,) = np.flatnonzero(job.seeds == stream.seed)
-        return params_of(job, stream, replace(sampling, max_tokens=int(work.lengths[job.place, number])), **how)
+        return params_of(job, stream, replace(sampling, max_tokens=int(work.lengths[job.prompt_index, number])), **how)
 
     engine._params_of = forced
     serve(engine, work)
@@ -139,12 +139,12 @@ def serve(engine: RolloutEngine, work: Workload) -> None:
     num_prompts, num_samples = work.lengths.shape
     seeds = sample_seeds(0, 0, range(num_prompts), num_samples).reshape(num_prompts, num_samples)
     jobs = [
-        Job(place, np.arange(num_samples), prompt.numpy().astype(np.int32), seeds[place])
-        for place, prompt in enumerate(work.prompts)
+        Job(prompt_index, np.arange(num_samples), prompt.numpy().astype(np.int32), seeds[prompt_index])
+        for prompt_index, prompt in enumerate(work.prompts)
     ]
     source = AllAtOnce(jobs)
     engine.generate(source, Sampling(work.longest, ignore_eos=True))
-    assert all(len(turn.tokens) == int(work.lengths[turn.place, turn.sample]) for turn in source.turns)
+    assert all(len(turn.tokens) == int(work.lengths[turn.prompt_index, turn.sample]) for turn in source.turns)
 
 
 def make_model(dtype: torch.dtype) -> PreTrainedModel:

@@ -25,12 +25,12 @@ from rltrain.config.load import load_config
 from rltrain.data.batch_sampler import BatchOrder
 from rltrain.runtime.cluster import reserve, start_ray
 from rltrain.runtime.group import WorkerGroup
-from rltrain.runtime.lifeline import stop_ray
+from rltrain.runtime.ray_watchdog import stop_ray
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.plan import make_plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
-from rltrain.trainer.roles import Frozen, Policy, StepModels
+from rltrain.trainer.roles import InferenceModels, Policy, StepModels
 
 TITLES = (
     "workers", "processes", "samples", "answer tokens", "driver CPU, s", "step, s", "timing_s/other", "bytes a sample",
@@ -75,7 +75,7 @@ def make_trainer(group: WorkerGroup, workers: int, samples: int, tokens: int) ->
     ).config  # fmt: skip
     plan = make_plan(cfg, prompts * 4)
     sizes = {"log_prob_gap_limit": 1.0, "attention_width": 1, "matmul_parameters": 1, "trained_parameters": 1}
-    models = StepModels(Policy(group, plan.passes), None, Frozen(group), sizes)
+    models = StepModels(Policy(group, plan.passes), None, InferenceModels(group), sizes)
     sampler = BatchOrder(prompts * 4, prompts, 0, True)
     rows = SimpleNamespace(sources=lambda: ["arithmetic"] * prompts * 4)
     rewards = Rewards(cfg.scoring, tokens, {"train": rows}, FreeScores(), None)  # type: ignore[dict-item]

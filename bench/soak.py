@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.table import parse, table, write
-from rltrain.common.attempt import WITHOUT_A_WORD
+from rltrain.common.attempt import NO_REPORT
 from rltrain.common.errors import DataError
 from rltrain.run.report.table import read_metrics
 from tests.faults.plug import below
@@ -119,9 +119,9 @@ def main(argv: list[str] | None = None) -> int:
     growth = {name: slope(sizes) for name, sizes in sorted(quiet.memory.items())}
     problems += [f"{name} grows by {mb:.2f} MB in 100 steps" for name, mb in growth.items() if mb > _MEMORY_LIMIT_MB]
     problems += [
-        f"step {fault['step']}: {fault['signal']} to {fault['to']}: {WITHOUT_A_WORD}"
+        f"step {fault['step']}: {fault['signal']} to {fault['to']}: {NO_REPORT}"
         for fault in faults
-        if "worker" in fault["to"] and fault["cause"] == WITHOUT_A_WORD
+        if "worker" in fault["to"] and fault["cause"] == NO_REPORT
     ]
     lost = sum(fault["steps made again"] for fault in faults)
     verdict = "; ".join(problems) or "weights, optimizer state, sampler, answers and metrics are equal"

@@ -27,7 +27,7 @@ from rltrain.common.device import get_device
 from rltrain.config.load import load_config
 from rltrain.runtime.cluster import reserve, start_ray
 from rltrain.runtime.group import WorkerGroup
-from rltrain.runtime.lifeline import stop_ray
+from rltrain.runtime.ray_watchdog import stop_ray
 
 # Devices of the largest extrapolated run.
 LARGEST = 384

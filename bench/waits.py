@@ -64,12 +64,12 @@ class Slow:
 class Barrier(Conversations):
     """Conversations in which no trajectory continues before all have a reply."""
 
-    def take(self, most: int) -> list[Job]:
+    def next_jobs(self, most: int) -> list[Job]:
         self._listen()
         if self._waiting and (self._running or len(self._ready) < len(self._waiting)):
             time.sleep(0.002)
             return self._take_new(most)
-        return super().take(most)
+        return super().next_jobs(most)
 
 
 class Rollout:

@@ -11,8 +11,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from rltrain.common.attempt import tell_supervisor
-from rltrain.common.errors import ConfigError, Interrupted, RltrainError, lenient_output, plain, storable, system_error
+from rltrain.common.attempt import report_to_supervisor
+from rltrain.common.errors import (
+    ConfigError,
+    Interrupted,
+    RltrainError,
+    lenient_output,
+    replace_surrogates,
+    sanitize,
+    system_error,
+)
 from rltrain.common.secrets import masked_text
 from rltrain.common.stop import Stop, listen
 from rltrain.config.help import help_text
@@ -39,13 +47,13 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     """Run the command and return its exit code; see errors.py. program: another program with the same arguments."""
     lenient_output()
     code = _main(argv, program or _run)
-    tell_supervisor(ended=code)
+    report_to_supervisor(ended=code)
     # Looked up instead of imported: if it is not imported there is no tracker, and --help need not load it.
-    tracking, lifeline = (sys.modules.get(f"rltrain.{name}") for name in ("run.report.tracking", "runtime.lifeline"))
+    tracking, watchdog = map(sys.modules.get, ("rltrain.run.report.tracking", "rltrain.runtime.ray_watchdog"))
     # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a Ray that is gone or does
     # not respond, and report that as a failure.
     _flush()
-    if (tracking and tracking.hanging()) or (lifeline and (lifeline.lost() or lifeline.hanging())):
+    if (tracking and tracking.hanging()) or (watchdog and (watchdog.lost() or watchdog.hanging())):
         os._exit(code)
     return code
 
@@ -81,16 +89,16 @@ def _flush() -> None:
 def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], int]) -> int:
     with listen() as stop:
         # From here on a signal to this process saves and ends the run.
-        tell_supervisor(pid=os.getpid())
+        report_to_supervisor(pid=os.getpid())
         try:
             return program(_parse(sys.argv[1:] if argv is None else argv), stop)
         except BaseException as error:
             # Ray replaces the exception of a signal handler by another error.
             raised = stop.interrupted() if stop.at_once else system_error(error) or error
             if not isinstance(raised, RltrainError):
-                tell_supervisor(error=masked_text(f"{type(raised).__name__}: {raised}"))
+                report_to_supervisor(error=masked_text(f"{type(raised).__name__}: {raised}"))
                 raise
-        tell_supervisor(error=str(raised), passing=raised.passing)
+        report_to_supervisor(error=str(raised), passing=raised.passing)
         # The run's output must precede the error, even if both go to one file.
         _flush()
         with suppress(OSError):
@@ -200,12 +208,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     ]
     # Bytes that are invalid in the locale's encoding become halves of surrogate pairs.
     arguments.problems += [
-        f"{plain(word)}: the marks in it are bytes that are no text in the encoding of this locale "
+        f"{sanitize(word)}: the marks in it are bytes that are no text in the encoding of this locale "
         f"({sys.getfilesystemencoding()}). Write it in that, or set PYTHONUTF8=1 where it is UTF-8."
         for word in words
-        if storable(word) != word
+        if replace_surrogates(word) != word
     ]
-    arguments.overrides = [word for word in words if not word.startswith("-") and storable(word) == word]
+    arguments.overrides = [word for word in words if not word.startswith("-") and replace_surrogates(word) == word]
     if arguments.config_path or arguments.config_name or arguments.config_dir:
         # Imported here, so that --help and --version need not wait for it.
         from rltrain.config.verl.defaults import chosen_settings

@@ -43,7 +43,7 @@ class LocalGroup:
     def bytes_between_nodes(self) -> int:
         return 0
 
-    def submit(self, calls: Sequence[Call], ranks: range | None = None, beside: bool = False) -> "LocalHandle":
+    def submit(self, calls: Sequence[Call], ranks: range | None = None, concurrent: bool = False) -> "LocalHandle":
         (call,) = calls
         self.calls.append(call.name)
         return LocalHandle(self, self.run(call))

@@ -38,7 +38,7 @@ CONFIGS = {
 # Scoring processes make it, of which these steps have none; a reward model makes the other; neither prompts nor tools
 # here have images.
 # Supervised fine-tuning makes the sum of log-probs.
-MADE_ELSEWHERE = {c.REWARD_ERROR, c.MODEL_SCORE, c.IMAGES, c.OWN_IMAGES, c.LOG_PROB_SUM}
+MADE_ELSEWHERE = {c.REWARD_ERROR, c.MODEL_SCORE, c.IMAGES, c.RESPONSE_IMAGES, c.LOG_PROB_SUM}
 MADE_ELSEWHERE |= {c.ROUTED_EXPERTS}  # of a model with experts: tests/trainer/test_router_replay.py
 MADE_ELSEWHERE |= {c.JUDGE_MESSAGE, c.MESSAGE_LENGTH, c.JUDGE_REPLY}  # with a judge on the devices alone
 

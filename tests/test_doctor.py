@@ -19,12 +19,12 @@ def _measure(rank: int, world: int) -> None:
     found = worker.collectives(2**12)
     assert set(found) == {"all-reduce", "all-gather"}
     assert min(found.values()) > 0
-    speeds = np.fmax.reduce([worker.meets(2**16, turn) for turn in range(world)])
+    speeds = np.fmax.reduce([worker.p2p_bandwidth(2**16, turn) for turn in range(world)])
     assert np.isnan(speeds[rank])
     assert (np.delete(speeds, rank) > 0).all()
     # One of the three sends other numbers than it should.
     worker._filled = lambda size, value: torch.full((size,), value + (rank == 2))
-    speeds = np.fmax.reduce([worker.meets(2**10, turn) for turn in range(world)])
+    speeds = np.fmax.reduce([worker.p2p_bandwidth(2**10, turn) for turn in range(world)])
     assert (speeds == 0).tolist() == [other == 2 != rank for other in range(world)]
     with pytest.raises(WorkerError, match=f"rank {rank}: a collective has returned wrong numbers"):
         worker.collectives(2**10)
@@ -76,12 +76,12 @@ class Group:
         return self
 
     def collect(self, deadline_s):
-        if self.call_under_way.name != "Links.meets":
+        if self.call_under_way.name != "Links.p2p_bandwidth":
             return [{"all-reduce": 1.0}] * self.world
         turn = self.call_under_way.args[1]
         if turn == 1:
             raise WorkerLost(
-                "doctor worker, rank 0 of 3 (pid 1 on a), rank 1 of 3 (pid 2 on a), in Links.meets: not done"
+                "doctor worker, rank 0 of 3 (pid 1 on a), rank 1 of 3 (pid 2 on a), in Links.p2p_bandwidth: not done"
             )
         return list(np.ones((self.world, self.world)))
 

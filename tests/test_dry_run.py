@@ -80,7 +80,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
         ("data.train_files=/no/such.parquet", "/no/such.parquet does not exist"),
         ("data.train_files=openai/gsm8k", "`rltrain data gsm8k --output data/gsm8k` makes them"),
         ("data.max_prompt_length=4", "prompts are longer than data.max_prompt_length=4"),
-        ("data.train_batch_size=64", "train_batch_size=64 is more than the 20 prompts"),
+        ("data.train_batch_size=64", "train_batch_size=64 is more than the 20 training prompts"),
         ("trainer.device=npu", "this machine has 0 NPU devices (torch "),
         ("trainer.device=cuda trainer.n_gpus_per_node=99", "CUDA devices (torch "),
         ("ray_kwargs.ray_init.num_cpus=1 trainer.n_gpus_per_node=2", "num_cpus=1 is too few"),
@@ -377,7 +377,7 @@ def test_classes_that_verl_would_load_are_tried(dry, tmp_path):
     assert (code, text.splitlines()[-1]) == (0, "a run would start")
     assert "3 per epoch of 12 prompts" in text
     assert f"data.custom_cls.path and data.custom_cls.name are data.custom_cls={tmp_path}/mine.py:Sums here" in text
-    assert "data.sampler.step: nobody reads it but your own class" in text
+    assert "data.sampler.step: passed to your own class only" in text
     code, text = dry(*of_verl(tmp_path, "data.val_files=[anything]", "trainer.val_only=True"))
     assert (code, text.splitlines()[-1]) == (0, "a run would start")
 

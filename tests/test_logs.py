@@ -14,7 +14,7 @@ from rich.text import Text
 from rltrain import __main__ as program_of_all
 from rltrain.commands import COMMANDS
 from rltrain.common import logs
-from rltrain.common.errors import DataError, command, lenient_output, plain
+from rltrain.common.errors import DataError, command, lenient_output, sanitize
 from rltrain.common.secrets import masked_text
 
 log = logging.getLogger("rltrain.run.fit")
@@ -125,7 +125,7 @@ def test_no_command_writes_a_sequence_that_steers_the_terminal(capsys):
     def program(argv):
         with logs.session():
             sys.stdout.write(hostile)
-            logs.PlainConsole(force_terminal=True, width=200).print(Text(hostile, style="red"))
+            logs.SanitizedConsole(force_terminal=True, width=200).print(Text(hostile, style="red"))
         print(hostile)
         sys.stdout.writelines([hostile])
         raise DataError(hostile)
@@ -134,7 +134,7 @@ def test_no_command_writes_a_sequence_that_steers_the_terminal(capsys):
     written = capsys.readouterr()
     assert "\x1b[31ma" in written.out, "rich's colour"
     shown = written.err + re.sub(r"\x1b\[(31|0)m", "", written.out.replace("\x1b[31ma", "a", 1))
-    assert plain(shown) == shown
+    assert sanitize(shown) == shown
     assert shown.count("a\ufffd]52") == 5
 
 
@@ -150,9 +150,9 @@ def test_no_usage_error_steers_the_terminal(name, capsys, monkeypatch, tmp_path)
         with contextlib.redirect_stderr(raw), contextlib.suppress(SystemExit):
             importlib.import_module(COMMANDS[name][0]).main(hostile)
         written = raw.buffer.getvalue().decode()
-        assert plain(written) == written
+        assert sanitize(written) == written
     shown = "".join(capsys.readouterr())
-    assert plain(shown) == shown
+    assert sanitize(shown) == shown
 
 
 def test_a_progress_bar_of_a_library_begins_its_line_again():

@@ -78,7 +78,7 @@ def test_a_run_that_has_metrics_alone_has_a_page_and_a_folder_that_is_none_a_sen
     assert main([str(run), "--html", str(tmp_path / "elsewhere.html")]) == 0
     assert capsys.readouterr().out == f"written: {tmp_path / 'elsewhere.html'}\n"
     assert "<h2>Learning</h2>" in (tmp_path / "elsewhere.html").read_text()
-    for folder, said in ((tmp_path / "none", "is no folder"), (tmp_path, "metrics.jsonl does not exist")):
+    for folder, said in ((tmp_path / "none", "is not a folder"), (tmp_path, "metrics.jsonl does not exist")):
         assert main([str(folder), "--html"]) == 2
         assert said in capsys.readouterr().err
     # A step that was cut off in the middle of its first line leaves none.

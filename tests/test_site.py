@@ -8,7 +8,7 @@ import re
 import pytest
 
 from rltrain.config.schema.keys import all_keys
-from rltrain.config.verl.others import own_name
+from rltrain.config.verl.other_trainers import own_name
 from scripts.site.keys import keys_page, whole_name
 from scripts.site.pages import KEYS, ROOT, linked, parts, rows, search_boost, written
 from scripts.site.recipes import recipe_page, recipes, with_pages

@@ -46,7 +46,7 @@ def test_one_signal_finishes_the_step_and_a_second_ends_it(stop, clock):
     assert stop.requested
     assert not stop.at_once
     clock.advance(ONE_REQUEST_S)
-    with pytest.raises(Interrupted, match=r"stopped after step 2 of 6; the same command goes on$") as caught:
+    with pytest.raises(Interrupted, match=r"stopped after step 2 of 6; the same command resumes$") as caught:
         signal.raise_signal(signal.SIGINT)
     assert caught.value.exit_code == 130
 
@@ -56,7 +56,7 @@ def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
     signal.raise_signal(signal.SIGINT)
     stop.reached(5, 6, 3)
     stop.finishing = ""
-    with pytest.raises(Interrupted, match="stopped after step 5 of 6; the same command goes on after step 3"):
+    with pytest.raises(Interrupted, match="stopped after step 5 of 6; the same command resumes after step 3"):
         stop.raise_if_asked()
 
 
@@ -66,13 +66,13 @@ def test_once_all_is_finished_a_stop_that_was_asked_for_is_taken(stop):
         (None, "", "before training began; the same command starts it again"),
         (
             (3, 6, 0),
-            "Nothing is saved yet: the same command starts anew, and steps 1 to 3 are made again.",
-            "after step 3 of 6; nothing is saved yet, so the same command starts anew",
+            "Nothing is saved yet: the same command starts over, and steps 1 to 3 are repeated.",
+            "after step 3 of 6; nothing is saved yet, so the same command starts over",
         ),
         (
             (3, 6, 3),
-            "Step 3 of 6 is saved: the same command goes on after it.",
-            "after step 3 of 6; the same command goes on",
+            "Step 3 of 6 is saved: the same command resumes after it.",
+            "after step 3 of 6; the same command resumes",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_it_runs_again_what_may_be_run_again_until_it_ends(supervise, tmp_path):
 def test_what_would_end_the_same_way_is_not_run_again(supervise, tmp_path, code):
     assert ended(supervise([{"code": code}]))[0] == code
     assert len(attempts(tmp_path)) == 1
-    assert attempts(tmp_path)[0]["then"] == "stopped: running it again would not help"
+    assert attempts(tmp_path)[0]["then"] == "stopped: a restart would not help"
 
 
 @pytest.mark.fault("A run that ends again and again by the same cause without a new checkpoint is not started for ever")
@@ -115,13 +115,13 @@ def test_the_same_end_without_a_new_checkpoint_stops_with_its_code(supervise, tm
     code, said = ended(supervise([{**looping, "error": "another"}, looping, {**looping, "step": 8}], "--give-up", "3"))
     assert code == 75
     assert [line["step"] for line in attempts(tmp_path)] == [7, 7, 8, 8]
-    assert "ended 3 times without a new checkpoint by the same cause" in said.splitlines()[-1]
+    assert "ended 3 times with the same cause and no new checkpoint" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("command", "code", "stopped"),
     [
-        ("exit 75", 75, "ended 5 times without a new checkpoint by the same cause"),
+        ("exit 75", 75, "ended 5 times with the same cause and no new checkpoint"),
         # A node that is not the head reports itself, but knows neither step nor cause: the head decides.
         (f"""echo '{{"pid": 1}}' >> "${ATTEMPT}"; exit 75""", 75, "5 restarts are used up (--max-restarts)"),
     ],
@@ -252,14 +252,14 @@ def test_what_cannot_be_killed_does_not_hold_it_up(tmp_path):
         with suppress(ChildProcessError):  # it was not traced
             os.waitpid(pid, 0)
     assert code == 0
-    assert said.splitlines()[0].endswith(f"and are left: pid {pid}")
+    assert said.splitlines()[0].endswith(f"hangs?): pid {pid}")
     assert "attempt 2 finished" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "say the command behind --"),
+        ([], "give the command after --"),
         (["--max-restarts", "-1", "--", "true"], "--max-restarts -1: it must be at least 0"),
         (["--wait-s", "nan", "--", "true"], "--wait-s nan: it must be at least 0"),
         (["--", "/no/such/program"], "the command cannot be started"),

@@ -88,7 +88,7 @@ def test_long_answers_lose_their_middle(run, capsys):
 
 def test_what_is_not_there_is_said(run, tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is no folder" in capsys.readouterr().err
+    assert "nowhere is not a folder" in capsys.readouterr().err
     (tmp_path / "other" / "samples").mkdir(parents=True)
     assert main([str(tmp_path / "other")]) == 2
     assert "trainer.samples_freq" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from rltrain.agents.content import (
     with_texts,
 )
 from rltrain.common.columns import names as c
-from rltrain.common.errors import storable
+from rltrain.common.errors import replace_surrogates
 from rltrain.common.plugin import user_traceback
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ class Chat:
 
     def _add(self, message: Message, **log_fields: Any) -> None:
         """Add a message. log_fields: log fields of `_LOG_FIELDS`."""
-        message = message | {"content": with_texts(message["content"], storable)}
+        message = message | {"content": with_texts(message["content"], replace_surrogates)}
         self._new.messages.append(message | log_fields)
         self.messages += without_log_fields([message])
 

@@ -25,7 +25,7 @@ class Denominators:
     tokens: int
     sequences: int
     # Constant for a run. The padded width, verl's default, would change the loss from batch to batch.
-    horizon: int
+    loss_scale_factor: int
     groups: int = 1
 
 
@@ -38,7 +38,7 @@ def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> PerTok
     - token-sum: 1
     - seq-mean-token-sum: 1 / sequences
     - seq-mean-token-mean: 1 / (sequences * loss tokens of the sequence) (GRPO paper)
-    - seq-mean-token-sum-norm: 1 / (sequences * horizon) (Dr. GRPO)
+    - seq-mean-token-sum-norm: 1 / (sequences * loss_scale_factor) (Dr. GRPO)
     """
     # If every token of a mini-batch was rejected, the loss is 0, not NaN.
     sequences = max(denominators.sequences, 1)
@@ -52,7 +52,7 @@ def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> PerTok
         # The only mode with a count per sequence. Local counts suffice because micro-batches hold complete responses.
         return mask.values * mask.broadcast(1.0 / (sequences * mask.sum().clamp(min=1))).values
     if mode == "seq-mean-token-sum-norm":
-        return mask.values / (sequences * denominators.horizon)
+        return mask.values / (sequences * denominators.loss_scale_factor)
     raise ValueError(f"unknown aggregation mode '{mode}' (known: {', '.join(AGGREGATION_MODES)})")
 
 

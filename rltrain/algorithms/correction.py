@@ -116,9 +116,9 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
     train_prob, engine_prob = (log_probs.values.double().exp() for log_probs in (train, engine))
     # A response without tokens has no perplexity; its mean of 0 would count as 1.
-    having = train.lengths > 0
-    train_log_ppl, engine_log_ppl = (-log_probs.mean()[having].double() for log_probs in (train, engine))
-    products = log_ratio.sum()[having].clamp(-_LOG_BOUND, _LOG_BOUND)
+    has_tokens = train.lengths > 0
+    train_log_ppl, engine_log_ppl = (-log_probs.mean()[has_tokens].double() for log_probs in (train, engine))
+    products = log_ratio.sum()[has_tokens].clamp(-_LOG_BOUND, _LOG_BOUND)
     quantities = {
         "gap": log_ratio.values.abs(),
         "prob_gap": (train_prob - engine_prob).abs(),
@@ -160,7 +160,7 @@ def correction(
             # All tokens of a response have its weight, so a mean over tokens would weight long responses more.
             quantities["is_answers"] = weights.mean()[weights.lengths > 0]
     if mask is not None:
-        having = mask.lengths > 0
+        has_tokens = mask.lengths > 0
         quantities["rejected"] = ~mask.values
-        quantities["rejected_answers"] = (mask.sum() < mask.lengths)[having]
+        quantities["rejected_answers"] = (mask.sum() < mask.lengths)[has_tokens]
     return {name: Moments.of(values) for name, values in quantities.items()}

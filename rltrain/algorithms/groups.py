@@ -34,7 +34,7 @@ class Groups:
     def several(self) -> Groups:
         """Return self. Raises ValueError if a group has only one response."""
         if bool(self.alone.any()):
-            raise ValueError("a prompt has one answer, and this advantage estimator compares answers to one prompt")
+            raise ValueError("a prompt has only one answer, but this estimator compares answers to one prompt")
         return self
 
     def sum(self, values: PerResponse) -> PerResponse:

@@ -12,10 +12,10 @@ from typing import Any
 
 # Environment variable with the path of the file.
 ATTEMPT = "RLTRAIN_ATTEMPT"
-WITHOUT_A_WORD = "the program has ended without a word (exit code 1)"
+NO_REPORT = "the program ended without a report (exit code 1)"
 
 
-def tell_supervisor(**facts: Any) -> None:
+def report_to_supervisor(**facts: Any) -> None:
     """Report to the supervisor, if there is one.
 
     ``pid``, ``folder``, ``error``, and whether waiting may remove its cause (``passing``); the exit code that it
@@ -27,7 +27,7 @@ def tell_supervisor(**facts: Any) -> None:
             stream.write(json.dumps(facts) + "\n")
 
 
-def told_supervisor(file: str | Path) -> dict[str, Any]:
+def read_reports(file: str | Path) -> dict[str, Any]:
     """Return the reports in ``file``. ``pids`` starts with the outermost program."""
     report: dict[str, Any] = {"pids": []}
     # A line that was cut off when the program died is not valid JSON.
@@ -53,7 +53,7 @@ def interpret_exit(code: int, report: dict[str, Any]) -> tuple[int, str]:
     cause = str(report.get("error", ""))
     if code != 1 or not report["pids"] or "ended" in report:
         return code, cause
-    return (report.get("ends", code), cause) if cause else (75, WITHOUT_A_WORD)
+    return (report.get("ends", code), cause) if cause else (75, NO_REPORT)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 A storage call that does not return cannot be interrupted by a signal or timeout. It blocks its caller, and possibly the
 exit of the process. Therefore such work runs in a daemon thread that no caller has to wait for. The driver's watchdog
-(`runtime.lifeline`) reads here how long each job has made no progress.
+(`runtime.ray_watchdog`) reads here how long each job has made no progress.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Appender:
         return error
 
     def _push(self, wait_s: float) -> OSError | None:
-        unanswered = TimeoutError(None, "the storage does not answer")
+        unanswered = TimeoutError(None, "the storage does not respond")
         if self._writing and not self._writing.ready():
             return unanswered
         name = f"writing {self._file.name}"

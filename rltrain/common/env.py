@@ -257,9 +257,9 @@ def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
         return math.inf
 
 
-def memory_left(root: Path = Path("/sys/fs/cgroup"), mine: Path = Path("/proc/self/cgroup")) -> float:
+def memory_left(root: Path = Path("/sys/fs/cgroup"), cgroup: Path = Path("/proc/self/cgroup")) -> float:
     """Return the bytes that the memory limits of this process's cgroup and its parents still allow, or infinity."""
-    lines = [line.split(":", 2) for line in mine.read_text("utf-8").splitlines()] if mine.is_file() else []
+    lines = [line.split(":", 2) for line in cgroup.read_text("utf-8").splitlines()] if cgroup.is_file() else []
     left = [math.inf]
     for _, controllers, path in lines:
         base, *names = _MEMORY_FILES.get(controllers, ("",))

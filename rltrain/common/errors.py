@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
-from rltrain.common.attempt import tell_supervisor
+from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.secrets import masked_text
 
 # Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would occur again.
@@ -154,22 +154,22 @@ class Interrupted(RltrainError):
         self.exit_code = exit_code
 
 
-def storable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return ``text`` in a form that can be encoded: a lone surrogate, as in truncated JSON, is replaced."""
     # A pair whose halves arrived separately becomes one character again.
     return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def plain(text: str) -> str:
+def sanitize(text: str) -> str:
     """Return ``text`` without control sequences, which text from a model or data may contain."""
-    return _CONTROLS.sub("\ufffd", storable(text))
+    return _CONTROLS.sub("\ufffd", replace_surrogates(text))
 
 
-class PlainOutput:
-    """Standard output or error of a command, with all text converted by `plain`, and masked on standard error.
+class SanitizedOutput:
+    """Standard output or error of a command, with all text converted by `sanitize`, and masked on standard error.
 
-    rich writes its own sequences and uses this attribute to find the wrapped stream. `logs.PlainConsole` converts its
-    texts. A leading carriage return on standard error, by which progress bars rewrite their line, stays.
+    rich writes its own sequences and uses this attribute to find the wrapped stream. `logs.SanitizedConsole` converts
+    its texts. A leading carriage return on standard error, by which progress bars rewrite their line, stays.
     """
 
     def __init__(self, stream: Any, is_error: bool = False) -> None:
@@ -179,7 +179,7 @@ class PlainOutput:
         """Write ``text`` (see `io.TextIOBase`)."""
         start = text[:1] if self._is_error and text[:1] == "\r" else ""
         shown = masked_text(text) if self._is_error else text
-        self.rich_proxied_file.write(start + plain(shown[len(start) :]))
+        self.rich_proxied_file.write(start + sanitize(shown[len(start) :]))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -191,14 +191,14 @@ class PlainOutput:
 
 
 def lenient_output() -> None:
-    """Escape characters that standard output and error cannot encode, and convert both to `PlainOutput`.
+    """Escape characters that standard output and error cannot encode, and convert both to `SanitizedOutput`.
 
     By default Python raises, and a model's text would end the program.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # Without `reconfigure` it was replaced by the program.
-        if isinstance(stream, PlainOutput) or not hasattr(stream, "reconfigure"):
+        if isinstance(stream, SanitizedOutput) or not hasattr(stream, "reconfigure"):
             continue
         try:
             stream.reconfigure(errors="backslashreplace")
@@ -206,29 +206,29 @@ def lenient_output() -> None:
             # The descriptor was redirected (dup2) from a file to a pipe, which cannot seek.
             raw = io.FileIO(stream.fileno(), "w", closefd=False)
             stream = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
-        setattr(sys, name, PlainOutput(stream, is_error=name == "stderr"))
+        setattr(sys, name, SanitizedOutput(stream, is_error=name == "stderr"))
 
 
-def unwritten(what: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
+def write_error(text: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
     """Return the error for a file that could not be written: StorageError if storage is unreachable, else DiskError.
 
-    what: the message. way_out(): the user's fix for the disk.
+    text: the message. way_out(): the user's fix for the disk.
     """
     if isinstance(cause, StorageError) or (isinstance(cause, OSError) and cause.errno in _NO_ANSWER):
-        then = ". The storage does not answer: see to it, and run the same command again." if way_out else ""
-        return StorageError(what + then)
-    return DiskError(f"{what}. {way_out()}" if way_out else what)
+        then = ". The storage does not respond. Check it, and run the same command again." if way_out else ""
+        return StorageError(text + then)
+    return DiskError(f"{text}. {way_out()}" if way_out else text)
 
 
-def lacks_memory(error: BaseException, said: str = "") -> bool:
+def lacks_memory(error: BaseException, details: str = "") -> bool:
     """Return whether the host, instead of a device, ran out of memory. said: additional text about the failure."""
-    text = f"{error} {said}".lower()
+    text = f"{error} {details}".lower()
     return isinstance(error, MemoryError) or any(words in text for words in _NO_HOST_MEMORY)
 
 
-def no_memory(told: str) -> str:
+def no_memory(cause: str) -> str:
     """Return the beginning of a message about a host without free memory."""
-    return f"the host has no memory left: {told}. Give it (or the container) more, end other programs there"
+    return f"the host is out of memory: {cause}. Give the host (or the container) more memory, end other programs on it"
 
 
 def host_error(error: BaseException) -> RltrainError | None:
@@ -243,7 +243,7 @@ def host_error(error: BaseException) -> RltrainError | None:
         limit = "or raise its limit (ulimit -v), and run the same command again."
         return WorkerLost(f"{no_memory(first_line(error).rstrip('.'))}, {limit}")
     if number in (errno.EIO, errno.ESTALE) or (number in _NO_ANSWER and _names_file(error)):
-        return unwritten(first_line(error), error, lambda: "")
+        return write_error(first_line(error), error, lambda: "")
     return None
 
 
@@ -251,7 +251,7 @@ def system_error(error: BaseException) -> RltrainError | None:
     """Return `host_error`, or DiskError if the system does not allow access to a file."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL or (number in _NOT_GIVEN and _names_file(error)):
-        return DiskError(f"{first_line(error)}. Mend that, and run the same command again.")
+        return DiskError(f"{first_line(error)}. Fix this, and run the same command again.")
     return host_error(error)
 
 
@@ -288,7 +288,7 @@ def command(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
             error = failure if isinstance(failure, RltrainError) else system_error(failure)
             if not error:
                 raise
-            tell_supervisor(error=str(error), passing=error.passing)
+            report_to_supervisor(error=str(error), passing=error.passing)
             sys.stderr.write(f"error: {error}\n")
             return error.exit_code
 

@@ -113,7 +113,7 @@ def file_bytes(image: Any) -> bytes:
         if isinstance(entry.get("bytes"), bytes) and entry["bytes"]:
             return entry["bytes"]
         if not isinstance(entry.get("path"), (str, Path)) or not str(entry["path"]):
-            raise DataError(f"it is a {type(image).__name__} with neither bytes nor a path.")
+            raise DataError(f"it is a {type(image).__name__} without bytes and path.")
         if "://" in str(entry["path"]):
             address = short(entry["path"])
             raise DataError(f"{address!r} is a web address; copy the image to a local disk and give its path.")

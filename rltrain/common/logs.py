@@ -24,7 +24,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from rltrain.common.background import Appender
-from rltrain.common.errors import Interrupted, PlainOutput, plain
+from rltrain.common.errors import Interrupted, SanitizedOutput, sanitize
 from rltrain.common.secrets import masked_text
 
 TRAIN_LOG = "train.log"
@@ -35,17 +35,17 @@ STEPS = logging.getLogger("rltrain.steps")
 _LAST_S = 5.0
 
 
-class PlainConsole(Console):
-    """rich console with `plain` texts: only rich's own control sequences reach a terminal."""
+class SanitizedConsole(Console):
+    """rich console with `sanitize` texts: only rich's own control sequences reach a terminal."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
-            each if each.control else Segment(plain(each.text), each.style, each.control) for each in buffer
+            each if each.control else Segment(sanitize(each.text), each.style, each.control) for each in buffer
         )
 
 
 # Shared by bars, tables and log lines of this process, so that lines appear above the bar.
-console = PlainConsole(highlight=False, markup=False, emoji=False)
+console = SanitizedConsole(highlight=False, markup=False, emoji=False)
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
 
 
@@ -54,7 +54,7 @@ class _Stamped(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        return plain(f"{self.formatTime(record, self.datefmt)} {level}{masked_text(super().format(record))}")
+        return sanitize(f"{self.formatTime(record, self.datefmt)} {level}{masked_text(super().format(record))}")
 
 
 class _ConsoleLines(logging.Handler):
@@ -159,16 +159,16 @@ def session() -> Iterator[None]:
         yield
         return
     _session = log_session = _Session()
-    root, ours = logging.getLogger(), logging.getLogger("rltrain")
+    root, our_handlers = logging.getLogger(), logging.getLogger("rltrain")
     # Only our loggers log below warnings; loggers of other packages keep their level.
-    level = ours.level
-    ours.setLevel(logging.INFO)
+    level = our_handlers.level
+    our_handlers.setLevel(logging.INFO)
     logging.captureWarnings(True)
     for handler in (log_session.lines, log_session.file):
         root.addHandler(handler)
     output = sys.stdout
-    inside = _Output(output.rich_proxied_file if isinstance(output, PlainOutput) else output)
-    sys.stdout = cast(TextIO, PlainOutput(inside) if isinstance(output, PlainOutput) else inside)
+    inside = _Output(output.rich_proxied_file if isinstance(output, SanitizedOutput) else output)
+    sys.stdout = cast(TextIO, SanitizedOutput(inside) if isinstance(output, SanitizedOutput) else inside)
     try:
         yield
     except BaseException as error:
@@ -182,7 +182,7 @@ def session() -> Iterator[None]:
         _session = None
         sys.stdout = output
         logging.captureWarnings(False)
-        ours.setLevel(level)
+        our_handlers.setLevel(level)
         for handler in (log_session.lines, log_session.file):
             root.removeHandler(handler)
         # Closing the handler flushes to its target but does not close it.

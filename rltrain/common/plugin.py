@@ -46,7 +46,7 @@ _MACHINERY = (
 _FILE, _PACKAGE = "file://", "pkg://"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _WITHOUT_VERL = (
-    "\nIt needs {}, which is not installed here: install a version of verl that has it beside rltrain, or write the "
+    "\nIt needs {}, which is not installed here: install a version of verl that has it next to rltrain, or write the "
     "code without verl (docs/plugins.md has complete files)."
 )
 
@@ -83,7 +83,7 @@ def save_object(key: str, value: Any, folder: Path) -> str:
     except Exception as error:  # cloudpickle raises any error of an object's own code
         raise ConfigError(
             f"{key}: {name} cannot be sent to other processes: {type(error).__name__}: {error}. Open files, locks, "
-            "connections and generators cannot: make them at the first call, or give FILE.py:NAME."
+            "connections and generators cannot be sent: create them in the first call, or give FILE.py:NAME."
         ) from error
     finally:
         if by_value:
@@ -132,7 +132,7 @@ def load_module(key: str, name: str) -> ModuleType:
     file = plugin_file(name)
     path = Path(file or "").expanduser()
     if file is not None and not (path.is_file() and path.suffix == ".py"):
-        raise ConfigError(f"{key}={name}: it is no name of a module, and {path.absolute()} is not a Python file.")
+        raise ConfigError(f"{key}={name}: it is not the name of a module, and {path.absolute()} is not a Python file.")
     return _imported(f"{key}={name}", name if file is None else path)
 
 

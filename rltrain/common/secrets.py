@@ -106,7 +106,7 @@ def masked_text(text: str) -> str:
         is_prose = ":" in between and ("." in name or before == "/")
         if is_prose or ((":" in between or between == " = ") and _WORDS.fullmatch(name)):
             continue
-        if (found := _VALUE.match(text, pair.end())) and is_secret(name, value := found[0].strip("\"'")):
-            parts += [text[end : found.start()], found[0].replace(value, MASK, 1) if value else found[0]]
-            end = found.end()
+        if (match := _VALUE.match(text, pair.end())) and is_secret(name, value := match[0].strip("\"'")):
+            parts += [text[end : match.start()], match[0].replace(value, MASK, 1) if value else match[0]]
+            end = match.end()
     return _TOKEN.sub(MASK, _BEARER.sub(rf"\1 {MASK}", "".join(parts) + text[end:]))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rltrain.common.attempt import tell_supervisor
+from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import Interrupted, RltrainError, system_error
 
@@ -110,10 +110,10 @@ class Stop:
             return ""
         step, total, saved = self._reached
         steps = f"step {step} is" if step == saved + 1 else f"steps {saved + 1} to {step} are"
-        lost = f", and {steps} made again" if self.loses else ""
+        lost = f", and {steps} repeated" if self.loses else ""
         if not saved:
-            return f"Nothing is saved yet: the same command starts anew{lost}."
-        return f"Step {saved} of {total} is saved: the same command goes on after it{lost}."
+            return f"Nothing is saved yet: the same command starts over{lost}."
+        return f"Step {saved} of {total} is saved: the same command resumes after it{lost}."
 
     def interrupted(self) -> Interrupted:
         """Return the error to raise when the run has stopped."""
@@ -122,7 +122,7 @@ class Stop:
         if not self._reached:
             return Interrupted("stopped before training began; the same command starts it again", self.exit_code)
         step, total, saved = self._reached
-        then = "the same command goes on" if saved else "nothing is saved yet, so the same command starts anew"
+        then = "the same command resumes" if saved else "nothing is saved yet, so the same command starts over"
         then += f" after step {saved}, the newest that is saved" if saved and self.loses else ""
         # If everything is saved, the reason for a slightly early stop is irrelevant.
         why = self._expired if self.loses else ""
@@ -177,7 +177,7 @@ class Stop:
         """Handle SIGUSR1."""
         self.save_requested = True
         step = "this step" if self.finishing else "the next step"
-        log.warning("%s: saving after %s, then going on", signal.Signals(number).name, step)
+        log.warning("%s: saving after %s, then continuing", signal.Signals(number).name, step)
 
     def _after(self, seconds: float, do: Callable[[], None]) -> None:
         timer = threading.Timer(seconds, do)
@@ -191,7 +191,7 @@ class Stop:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(self) -> None:
-        tell_supervisor(error=str(self.interrupted()))
+        report_to_supervisor(error=str(self.interrupted()))
         # Neither logging nor print, because the main thread may hold their locks.
         os.write(2, f"{self.interrupted()}\n".encode())
         os._exit(self.exit_code)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from rltrain.common.clock import SYSTEM, Backoff
-from rltrain.common.errors import DataError, StorageError, unwritten
+from rltrain.common.errors import DataError, StorageError, write_error
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")
@@ -40,9 +40,9 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
             deadline = deadline or clock.monotonic() + TRIED_S
             if clock.monotonic() > deadline:
                 raise StorageError(
-                    f"{path} cannot be read: {error.strerror or error}. That is no damage to pass over: see to the "
-                    "storage (or its permissions) and run the same command again. If a file of a checkpoint is lost "
-                    "for good, move the checkpoint's folder away."
+                    f"{path} cannot be read: {error.strerror or error}. This does not mean that the file is damaged. "
+                    "Check the storage and its permissions, and run the same command again. If a file of a checkpoint "
+                    "is lost for good, move the checkpoint's folder away."
                 ) from error
         clock.sleep(BACKOFF.pause_s(1))
 
@@ -73,7 +73,7 @@ def matching(name: str) -> list[Path]:
 def run_folder(run: Path) -> Path:
     """Return ``run``, a user-given path. Raises DataError if it is not a folder."""
     if not run.is_dir():
-        raise DataError(f"{run} is no folder. Give the run folder (trainer.default_local_dir).")
+        raise DataError(f"{run} is not a folder. Give the run folder (trainer.default_local_dir).")
     return run
 
 
@@ -100,8 +100,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        way_out = "Make room or allow writing there, and run the same command again."
-        raise unwritten(f"{path} cannot be written: {error}", error, lambda: way_out) from error
+        way_out = "Free space or allow writing there, and run the same command again."
+        raise write_error(f"{path} cannot be written: {error}", error, lambda: way_out) from error
 
 
 @contextmanager

@@ -50,8 +50,8 @@ def others(device: str) -> str | None:
     if not differ:
         return None
     return (
-        f"versions other than those of the set for {device}, which were resolved together: {', '.join(differ)}. If "
-        f"something fails, install that set: docs/{device}.md"
+        f"versions differ from the tested set for {device}: {', '.join(differ)}. If something fails, install that set: "
+        f"docs/{device}.md"
     )
 
 
@@ -63,9 +63,9 @@ def misfits(device: str) -> Iterator[str]:
         if len(parts) == 2 and parts[0] != parts[1]:
             releases = package_set(device)
             yield (
-                f"{package} {have[0]} and {counterpart} {have[1]} do not fit: they are built for each other release by "
-                f"release. Install {package}=={releases.get(package)} and {counterpart}=={releases.get(counterpart)} "
-                f"(docs/{device}.md)."
+                f"{package} {have[0]} and {counterpart} {have[1]} do not match: each release of one needs a particular "
+                f"release of the other. Install {package}=={releases.get(package)} and "
+                f"{counterpart}=={releases.get(counterpart)} (docs/{device}.md)."
             )
 
 

@@ -104,7 +104,7 @@ def budget_problems(config: Config) -> Iterator[str]:
             over = f" over {group} devices" if group > 1 else ""
             if key not in reported_keys:
                 yield (
-                    f"{key}={get(config, key)} cannot hold the longest sequence: data.max_prompt_length + "
+                    f"{key}={get(config, key)} is less than the longest sequence: data.max_prompt_length + "
                     f"data.max_response_length = {longest} tokens{over}. Set it to at least {-(-longest // group)}."
                 )
             reported_keys.add(key)

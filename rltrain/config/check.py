@@ -141,10 +141,10 @@ def _each_key(config: Config) -> Iterator[str]:
             if item is None or item in rules.among or (rules.plugin and is_plugin(item)):
                 continue
             if rules.among:
-                own = ", or a function of your own: FILE.py:NAME" if rules.plugin else ""
+                own = ", or your own function: FILE.py:NAME" if rules.plugin else ""
                 yield f"{key.name}={as_text(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
             elif rules.plugin:
-                yield f"{key.name}={item}: name the file and what is in it, FILE.py:NAME."
+                yield f"{key.name}={item}: give the file and the name in it, FILE.py:NAME."
         # Scripts write 0 for unused keys, such as the alpha of no adapters.
         section = key.name.rpartition(".")[0]
         unused = not value and not all(is_met(config, section, condition) for condition in rules.only_with)
@@ -154,7 +154,7 @@ def _each_key(config: Config) -> Iterator[str]:
                 source = all_keys()[other]
             usual = f" Try {source.default:g}." if isinstance(source.default, int | float) else ""
             if value == math.inf and any(word in key.name for word in _LIMITS):
-                usual += " Where no limit is meant, a large number such as 1e9 does the same."
+                usual += " For no limit, use a large number such as 1e9."
             wanted = [*(["a finite number"] if not math.isfinite(value) else []), *filter(None, [rules.bounds()])]
             yield f"{key.name}={value}: it must be {', '.join(wanted)}.{usual}"
 
@@ -164,15 +164,15 @@ def _lists(config: Config) -> Iterator[str]:
     for name in config.trainer.callbacks:
         if ":" not in name:
             callbacks = f"trainer.callbacks={config.trainer.callbacks}"
-            yield f"{callbacks}: '{name}' names no class or function. Give FILE.py:NAME."
+            yield f"{callbacks}: '{name}' is not the name of a class or function. Give FILE.py:NAME."
     low, high = config.data.min_pixels, config.data.max_pixels
     if low and high and low > high:
-        yield f"data.min_pixels={low} is more than data.max_pixels={high}: no image lies between them."
+        yield f"data.min_pixels={low} is more than data.max_pixels={high}. Lower it, or raise the other."
     for name, value in config.data.apply_chat_template_kwargs.items():
         if name in _OF_TOKENIZER:
             yield (
-                f"data.apply_chat_template_kwargs.{name}={value}: {_OF_TOKENIZER[name]}. Leave it out; what the chat "
-                "template itself reads belongs there, such as enable_thinking."
+                f"data.apply_chat_template_kwargs.{name}={value}: {_OF_TOKENIZER[name]}. Leave it out. This mapping is "
+                "for variables of the chat template, such as enable_thinking."
             )
     for section in (_A + "actor.optim", "critic.optim"):
         betas = get(config, f"{section}.betas")
@@ -237,8 +237,8 @@ def uneven(config: Config) -> Iterator[str]:
         elif size > 0 and here % size and size % here:
             divisors = ", ".join(str(divisor) for divisor in range(1, here + 1) if here % divisor == 0)
             yield (
-                f"{key}={size} does not divide trainer.n_gpus_per_node={here}: some {spanning[0]} would span nodes, "
-                f"and others not. Use one of {divisors}, or a multiple of {here}."
+                f"{key}={size} does not divide trainer.n_gpus_per_node={here}: some {spanning[0]} would span nodes and "
+                f"others would not. Use one of {divisors}, or a multiple of {here}."
             )
 
 
@@ -250,21 +250,21 @@ def _comparison(config: Config) -> Iterator[str]:
     if levels and (estimator.per_token or estimator.per_turn):
         yield (
             f"algorithm.adv_norm.{levels[0]}={getattr(algorithm.adv_norm, levels[0])} normalises one advantage per "
-            f"answer, and algorithm.adv_estimator={algorithm.adv_estimator} gives several. Leave it out, or use "
+            f"answer, but algorithm.adv_estimator={algorithm.adv_estimator} computes several. Leave it out, or use "
             "algorithm.adv_estimator=grpo."
         )
     if estimator.sum_pi_squared and algorithm.rollout_correction.bypass_mode:
         yield (
-            f"algorithm.adv_estimator={algorithm.adv_estimator} reads the old policy at every token, and "
-            "algorithm.rollout_correction.bypass_mode=True makes no pass for it. Leave bypass_mode out."
+            f"algorithm.adv_estimator={algorithm.adv_estimator} needs the old policy's distribution at every token, "
+            "but algorithm.rollout_correction.bypass_mode=True skips the old_log_prob pass. Leave bypass_mode out."
         )
     if not config.learns_from_rewards or not (filtering or estimator.compares):
         return
     needs = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if estimator.per_turn and not several_turns(rollout):
         yield (
-            f"{needs} compares turns, and nobody answers the policy: name tools or an environment "
-            f"({_R}multi_turn.…), or use algorithm.adv_estimator=rloo or grpo."
+            f"{needs} compares turns, but there are no tools and no environment. Set one of them ({_R}multi_turn.…), "
+            "or use algorithm.adv_estimator=rloo or grpo."
         )
     if rollout.n < 2 and estimator.compares and not estimator.takes_one:
         yield f"{needs} compares answers to one prompt, so {_R}n must be >= 2 (got {rollout.n}). Try {_R}n=8."
@@ -275,7 +275,7 @@ def _comparison(config: Config) -> Iterator[str]:
             "because no two answers have the same KL. Use algorithm.filter_groups.metric=seq_reward."
         )
     if not rollout.do_sample and several:
-        yield f"{_R}do_sample=False makes all answers to a prompt alike, so nothing is learnt from them. Leave it out."
+        yield f"{_R}do_sample=False makes all answers to a prompt equal, so they have no advantage. Leave it out."
 
 
 def _entropy(config: Config) -> Iterator[str]:
@@ -289,8 +289,8 @@ def _entropy(config: Config) -> Iterator[str]:
     for reader, reads in readers.items():
         if reads and config.algorithm.rollout_correction.bypass_mode:
             yield (
-                f"{_A}actor.{reader} reads the entropy that the old_log_prob pass measures, and "
-                "algorithm.rollout_correction.bypass_mode=True makes no such pass. Leave bypass_mode out."
+                f"{_A}actor.{reader} needs the entropy from the old_log_prob pass, but "
+                "algorithm.rollout_correction.bypass_mode=True skips that pass. Leave bypass_mode out."
             )
 
 
@@ -320,7 +320,7 @@ def _lora(config: Config) -> Iterator[str]:
     if every and config.actor_rollout_ref.model.uses_lora and has_reference(config):
         yield (
             f"{_A}ref.update_every_steps={every}: with LoRA the reference is the policy without its adapters, which "
-            "cannot move. Leave it out, or train all weights (model.lora_rank=0)."
+            "does not change. Leave it out, or train all weights (model.lora_rank=0)."
         )
 
 
@@ -341,7 +341,7 @@ def _mixing(config: Config) -> Iterator[str]:
             yield f"data.mixing: the weight of '{name}' is {as_text(weight)}; it must be a finite number, at least 0."
             return
     if mixing and not any(mixing.values()):
-        yield f"data.mixing={as_text(mixing)}: every weight is 0, so no prompt is left. Give one that is more."
+        yield f"data.mixing={as_text(mixing)}: every weight is 0, so no prompt is left. Set one above 0."
     if mixing and sampler != "shuffle":
         yield f"data.mixing and data.sampler.name={sampler} both choose the prompts of a batch. Keep one of them."
 
@@ -385,11 +385,11 @@ def _run(config: Config) -> Iterator[str]:
         why = "with sft.enabled=True a run validates while it trains"
         yield f"trainer.val_only=True: {why}. Use rltrain evaluate model=RUN."
     if trainer.val_only and not as_list(config.data.val_files):
-        yield "trainer.val_only=True has nothing to do: data.val_files is not set."
+        yield "trainer.val_only=True needs data.val_files, which is not set."
     if "critic" in roles_of(config) and steps is not None and trainer.critic_warmup > steps:
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup:g} is over trainer.total_training_steps={steps}, so the "
-            "actor would never learn."
+            f"trainer.critic_warmup={trainer.critic_warmup:g} is more than trainer.total_training_steps={steps}, so "
+            "the actor would never be updated. Lower it."
         )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N."

@@ -19,18 +19,18 @@ def engine_problems(config: Config) -> Iterator[str]:
     rollout, engine = config.actor_rollout_ref.rollout, ENGINES.get(config.actor_rollout_ref.rollout.name)
     if rollout.tail == "exact" and engine and not engine.speculation:
         yield (
-            f"{_R}tail=exact is speculative decoding, which {_R}name={rollout.name} does not have. "
-            f"Use {engines_with('speculation')}, or leave tail out."
+            f"{_R}tail=exact is speculative decoding, which {_R}name={rollout.name} does not support. Use "
+            f"{engines_with('speculation')}, or leave tail out."
         )
     if config.actor_rollout_ref.model.fp32_head and engine and not engine.fp32_head:
         yield (
             f"actor_rollout_ref.model.fp32_head=True: rollout.name={rollout.name} computes its head in half precision, "
-            f"so it would be farther from the trainer than without. Use {engines_with('fp32_head')}, or leave it out."
+            f"so its log-probs would differ more from the trainer's. Use {engines_with('fp32_head')}, or leave it out."
         )
     if not config.actor_rollout_ref.model.merges and engine and not engine.adapters:
         yield (
-            f"actor_rollout_ref.model.lora.merge=False: rollout.name={rollout.name} gets weights alone from rltrain. "
-            f"Use {engines_with('adapters')}, or leave merge out: adapters then come merged into the weights."
+            f"actor_rollout_ref.model.lora.merge=False: rollout.name={rollout.name} accepts full weights only. Use "
+            f"{engines_with('adapters')}, or leave merge out: adapters are then merged into the weights."
         )
     yield from _engine(config)
     yield from _turns(config)
@@ -56,8 +56,8 @@ def _ways_to_sample(config: Config) -> Iterator[str]:
             )
         elif penalty != 1 and rollout.tail == "exact":
             yield (
-                f"{section}repetition_penalty={penalty}: {_R}tail=exact guesses several tokens at once, and each of "
-                "them would change the penalty of the next. Leave one of the two out."
+                f"{section}repetition_penalty={penalty}: {_R}tail=exact proposes several tokens at once, and each "
+                "would change the penalty of the next. Leave one of the two out."
             )
     most = rollout.val_kwargs.max_tokens or 0
     if most > longest and config.reward_model.enable:
@@ -73,17 +73,17 @@ def _turns(config: Config) -> Iterator[str]:
     path, loop = f"{_R}multi_turn.function_tool_path", f"{_R}agent.default_agent_loop"
     name = rollout.agent.default_agent_loop
     if name is not None and name not in NAMES and not is_plugin(name):
-        yield f"{loop}={name}: there is no such agent. Use {', '.join(NAMES)}, or FILE.py:NAME of one of your own."
+        yield f"{loop}={name}: unknown agent. Use {', '.join(NAMES)}, or your own as FILE.py:NAME."
     for own in rollout.agent.agent_loops:
         if not is_plugin(own):
-            yield f"{LOOPS_KEY}: {own!r} is not an agent of your own. Write FILE.py:NAME; the others need no entry."
+            yield f"{LOOPS_KEY}: {own!r} is not FILE.py:NAME. Only your own agents need an entry."
     if name in NAMES and name != SINGLE_TURN and not turns.place:
-        yield f"{loop}={name}: there are no tools. Name the file of their functions, {path}=tools.py, or leave it out."
+        yield f"{loop}={name} needs tools. Set {path}=tools.py to the file of their functions, or leave it out."
     if not several_turns(rollout):
         return
     tools = who_answers(rollout)
     if config.reward_model.classifies:
-        yield f"{tools} and reward_model.enable=True: it would judge the words of tools too. Keep one of them."
+        yield f"{tools} and reward_model.enable=True: it would also score the text of tools. Keep one of them."
 
 
 def tail_problems(config: Config) -> Iterator[str]:
@@ -97,7 +97,7 @@ def tail_problems(config: Config) -> Iterator[str]:
     weighted = (correction.bypass_mode and correction.loss_type == "ppo_clip") or correction.rollout_is == "token"
     if rollout.tail == "carry_over" and not weighted:
         yield (
-            f"{tail} learns from tokens that earlier policies have sampled, and needs a weight for each: set "
+            f"{tail} trains on tokens that earlier policies sampled, so each needs an importance weight. Set "
             f"algorithm.rollout_correction.rollout_is=token (got {as_text(correction.rollout_is)})."
         )
 
@@ -108,44 +108,44 @@ def replay_problems(config: Config) -> Iterator[str]:
     mode, engine = actor.router_replay.mode, ENGINES.get(rollout.name)
     key = f"actor_rollout_ref.actor.router_replay.mode={mode}"
     if mode != "disabled" and actor.fsdp_config.use_torch_compile:
-        yield f"{key}: layers that are compiled do not show what they choose. Leave fsdp_config.use_torch_compile out."
+        yield f"{key}: compiled layers do not expose their routing. Leave fsdp_config.use_torch_compile out."
     for name in ("router_aux_loss_coef", "router_bias_update_rate"):
         if (value := getattr(actor, name)) and actor.fsdp_config.use_torch_compile:
             yield (
-                f"actor_rollout_ref.actor.{name}={value:g}: layers that are compiled do not show what their routers "
-                "say. Leave fsdp_config.use_torch_compile out."
+                f"actor_rollout_ref.actor.{name}={value:g}: compiled layers do not expose their router logits. Leave "
+                "fsdp_config.use_torch_compile out."
             )
     if actor.router_bias_update_rate and config.actor_rollout_ref.model.uses_lora:
         yield (
             f"actor_rollout_ref.actor.router_bias_update_rate={actor.router_bias_update_rate:g}: the bias belongs to "
-            "the model under the adapters, which is the reference and stays as it is. Leave it out, or train all "
+            "the base model under the adapters, which is the reference and does not change. Leave it out, or train all "
             "weights (model.lora_rank=0)."
         )
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
         yield (
-            f"{key} replays the old_log_prob pass, and algorithm.rollout_correction.bypass_mode=True makes none. Use "
-            "R3, which replays the engine."
+            f"{key} replays the old_log_prob pass, but algorithm.rollout_correction.bypass_mode=True skips it. Use R3, "
+            "which replays the engine."
         )
     if mode != "R3" or not engine:
         return
     if not engine.tells_experts:
         yield (
-            f"{key}: rollout.name={rollout.name} does not tell which experts its tokens went to. Use "
-            f"{engines_with('tells_experts')}, or R2."
+            f"{key}: rollout.name={rollout.name} does not return router indices. Use {engines_with('tells_experts')}, "
+            "or R2."
         )
     if rollout.tail == "carry_over":
         yield (
-            f"{key}: with {_R}tail=carry_over two policies have chosen the experts of one answer. Use R2, or leave "
-            "tail out."
+            f"{key}: with {_R}tail=carry_over the experts of one answer come from two policies. Use R2, or leave tail "
+            "out."
         )
     if engine.package:
         if rollout.enable_prefix_caching:
             yield (
-                f"{key}: of tokens that {rollout.name} finds in its prefix cache it does not tell where they went. Set "
+                f"{key}: {rollout.name} does not return router indices of tokens from its prefix cache. Set "
                 f"{_R}enable_prefix_caching=False."
             )
         if not rollout.enforce_eager:
-            yield f"{key}: graphs of {rollout.name} do not tell where tokens went. Set {_R}enforce_eager=True."
+            yield f"{key}: CUDA graphs of {rollout.name} do not return router indices. Set {_R}enforce_eager=True."
 
 
 def _experts_of_engine(config: Config) -> Iterator[str]:
@@ -157,14 +157,14 @@ def _experts_of_engine(config: Config) -> Iterator[str]:
         return
     if not ENGINES[rollout.name].expert_parallel:
         others = engines_with("expert_parallel")
-        yield f"{key}: rollout.name={rollout.name} does not share experts. Leave it out, or use {others}."
+        yield f"{key}: rollout.name={rollout.name} has no expert parallelism. Leave it out, or use {others}."
     elif experts != devices:
         yield (
-            f"{key}: the devices of an engine share its experts, and {_R}tensor_model_parallel_size={devices} is their "
-            "number. Set both to the same, or leave it out."
+            f"{key}: experts are divided over the devices of an engine, {_R}tensor_model_parallel_size={devices}. Set "
+            "both to the same value, or leave it out."
         )
     elif config.trainer.device == "cpu":
-        yield f"{key}: the process ends in vLLM's kernel for CPUs, which knows no share of the experts. Leave it out."
+        yield f"{key}: vLLM's CPU kernel does not support expert parallelism and crashes. Leave it out."
 
 
 def _engine(config: Config) -> Iterator[str]:
@@ -183,8 +183,8 @@ def _engine(config: Config) -> Iterator[str]:
     here = config.trainer.n_gpus_per_node
     if size > here and engine.tensor_parallel and not engine.over_nodes:
         yield (
-            f"{_R}tensor_model_parallel_size={size} is more than trainer.n_gpus_per_node={here}, and an engine of "
-            f"rollout.name={rollout.name} stays on one node. Use a divisor of {here}, or {engines_with('over_nodes')}."
+            f"{_R}tensor_model_parallel_size={size} is more than trainer.n_gpus_per_node={here}, but an engine of "
+            f"rollout.name={rollout.name} cannot span nodes. Use a divisor of {here}, or {engines_with('over_nodes')}."
         )
     for key in (_R + "temperature", _R + "val_kwargs.temperature"):
         value = get(config, key)
@@ -195,7 +195,7 @@ def _engine(config: Config) -> Iterator[str]:
     taking = [f"engine_kwargs.{name}" for name, traits in ENGINES.items() if "engine_kwargs" not in traits.unused_keys]
     for name in rollout.engine_kwargs:
         if f"engine_kwargs.{name}" not in taking:
-            yield f"{_R}engine_kwargs.{name}: arguments stand under an engine: {' or '.join(taking)}."
+            yield f"{_R}engine_kwargs.{name}: arguments belong under the name of an engine: {' or '.join(taking)}."
         elif not isinstance(given := rollout.engine_kwargs[name], dict | type(None)):
             form = f"such as {_R}engine_kwargs.{name}.NAME={as_text(given)}"
             yield f"{_R}engine_kwargs.{name}={as_text(given)}: arguments of the engine have names, {form}."

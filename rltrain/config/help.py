@@ -67,7 +67,7 @@ def help_text(topic: str = "") -> str:
         return "\n".join([f"Keys about {topic.replace('_', ' ')} (--help KEY explains one):", *lines]) + "\n"
     if not matches:
         near = ", ".join(f"--help {name}" for name in nearest(topic)) or "--help"
-        raise ConfigError(f"--help {topic}: there is no such section or key. Try {near}.")
+        raise ConfigError(f"--help {topic}: no such section or key. Try {near}.")
     if len(matches) == 1 and matches[0] in sections():
         return _layer(matches[0])
     lines = [_index_line(name, "") if name in sections() else _entry(all_keys()[name], name) for name in matches]

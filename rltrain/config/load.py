@@ -54,8 +54,8 @@ def load_config(
     for override in overrides:
         reader.override(override)
         reader.notes += _warn_of_secret(override)
-    reader.modernise()
-    reader.hand_over()
+    reader.translate()
+    reader.pass_to_user_classes()
     config: Any = None
     try:
         # Only now are defaults that follow other keys resolved, and a value of the wrong type may show only here.
@@ -63,7 +63,7 @@ def load_config(
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         reader.problems.append(f"{where}{str(error).splitlines()[0]}")
-    reader.judge(config)
+    reader.report_foreign(config)
     notes = (*reader.renamed.values(), *reader.notes)
     loaded = LoadedConfig(config, frozenset(reader.explicit), notes, reader.written)
     if reader.problems:
@@ -136,6 +136,6 @@ def _warn_of_secret(word: str) -> list[str]:
     key = word.partition("=")[0].lstrip("+")
     variable = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
     return [
-        f"{key} holds a secret, and every user of this machine can read the words of a command in the process list. "
-        f"Set it as a variable before the command, export {variable}=…, and type {key}='${{oc.env:{variable}}}'."
+        f"{key} is a secret, and every user of this machine can read command lines in the process list. Export it as a "
+        f"variable before the command, export {variable}=…, and give {key}='${{oc.env:{variable}}}'."
     ]

@@ -100,14 +100,14 @@ def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
     ):
         yield (
             f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator} divides the score of an answer among its "
-            "turns by the rewards that tools return; where they return none, the last turn has all of it"
+            "turns by the rewards that tools return; without such rewards the last turn gets all of it"
         )
     rollout = loaded.config.actor_rollout_ref.rollout
     for name, off in (("min_p", 0), ("repetition_penalty", 1)):
         if (value := getattr(rollout, name)) != off:
             yield (
-                f"{_A}rollout.{name}={value:g}: answers are drawn from another law than the one that is trained, as "
-                "with top_p: log-probs, ratio and KL are those of all tokens without it"
+                f"{_A}rollout.{name}={value:g}: answers are sampled from a different distribution than the one being "
+                "trained, as with top_p: log-probs, ratio and KL are computed without it"
                 + ("; verl 0.7 to 0.9 always generate with 1" if name == "repetition_penalty" else "")
             )
     yield from _of_loss(loaded)
@@ -132,13 +132,13 @@ def _of_loss(loaded: LoadedConfig) -> Iterator[str]:
             yield f"{_A}actor.loss_agg_mode={mode}: not read, as in verl {version}: loss_mode=gspo takes {own}"
         elif loss != "gspo" or not version:
             yield (
-                f"{_A}actor.loss_agg_mode={mode}: followed as it is set, although loss_mode={loss} is defined with "
+                f"{_A}actor.loss_agg_mode={mode}: used as set, although loss_mode={loss} is defined with "
                 f"{own}{before and before + ' takes whatever this key says'}. Leave it out for that."
             )
     if correction.bypass_mode and correction.loss_type == "ppo_clip" and loss != "vanilla":
         yield (
-            f"{LOSS_KEY}={loss}: its ratio is taken against the engine. bypass_mode keeps it, as verl's workers do; "
-            "verl's page says that vanilla replaces it"
+            f"{LOSS_KEY}={loss}: its ratio is computed against the engine. bypass_mode keeps it, as verl's workers do; "
+            "verl's documentation says that vanilla replaces it"
         )
 
 
@@ -194,7 +194,7 @@ def _unused_by_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 def _given_adapter(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     if loaded.config.actor_rollout_ref.model.lora_adapter_path is not None:
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
-            yield f"{_A}model.{name}", "lora_adapter_path brings rank, scale and layers"
+            yield f"{_A}model.{name}", "lora_adapter_path determines rank, scale and layers"
 
 
 def _one_copy(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
@@ -208,7 +208,7 @@ def _own_attention(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
         if "attn_implementation" in get(loaded.config, model).override_config:
             yield (
                 f"{model}.override_config.attn_implementation",
-                "attention is always over packed sequences, in our code",
+                "attention always runs over packed sequences, in rltrain's code",
             )
 
 
@@ -222,5 +222,5 @@ def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     contents = set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
     if left_out := sorted({"model", "optimizer", "extra"} - contents):
-        why = f"{', '.join(left_out)} left out, but always saved, so that every checkpoint can be resumed"
+        why = f"{', '.join(left_out)} omitted, but always saved, so that every checkpoint can be resumed"
         yield f"{_A}actor.checkpoint.save_contents", why

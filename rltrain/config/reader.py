@@ -25,9 +25,9 @@ from rltrain.config.schema.conditions import as_text, is_off
 from rltrain.config.schema.keys import Key, all_keys, free_form_parent, is_known, sections, similar_keys
 from rltrain.config.verl.hydra import OPENINGS, SWITCHES, parsed, unquoted
 from rltrain.config.verl.keys import aliases, classes, leaves_of, refused_null, rename, verdict
-from rltrain.config.verl.others import own_name, recipes_named
+from rltrain.config.verl.old_keys import OVERRIDES, is_old, read_by_version, sizes_not_written, translate_old_keys
+from rltrain.config.verl.other_trainers import recipes_named, rltrain_name
 from rltrain.config.verl.references import repoint, target
-from rltrain.config.verl.spellings import OVERRIDES, is_old, read_by_version, sizes_not_written, translate_old_keys
 from rltrain.config.verl.table import releases_with, rows, sentence
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
@@ -104,7 +104,7 @@ class Reader:
         schema_key = all_keys().get(key)
         self.nulls.pop(key, None)
         if schema_key:
-            value = _plain(schema_key, value)
+            value = _normalised(schema_key, value)
             old = f"={as_text(value).lower()}"
             if row := next((row for row in rows("value") if (row.key, row.when) == (key, old)), None):
                 why = f": {row.note}" if row.note else ""
@@ -129,9 +129,9 @@ class Reader:
             self.wrong.add(written)
         self.explicit.add(key)
 
-    def modernise(self) -> None:
+    def translate(self) -> None:
         """Translate keys of earlier versions of verl, and switches that stand for several keys."""
-        self._repoint()
+        self._repoint_interpolations()
         old = {key: value for key, (_, value) in self.foreign.items() if is_old(key, value)}
         for key in old:
             del self.foreign[key]
@@ -154,7 +154,7 @@ class Reader:
             self.renamed[written] = f"{written} turns on {' and '.join(turned_on)} here"
             del self.foreign[key]
         for key in [key for key in self.foreign if is_known(f"{key}_per_gpu")]:
-            self._share(key, *self.foreign.pop(key))
+            self._divide_by_ranks(key, *self.foreign.pop(key))
         for key, written, value, note in read_by_version(self.explicit, self.foreign, self._value):
             self._assign(key, written, value)
             self.written |= {key: written} if written != key else {}
@@ -164,8 +164,8 @@ class Reader:
             self.explicit.discard(key)
             self.notes.append(note)
 
-    def _repoint(self) -> None:
-        """Make interpolations name keys of the schema, and resolve interpolations in keys that `modernise` reads."""
+    def _repoint_interpolations(self) -> None:
+        """Make interpolations name keys of the schema, and resolve interpolations in keys that `translate` reads."""
         tree: Any = OmegaConf.to_container(self.tree, resolve=False)
         for key in self.explicit:
             value = functools.reduce(lambda part, name: dict(part or {}).get(name), key.split("."), tree)
@@ -177,7 +177,7 @@ class Reader:
             if new != value and (is_old(key, new) or is_known(f"{key}_per_gpu") or key.endswith(".offload_policy")):
                 self.foreign[key] = (written, new)
 
-    def _share(self, key: str, written: str, total: Any) -> None:
+    def _divide_by_ranks(self, key: str, written: str, total: Any) -> None:
         """Store a size that counts samples over all ranks."""
         own_key = f"{key}_per_gpu"
         if total is None:  # as in verl's files, where the size is not given
@@ -195,7 +195,7 @@ class Reader:
             self.renamed[written] = f"{written}={total} over {count(ranks, 'rank')} is {own_key}={size} here{rounded}"
             self._assign(own_key, own_key, size)
 
-    def hand_over(self) -> None:
+    def pass_to_user_classes(self) -> None:
         """Join path and name of the user's classes, and pass unknown keys of data to them."""
         for (path, name), key in classes().items():
             (written, place), (stated, value) = (self.foreign.pop(setting, (setting, None)) for setting in (path, name))
@@ -204,7 +204,7 @@ class Reader:
                 self.written[key] = written
                 self._assign(key, written, f"{place}:{value}")
             elif place:
-                self.problems.append(f"{written}={place}: say with {stated} which class of it is meant.")
+                self.problems.append(f"{written}={place}: name the class in it with {stated}.")
         if not (self._value("data.custom_cls") or is_plugin(str(self._value("data.sampler.name")))):
             return
         for key, (written, value) in list(self.foreign.items()):
@@ -214,9 +214,9 @@ class Reader:
                 del self.foreign[key]
                 OmegaConf.update(self.tree, key.replace("data.", "data.own_keys.", 1), value, force_add=True)
                 if not ruling and not is_off(value):
-                    self.notes.append(f"{written}: nobody reads it but your own class")
+                    self.notes.append(f"{written}: passed to your own class only")
 
-    def judge(self, config: Config | None) -> None:
+    def report_foreign(self, config: Config | None) -> None:
         """Add notes and problems on keys that the schema lacks."""
         keys_by_reason: dict[tuple[str, bool], list[str]] = {}
         self.problems += recipes_named({key: self._value(key) for key in self.explicit})
@@ -233,7 +233,7 @@ class Reader:
             elif not (key in sections() and is_off(value)):
                 # An unknown key that is turned off does no harm. One that resembles a key of the schema is mistyped.
                 if is_off(value) and (releases_with(written, key) or not similar_keys(key)):
-                    keys_by_reason.setdefault(("not known here, and turned off", False), []).append(written)
+                    keys_by_reason.setdefault(("unknown, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
         for (why, refused), keys in keys_by_reason.items():
@@ -256,7 +256,7 @@ class Reader:
         # Hydra's mark of a new key. It is always allowed here, so that verl's commands run.
         added, key = key.startswith("+"), key.lstrip("+").strip()
         if key.startswith("~"):  # Hydra's mark of a removed key
-            self._leave_out(key[1:])
+            self._remove(key[1:])
             return
         if not equals or not key:
             is_file = word.endswith((".yaml", ".yml", ".toml", ".json"))
@@ -282,7 +282,7 @@ class Reader:
         except (YAMLError, OmegaConfBaseException) as error:
             self.problems.append(f"{key}={text}: the value is not valid YAML ({str(error).splitlines()[0]}). Quote it.")
 
-    def _leave_out(self, written: str) -> None:
+    def _remove(self, written: str) -> None:
         """Reset a key, or all keys of a section, to the default."""
         key = rename(written) if is_known(rename(written)) else rename(f"{written}.")[:-1]
 
@@ -330,7 +330,7 @@ def _null_is_a_value(key: Key) -> bool:
     return key.type_name.endswith("None") and key.default is not None and not follows
 
 
-def _plain(key: Key, value: Any) -> Any:
+def _normalised(key: Key, value: Any) -> Any:
     """Return a value in the form of the schema."""
     if value is False and key.name.endswith("_freq"):
         return -1  # never
@@ -371,7 +371,7 @@ def _expected(schema_key: Key | None, key: str, value: Any) -> str:
     if schema_key and schema_key.choices:
         return f"use one of {', '.join(map(as_text, schema_key.choices))}"
     if schema_key and schema_key.type_name.startswith("str") and isinstance(value, list | dict):
-        return "expected a text; one that begins with a bracket needs quotes inside those of the shell"
+        return "expected a text; one that begins with a bracket needs quotes inside the shell's quotes"
     expected = schema_key.type_name.replace("None", "null") if schema_key else "a plain value"
     return f"expected {expected}, got {'null' if value is None else type(value).__name__}"
 
@@ -382,7 +382,7 @@ def _unknown(written: str, key: str) -> str:
         return f"'{written}' is a section, not a value. Its keys: --help {key}."
     if releases := releases_with(written, key):
         return f"{written}: verl {releases.replace(' ', ' and ')} has this key, and rltrain does not. Leave it out."
-    elsewhere = own_name(key)
+    elsewhere = rltrain_name(key)
     near = [elsewhere] if elsewhere else similar_keys(key)
     around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
     hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."

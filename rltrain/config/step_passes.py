@@ -254,7 +254,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         reads_engine=actor.off_policy_mask_threshold is not None,
         learns_entropy=_learns_entropy(config),
         masks_certain=rewarded and actor.top_entropy_quantile < 1,
-        skips_silent=_skips_silent(config),
+        skips_silent=_skips_zero_advantage(config),
         # Without a critic, the steps of a warm-up would train nothing.
         first_actor_step=math.ceil(config.trainer.critic_warmup) if estimator.values else 0,
         router_replay=actor.router_replay.mode,
@@ -294,7 +294,7 @@ def _learns_entropy(config: Config) -> bool:
     return config.actor_rollout_ref.actor.entropy_coeff != 0 or config.actor_rollout_ref.actor.adaptive_entropy.enabled
 
 
-def _skips_silent(config: Config) -> bool:
+def _skips_zero_advantage(config: Config) -> bool:
     """Return whether samples without advantage have no gradient, so that the update may skip them."""
     actor = config.actor_rollout_ref.actor
     # KL, entropy bonus, teacher and load balancing have a gradient in every sample; whitening changes a 0; and the

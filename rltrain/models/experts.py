@@ -34,8 +34,8 @@ PLAIN = "is_transposed"
 
 def parts_with_experts(model: nn.Module) -> list[nn.Module]:
     """Return the modules that hold the experts of a layer, with each weight as [experts, ...]."""
-    found = (getattr(part, "experts", None) for part in model.modules())
-    return [experts for experts in found if isinstance(experts, nn.Module)]
+    parts = (getattr(part, "experts", None) for part in model.modules())
+    return [experts for experts in parts if isinstance(experts, nn.Module)]
 
 
 def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shards: int) -> str | None:

@@ -222,7 +222,7 @@ def _replace_rotary(modeling: Any, kernels: Kernels) -> int:
     try:
         same = all(map(_agree, plain(query, key, cos, sin), rotary(query, key, cos, sin)))
     except Exception as error:  # noqa: BLE001 - see `_attempt`
-        log.debug("%s of %s is left as it is: %r", _ROTARY, modeling.__name__, error)
+        log.debug("%s of %s is not patched: %r", _ROTARY, modeling.__name__, error)
         return 0
     if not same:
         return 0

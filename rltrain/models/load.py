@@ -106,8 +106,8 @@ def read_weights(
     # transformers initializes missing weights with random numbers.
     if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(
-            f"the files of {path} have not {count(len(missing), 'weight')} of {type(model).__name__}: {missing[0]}"
-            f"{', …' if len(missing) > 1 else ''}. Copy the model again."
+            f"the files of {path} lack {count(len(missing), 'weight')} of {type(model).__name__}: "
+            f"{missing[0]}{', …' if len(missing) > 1 else ''}. Copy the model again."
         )
     loaded_model: PreTrainedModel = model
     return loaded_model
@@ -125,7 +125,7 @@ def read_score_head(path: str) -> Tensor | None:
     if _HEAD not in entries.empty:
         return None
     if (labels := entries.empty[_HEAD].shape[0]) != 1:
-        raise ConfigError(f"{path} is a classifier with {labels} labels; a critic or reward model has one.")
+        raise ConfigError(f"{path} is a classifier with {labels} labels, but critic and reward model need one label.")
     return entries.read(_HEAD)
 
 

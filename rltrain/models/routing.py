@@ -55,8 +55,8 @@ def correction_biases(model: nn.Module) -> dict[str, Tensor]:
 def unseen(key: str) -> ConfigError:
     """Return the error that ``key`` needs router choices, and this model's routers do not expose them."""
     return ConfigError(
-        f"{key}: the choice of a layer's experts could not be seen, since its router does not choose the "
-        "largest scores. Leave it out for this model."
+        f"{key}: this model's router does not choose the largest scores, so its router indices are unknown. Leave it "
+        "out for this model."
     )
 
 

@@ -27,7 +27,7 @@ from rltrain.trainer.judge import Judge
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 from rltrain.trainer.rewards import Rewards
-from rltrain.trainer.roles import Critic, Frozen, Policy, Reference, RewardModel, StepModels
+from rltrain.trainer.roles import Critic, InferenceModels, Policy, Reference, RewardModel, StepModels
 from rltrain.trainer.validation import Validation, rollout_seed
 from rltrain.workers.interface.roles import Models
 
@@ -80,7 +80,7 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
     judge = Judge(group, seed, readings) if cfg.reward_model.judges else None
     critic = Critic(group, plan.passes) if plan.passes.values else None
     reference = Reference(group) if plan.passes.reference_moves else None
-    models = StepModels(Policy(group, plan.passes), critic, Frozen(group), sizes, reference)
+    models = StepModels(Policy(group, plan.passes), critic, InferenceModels(group), sizes, reference)
     return models, Rewards(cfg.scoring, cfg.data.max_response_length, data.rows, pool, model, judge)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.common import logs
-from rltrain.common.attempt import tell_supervisor
+from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.errors import ConfigError
 from rltrain.common.stop import Stop
 from rltrain.config.loaded import LoadedConfig
@@ -34,7 +34,7 @@ from rltrain.run.splits import load_data
 from rltrain.run.start import RunSpec, start_run
 from rltrain.runtime.cluster import cluster_address, ray_logs, start_ray
 from rltrain.runtime.hang import Deadlines
-from rltrain.runtime.lifeline import ended_after_us, stop_ray, unless_lost, watching, working
+from rltrain.runtime.ray_watchdog import cleanup_after_exit, require_heartbeat, stop_ray, unless_lost, watch_ray
 from rltrain.trainer.plan import make_plan
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ def build(
     with ExitStack() as closing, ExitStack() as reading:
         # Entered first, so that it ends last and train.log has the messages of the other exits.
         closing.enter_context(logs.session())
-        reading.enter_context(watching(deadlines, local=False, reads=True, kept=stop.kept))
-        reading.enter_context(working())
+        reading.enter_context(watch_ray(deadlines, local=False, reads=True, kept=stop.kept))
+        reading.enter_context(require_heartbeat())
         result = preflight(loaded)
         _raise_problems(result, notes)
         hooks = UserCallbacks(cfg.trainer.callbacks, callbacks)
@@ -74,7 +74,7 @@ def build(
             sampler_of(cfg, plan, data.rows["train"], trial=True)
         folder = RunFolder(cfg.trainer.default_local_dir)
         closing.callback(folder.release)
-        tell_supervisor(folder=str(folder.path))
+        report_to_supervisor(folder=str(folder.path))
         logs.open_train_log(folder.path)
         # Before Ray is started, so that a checkpoint that does not fit this run is refused within seconds.
         identity = data.rows["train"].identity() if train else None
@@ -100,9 +100,9 @@ def build(
         reading.close()
         started = begin_ray(cfg, stop, closing)
         # A cluster that this run joined is shared with others and outlives the run.
-        closing.enter_context(watching(deadlines, local=started and not cluster_address(cfg.cluster), kept=stop.kept))
+        closing.enter_context(watch_ray(deadlines, local=started and not cluster_address(cfg.cluster), kept=stop.kept))
         log.info("Ray's logs: %s", ray_logs())
-        with working(), stop.telling():
+        with require_heartbeat(), stop.telling():
             return start_run(RunSpec(loaded, plan, data, folder, start, find), stop, hooks, closing, deadlines)
 
 
@@ -110,7 +110,7 @@ def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
     """ResumePoint Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
     with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if started := start_ray(cfg.cluster):
-            closing.enter_context(ended_after_us(not cluster_address(cfg.cluster)))
+            closing.enter_context(cleanup_after_exit(not cluster_address(cfg.cluster)))
             closing.callback(unless_lost(stop_ray))
     return started
 

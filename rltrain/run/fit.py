@@ -21,7 +21,7 @@ from rltrain.run.callbacks.callback import Callback, CallbackList
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.saver import Saver
 from rltrain.run.report.sample_logger import SampleLogger
-from rltrain.runtime.lifeline import working
+from rltrain.runtime.ray_watchdog import require_heartbeat
 from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
@@ -122,7 +122,7 @@ class Trainer(Callback):
         """Make all remaining steps, with validation and saving. Return False if a signal stopped the run."""
         if self.num_steps >= self.plan.total_steps and not self._pending_validation:
             return True
-        with listen(self._stop), working(), self._stop.telling():
+        with listen(self._stop), require_heartbeat(), self._stop.telling():
             try:
                 # An evaluation has nothing to save, so a signal ends it at once.
                 return bool(self.validate()) if self.config.trainer.val_only else self._fit(*self._started)
@@ -226,7 +226,7 @@ class Trainer(Callback):
         # saving. After an error of the workers they may be half updated.
         except (RewardError, JudgeError, AgentError, StepLeft) as error:
             if isinstance(error, StepLeft):
-                ppo.actor.give_up()
+                ppo.actor.abort()
             try:
                 saver.save_emergency(step, before)
             except (DiskError, StorageError, WorkerLost) as unsaved:

@@ -45,8 +45,8 @@ from rltrain.run.splits import Data
 from rltrain.runtime.cluster import free, reserve, share
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.hang import Deadlines
-from rltrain.runtime.lifeline import raise_if_lost, unless_lost
 from rltrain.runtime.processes import ask_nodes
+from rltrain.runtime.ray_watchdog import raise_if_lost, unless_lost
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.ppo import PPOTrainer
 

@@ -31,8 +31,8 @@ from rltrain.common.env import first_set, prepare_driver, ray_address, shipped, 
 from rltrain.common.errors import ConfigError, NodesMissing, WorkerLost, first_line
 from rltrain.common.logs import count
 from rltrain.config.schema import ClusterConfig
-from rltrain.runtime import lifeline
-from rltrain.runtime.launch.files import own_token
+from rltrain.runtime import ray_watchdog
+from rltrain.runtime.launch.files import head_token
 
 log = logging.getLogger(__name__)
 _RESERVE_S = 120
@@ -76,8 +76,8 @@ def ray_problems(cfg: ClusterConfig) -> Iterator[str]:
             socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_S).close()
         except OSError as error:
             yield (
-                f"{_KEY}.address={address} (or RAY_ADDRESS): nobody answers there ({error}). "
-                "Start Ray with scripts/ray_start.sh."
+                f"{_KEY}.address={address} (or RAY_ADDRESS) does not accept connections ({error}). Start Ray with "
+                "scripts/ray_start.sh."
             )
     if cfg.trainer.nnodes > 1 and not address:
         yield (
@@ -130,8 +130,8 @@ def start_ray(cfg: ClusterConfig) -> bool:
     except Exception as error:
         # Ray has no exception type for a start that times out or whose processes die.
         raise WorkerLost(
-            f"Ray did not start on this machine: {error} Run the same command again; if it fails again, look for the "
-            f"reason in gcs_server.out and raylet.out of {ray_logs()}."
+            f"Ray did not start on this machine: {error} Run the same command again. If it fails again, see "
+            f"gcs_server.out and raylet.out in {ray_logs()}."
         ) from error
     # When a node dies, Ray prints the last lines of its log over the run's output.
     ray._private.worker.print_to_stdstream = first_sentence
@@ -148,8 +148,8 @@ def closed_folder(parent: str = "/tmp") -> str | None:
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        found = os.lstat(folder)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != user:  # another user created it first
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != user:  # another user created it first
             return tempfile.mkdtemp(prefix="rltrain_", dir=parent)
         os.chmod(folder, 0o700)
         return folder
@@ -161,7 +161,7 @@ def _have_token() -> None:
     """Create a token for a local Ray. Ray's token file would be readable according to the umask."""
     if first_set("RAY_AUTH_MODE") in ("", "token"):
         try:
-            own_token(None)
+            head_token(None)
         except OSError:  # no writable home directory
             use_token(secrets.token_hex(32))
 
@@ -171,8 +171,8 @@ def _check_limits() -> None:
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= most < _LEAST_FILE_BYTES:
         raise ConfigError(
-            f"files may have {most / 2**20:.0f} MiB here (ulimit -f), and Ray's object store is one of at least "
-            f"{_LEAST_FILE_BYTES >> 20} MiB. Type `ulimit -f unlimited` first."
+            f"the file size limit is {most / 2**20:.0f} MiB (ulimit -f), and Ray's object store is a file of at least "
+            f"{_LEAST_FILE_BYTES >> 20} MiB. Run `ulimit -f unlimited` first."
         )
 
 
@@ -244,17 +244,17 @@ def way_in(address: str | None, error: BaseException) -> str:
         return ""
     if "authentic" in message or "token" in message:
         return (
-            "\nThe cluster asks for another token: copy ~/.ray/auth_token from its head, or set RAY_AUTH_TOKEN, and "
+            "\nThe cluster has a different token. Copy ~/.ray/auth_token from its head, or set RAY_AUTH_TOKEN, and "
             "RAY_AUTH_MODE=token."
         )
     if address == "auto":
-        return f"\nThis machine is no node of a cluster: start Ray with {shipped('scripts/ray_start.sh')}."
+        return f"\nThis machine is not a node of a cluster. Start Ray with {shipped('scripts/ray_start.sh')}."
     if address.startswith("ray://"):
-        return "\nIts port is that of Ray's client server (10001 on the head), with the same Python and Ray as here."
+        return "\nUse the port of Ray's client server (10001 on the head), and the Python and Ray of the cluster."
     return (
-        "\nThis machine is no node of that cluster: run the command on the head, or make this one a node "
-        f"(ray_start.sh worker), or set {_KEY}.address=ray://HEAD:10001, or use `ray job submit`. "
-        "A cluster without a token is joined with RAY_AUTH_MODE=disabled where one lies in ~/.ray."
+        "\nThis machine is not a node of that cluster. Run the command on the head, add this machine with "
+        f"`ray_start.sh worker`, set {_KEY}.address=ray://HEAD:10001, or use `ray job submit`. If the cluster has no "
+        "token but ~/.ray has one, set RAY_AUTH_MODE=disabled."
     )
 
 
@@ -308,12 +308,12 @@ def _wait_for(groups: list[PlacementGroup], cfg: ClusterConfig, name: str, withi
             say_at += _SAY_EVERY_S
         # Short waits, because signals are handled between them.
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
-        lifeline.raise_if_lost()
+        ray_watchdog.raise_if_lost()
     if waiting:
         raise NodesMissing(
-            f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not come up "
-            f"in {within_s:g} s: {_lacking(len(waiting), cfg, name)}. "
-            "Check trainer.nnodes and trainer.n_gpus_per_node, or start the missing nodes."
+            f"{len(waiting)} of {count(nnodes, 'node')} with {per_node} free {name} slots each did not become "
+            f"available in {within_s:g} s: {_lacking(len(waiting), cfg, name)}. Check trainer.nnodes and "
+            "trainer.n_gpus_per_node, or start the missing nodes."
         )
 
 
@@ -346,8 +346,8 @@ def _lacking(num_missing: int, cfg: ClusterConfig, resource: str) -> str:
     fitting = sum(num_slots // per_node for num_slots in slots)
     supply = f"the cluster has {count(len(slots), 'node')} with {' + '.join(map(str, slots))} {resource} slots"
     if fitting >= needed:
-        return f"{supply}, which would do, but {num_missing * per_node} of those asked for are in use"
-    return f"{supply}; {needed} x {per_node} on one node each are asked for, so {needed - fitting} more are needed"
+        return f"{supply}, which is enough, but {num_missing * per_node} of the needed slots are in use"
+    return f"{supply}; the run needs {needed} nodes with {per_node} each, so {needed - fitting} more nodes are needed"
 
 
 def _as_text(value: Any) -> str:

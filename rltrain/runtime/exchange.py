@@ -43,7 +43,7 @@ def sign_objects(key: bytes) -> None:
         def load(self) -> Any:
             signature, content = self._stream.read(32), self._stream.read()
             if not hmac.compare_digest(signature, hmac.digest(key, content, "sha256")):
-                raise WorkerLost("a message to this rank does not come from a rank of this run, and was not read.")
+                raise WorkerLost("a message to this rank was discarded because its sender is not a rank of this run.")
             return pickle.loads(content)
 
     c10d: Any = dist.distributed_c10d

@@ -17,7 +17,7 @@ import ray
 from rltrain.common.env import shipped
 from rltrain.common.errors import AGAIN, RltrainError, WorkerError, WorkerLost, first_line, lacks_memory, no_memory
 from rltrain.runtime.cluster import lost_node, ray_logs
-from rltrain.runtime.lifeline import lost as ray_lost
+from rltrain.runtime.ray_watchdog import lost as ray_lost
 
 _DEATH, _CAUSE, _SYMPTOM = 0, 1, 2
 LOST = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError)
@@ -83,7 +83,7 @@ def explain(
             "actor_rollout_ref.actor.fsdp_config.param_offload=True."
         )
     if _severity(error) == _SYMPTOM and re.search("timeout|timed out", str(cause).lower()):
-        return WorkerLost(f"{where}: waited in vain for another worker: {first_line(cause)}. {AGAIN}")
+        return WorkerLost(f"{where}: timed out while waiting for another worker: {first_line(cause)}. {AGAIN}")
     # Ray's error text contains the worker's traceback, in colours.
     return WorkerError(f"{where}: {type(cause).__name__}: {cause}\n{_COLOUR.sub('', str(error))}")
 
@@ -100,8 +100,8 @@ def _host_memory(error: Exception) -> str:
     report = re.search("Memory on the node.*", text)
     detail = report[0] if report else first_line(cause).rstrip(".")
     return (
-        f"{no_memory(detail)}, or keep less: actor_rollout_ref.actor.fsdp_config.param_offload=False and "
-        "optimizer_offload=False (those of ref and critic too), trainer.async_save=False, a lower reward.num_workers, "
+        f"{no_memory(detail)}, or use less: set actor_rollout_ref.actor.fsdp_config.param_offload=False and "
+        "optimizer_offload=False (also for ref and critic) or trainer.async_save=False, or lower reward.num_workers, "
         f"data.train_batch_size or ray_kwargs.ray_init.object_store_memory. {AGAIN}"
     )
 
@@ -127,7 +127,7 @@ def death_watch() -> Callable[[Exception], str]:
         if message := _host_memory(error) or ray_lost(_NOTICE_S):
             return message
         _, node = lost_node(nodes, _NODE_S)
-        cause = _node_has_left(node) if node else "the process is gone: killed, or memory ran out."
+        cause = _node_has_left(node) if node else "the process died: it was killed, or memory ran out."
         return f"{cause} {AGAIN} Ray's logs: {ray_logs()} on every node."
 
     return gone
@@ -135,9 +135,9 @@ def death_watch() -> Callable[[Exception], str]:
 
 def _node_has_left(node: str) -> str:
     return (
-        f"the node {node} has left the cluster: it is down, or the network does not reach it, or Ray ended there. "
-        f"If {shipped('scripts/ray_start.sh')} ran this command, type that line again on every node. "
-        "If it has started Ray alone, start it there again, or lower trainer.nnodes."
+        f"the node {node} has left the cluster: it is down or unreachable, or Ray ended there. If "
+        f"{shipped('scripts/ray_start.sh')} ran this command, run it again on every node. If it only started Ray, "
+        "start Ray again on that node, or lower trainer.nnodes."
     )
 
 

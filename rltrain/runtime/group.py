@@ -26,13 +26,13 @@ from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.device import Device
 from rltrain.common.env import driver_environment, worker_environment
 from rltrain.common.errors import AGAIN, RltrainError, WorkerLost
-from rltrain.runtime import lifeline
+from rltrain.runtime import ray_watchdog
 from rltrain.runtime.calls import Call, Polls, Stream, bind
 from rltrain.runtime.cluster import lost_node
+from rltrain.runtime.cross_node import RowsByReader, route_calls
 from rltrain.runtime.failures import LOST, errors_of, explain, get
 from rltrain.runtime.hang import Deadlines, different_collectives
 from rltrain.runtime.host import HOST
-from rltrain.runtime.parcels import Cuts, route_calls
 from rltrain.runtime.samples import driver_bytes
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _Role = TypeVar("_Role")
 _Arguments = ParamSpec("_Arguments")
 _Object = TypeVar("_Object")
 _Other = TypeVar("_Other")
-_Question = TypeVar("_Question")
+_Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 _Ranks = range | None
 
@@ -94,7 +94,7 @@ class Handle(Generic[_Result]):
         started, warned, waits = self._since or group.clock.monotonic(), False, bool(waiting or polls.open)
         while waiting or polls.open:
             group.check()
-            lifeline.raise_if_lost()
+            ray_watchdog.raise_if_lost()
             seconds = group.clock.monotonic() - started
             # Once all results have arrived, the ranks whose stream is still open are the late ones.
             late = sorted(waiting.values() or polls.ranks)
@@ -173,30 +173,31 @@ class WorkerGroup:
         self._environment = environment or worker_environment(device.kind, threads)
         self._logs = logs
         self.bytes_through_driver = 0
-        self._bytes_of_parcels: list[Any] = []
+        self._bundle_bytes: list[Any] = []
         self._bytes_between_nodes = 0
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
         self.world, self._num_nodes = len(bundles), len(placement)
         self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
-        self._who: list[dict[str, Any]] = []
+        self._identities: list[dict[str, Any]] = []
         self.deadlines.show(
             "workers", lambda: {f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()}
         )
         # Node of each rank, numbered by first ranks. Known once all have started.
         self.nodes = [0] * self.world
 
-    def ask(self, function: Callable[[_Question], _Result], questions: Sequence[_Question]) -> Handle[_Result]:
+    def ask(self, function: Callable[[_Argument], _Result], arguments: Sequence[_Argument]) -> Handle[_Result]:
         """Call ``function`` in every worker process, with one argument per rank, before workers are built."""
-        self._meet()
-        calls = [[host.ask.remote(function, question)] for host, question in zip(self.workers, questions, strict=True)]
+        self._identify_ranks()
+        calls = [[host.ask.remote(function, argument)] for host, argument in zip(self.workers, arguments, strict=True)]
         return Handle(self, function.__name__, calls)
 
-    def _meet(self) -> None:
+    def _identify_ranks(self) -> None:
         """Get process and node of every rank, so that errors of later phases can name them."""
-        if not self._who:
-            self._who = self._wait("start", [host.who.remote() for host in self.workers])
-            numbers = {node: number for number, node in enumerate(dict.fromkeys(who["node_id"] for who in self._who))}
-            self.nodes = [numbers[who["node_id"]] for who in self._who]
+        if not self._identities:
+            self._identities = self._wait("start", [host.identity.remote() for host in self.workers])
+            node_ids = [identity["node_id"] for identity in self._identities]
+            numbers = {node_id: number for number, node_id in enumerate(dict.fromkeys(node_ids))}
+            self.nodes = [numbers[node_id] for node_id in node_ids]
 
     def _spawn(self, rank: int, group: PlacementGroup, index: int, threads: int) -> Any:
         resource = self._device.ray_resource
@@ -216,7 +217,7 @@ class WorkerGroup:
     def start(self, worker: str, kwargs: dict[str, Any]) -> None:
         """Connect the ranks and build ``worker`` ("module:Class") on each."""
         backend, workers = self._device.backend, self.workers
-        self._meet()
+        self._identify_ranks()
         ((host, port),) = self._wait("start", [workers[0].open_store.remote(self._num_nodes)])
         meeting = (host, port, backend, self._num_nodes, secrets.token_bytes(32))
         self._wait("connect", [rank_host.join.remote(*meeting) for rank_host in workers])
@@ -228,61 +229,62 @@ class WorkerGroup:
     @property
     def hosts(self) -> list[str]:
         """Host names of the workers."""
-        return list(dict.fromkeys(identity["node"] for identity in self._who))
+        return list(dict.fromkeys(identity["node"] for identity in self._identities))
 
     @property
     def names(self) -> list[str]:
         """Host name and address of every rank's node."""
-        self._meet()
-        return [f"{identity['node']} ({identity['address']})" for identity in self._who]
+        self._identify_ranks()
+        return [f"{identity['node']} ({identity['address']})" for identity in self._identities]
 
     @property
     def firsts(self) -> dict[int, str]:
         """Mapping from the first rank of every node to the node's address."""
-        self._meet()
-        return {
-            rank: self._who[rank]["address"] for rank in (self.nodes.index(node) for node in dict.fromkeys(self.nodes))
-        }
+        self._identify_ranks()
+        firsts = [self.nodes.index(node) for node in dict.fromkeys(self.nodes)]
+        return {rank: self._identities[rank]["address"] for rank in firsts}
 
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: _Ranks = None, beside: bool = False
+        self, calls: Sequence[Call[tuple[_Object, _Other, _Result]]], ranks: _Ranks = None, concurrent: bool = False
     ) -> Handle[tuple[Any, Any, _Result]]: ...  # references of the objects, and the result
     @overload
     def submit(
-        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: _Ranks = None, beside: bool = False
+        self, calls: Sequence[Call[tuple[_Object, _Result]]], ranks: _Ranks = None, concurrent: bool = False
     ) -> Handle[tuple[Any, _Result]]: ...
     @overload
-    def submit(self, calls: Sequence[Call[_Result]], ranks: _Ranks = None, beside: bool = False) -> Handle[_Result]: ...
-    def submit(self, calls: Sequence[Call[Any]], ranks: _Ranks = None, beside: bool = False) -> Handle[Any]:
+    def submit(
+        self, calls: Sequence[Call[_Result]], ranks: _Ranks = None, concurrent: bool = False
+    ) -> Handle[_Result]: ...
+    def submit(self, calls: Sequence[Call[Any]], ranks: _Ranks = None, concurrent: bool = False) -> Handle[Any]:
         """Send calls of one method to all workers, or to consecutive ranks (``ranks``).
 
-        One call per worker, or per group of consecutive workers of equal size, so a single call goes to all. beside:
-        run concurrently with other calls, without queueing.
+        One call per worker, or per group of consecutive workers of equal size, so a single call goes to all.
+        concurrent: run concurrently with other calls, without queueing.
         """
         ranks = range(self.world) if ranks is None else ranks
         copies, num_returns = len(ranks) // len(calls), calls[0].num_objects + 1
         nodes = [self.nodes[rank] for rank in ranks]
-        of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._cut)
+        of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._pack)
         self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
-        ways = [self.workers[rank].beside if beside else self.workers[rank].run for rank in ranks]
-        replies = [way.options(num_returns=num_returns).remote(call) for way, call in zip(ways, of_rank, strict=True)]
+        runs = [self.workers[rank].run_concurrently if concurrent else self.workers[rank].run for rank in ranks]
+        replies = [run.options(num_returns=num_returns).remote(call) for run, call in zip(runs, of_rank, strict=True)]
         # Ray returns a list only if there are several return values.
         references = [reply if isinstance(reply, list) else [reply] for reply in replies]
-        return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if beside else None)
+        return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if concurrent else None)
 
-    def _cut(self, node: int, cuts: Cuts) -> dict[int, Any]:
-        """Pack the parcels on the first worker of ``node``."""
-        self.bytes_through_driver += driver_bytes(cuts)
+    def _pack(self, node: int, rows_by_reader: RowsByReader) -> dict[int, Any]:
+        """Pack the bundles on the first worker of ``node``."""
+        self.bytes_through_driver += driver_bytes(rows_by_reader)
         worker = self.workers[self.nodes.index(node)]
-        *parcels, size = worker.cut.options(num_returns=len(cuts) + 1).remote(list(cuts.values()))
-        self._bytes_of_parcels.append(size)
-        return dict(zip(cuts, parcels, strict=True))
+        *bundles, size = worker.pack.options(num_returns=len(rows_by_reader) + 1).remote(list(rows_by_reader.values()))
+        self._bundle_bytes.append(size)
+        return dict(zip(rows_by_reader, bundles, strict=True))
 
     def bytes_between_nodes(self) -> int:
-        """Return the bytes of samples sent between nodes in all calls so far. Waits for parcels in progress."""
-        self._bytes_between_nodes += sum(ray.get(self._bytes_of_parcels))
-        self._bytes_of_parcels.clear()
+        """Return the bytes of samples sent between nodes in all calls so far. Waits for bundles in progress."""
+        self._bytes_between_nodes += sum(ray.get(self._bundle_bytes))
+        self._bundle_bytes.clear()
         return self._bytes_between_nodes
 
     def call(
@@ -294,13 +296,13 @@ class WorkerGroup:
         """Run ``method`` with the same arguments on all ranks, and wait for all results."""
         return self.submit([bind(method, *args, **kwargs)]).collect()
 
-    def interject(self, method: Callable[[_Role], None]) -> None:
+    def run_concurrently(self, method: Callable[[_Role], None]) -> None:
         """Run ``method`` on the first worker, concurrently with its current call. The result is not awaited."""
         self.workers[0].poll.remote(bind(method))
 
     def stop(self) -> None:
         """End all workers, gracefully if they respond."""
-        if lifeline.lost():
+        if ray_watchdog.lost():
             return
         leaving = [host.leave.remote() for host in self.workers]
         ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
@@ -309,7 +311,7 @@ class WorkerGroup:
     def kill(self) -> None:
         """Kill all workers."""
         self.ended = True
-        if lifeline.lost():
+        if ray_watchdog.lost():
             return
         for host in self.workers:
             ray.kill(host, no_restart=True)
@@ -323,15 +325,15 @@ class WorkerGroup:
 
     def _lost(self, wait_s: float) -> tuple[list[int], str]:
         """Return the ranks and the name of a lost node, which is never the driver's."""
-        ids = [identity["node_id"] for identity in self._who]
+        ids = [identity["node_id"] for identity in self._identities]
         node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
         return [rank for rank, node_id in enumerate(ids) if node_id == node], name
 
     def place(self, ranks: Sequence[int], phase: str) -> str:
         """Describe role, ranks, processes, nodes and the call."""
-        identities = dict(enumerate(self._who))
-        who = [(rank, identities.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
-        names = [f"rank {rank} of {self.world} (pid {identity['pid']} on {identity['node']})" for rank, identity in who]
+        known = dict(enumerate(self._identities))
+        named = [(rank, known.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
+        names = [f"rank {rank} of {self.world} (pid {found['pid']} on {found['node']})" for rank, found in named]
         remainder = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
         return f"{self._role} worker, {', '.join(names)}{remainder}, in {phase}"
 
@@ -348,7 +350,7 @@ class WorkerGroup:
         self.kill()
         # A process that does not return its stack is stopped or lost, so it is the one to name.
         silent = [rank for rank in late if rank not in stacks]
-        for identity in (self._who[rank] for rank in silent if rank < len(self._who)):
+        for identity in (self._identities[rank] for rank in silent if rank < len(self._identities)):
             # Ray asks a process to exit; a stopped process does not react.
             if identity["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -356,12 +358,12 @@ class WorkerGroup:
         stack_of_place = {self.place([rank], phase): stack for rank, stack in stacks.items()}
         stacks_file = self.deadlines.write_stacks(phase, workers=stack_of_place)
         state = (
-            "and not answering: stopped, or its node is gone"
+            "and not responding: stopped, or its node is lost"
             if silent
-            else "though answering: hung, or waiting for one that is"
+            else "but responding: hung, or waiting for a hung rank"
         )
         return WorkerLost(
             f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
-            f"{self.deadlines.keys}).{stacks_file} All workers were ended. "
+            f"{self.deadlines.keys}).{stacks_file} All workers were terminated. "
             + (different_collectives(stacks, self.world) or AGAIN)
         )

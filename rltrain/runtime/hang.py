@@ -41,9 +41,9 @@ class Deadlines:
     _shown: dict[str, Callable[[], Mapping[str, str]]] = field(default_factory=dict)
     _longest: dict[str, float] = field(default_factory=dict)
 
-    def show(self, who: str, stacks: Callable[[], Mapping[str, str]]) -> None:
+    def show(self, name: str, stacks: Callable[[], Mapping[str, str]]) -> None:
         """Register stacks() of further processes, by name, to be written on a hang."""
-        self._shown[who] = stacks
+        self._shown[name] = stacks
 
     def limit_s(self, phase: str) -> float:
         """Return the seconds after which ``phase`` counts as hung."""
@@ -73,12 +73,12 @@ class Deadlines:
         file = self.incidents / f"hang_{phase}_{time.strftime('%Y%m%d_%H%M%S')}.txt"
         writing = BackgroundJob("writing stacks", lambda: _write(file, "\n".join(map("\n".join, stacks.items()))))
         if not writing.ready(_WRITE_S):  # the storage of the run folder may be the cause of the hang
-            return f" Their stacks could not be written: {file.parent} does not answer."
+            return f" Their stacks could not be written: {file.parent} does not respond."
         try:
             writing.result()
         except OSError as error:
             return f" Their stacks could not be written: {error}."
-        return f" Stacks of those that answer: {file}."
+        return f" Stacks of the responding processes: {file}."
 
 
 def different_collectives(stacks: Mapping[int, str], world: int) -> str:
@@ -87,12 +87,12 @@ def different_collectives(stacks: Mapping[int, str], world: int) -> str:
     Ranks in different collectives never complete, so rerunning does not help. If a rank is missing, the others may
     rightly wait for it.
     """
-    names = {rank: found[0] for rank, stack in sorted(stacks.items()) if (found := _COLLECTIVE.findall(stack))}
+    names = {rank: calls[0] for rank, stack in sorted(stacks.items()) if (calls := _COLLECTIVE.findall(stack))}
     if len(names) < world or len(set(names.values())) < 2:
         return ""
     waits = ", ".join(f"rank {list(names.values()).index(name)} in {name}" for name in dict.fromkeys(names.values()))
     return (
-        f"The ranks wait in different collectives ({waits}). This is a fault of rltrain: the same command will hang "
+        f"The ranks wait in different collectives ({waits}). This is a bug in rltrain, so the same command will hang "
         "again. Please report it with the stacks."
     )
 

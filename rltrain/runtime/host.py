@@ -29,8 +29,8 @@ from rltrain.common.errors import AGAIN, WorkerLost
 from rltrain.common.imports import importing
 from rltrain.common.logs import open_worker_log
 from rltrain.runtime.calls import Call
+from rltrain.runtime.cross_node import pack_for_node
 from rltrain.runtime.exchange import sign_objects
-from rltrain.runtime.parcels import cut_parcels
 from rltrain.runtime.processes import node_memory
 from rltrain.runtime.samples import Request, StoredRows, assemble
 from rltrain.runtime.stacks import stacks_here
@@ -74,14 +74,14 @@ class _Host:
         store = self._store = dist.TCPStore(host, port, *terms, master_listen_fd=file)
         return host, store.port
 
-    def who(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """Return process id, host name and address, and Ray's node id."""
         address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "node": socket.gethostname(), "address": address, "node_id": node_id}
 
-    def ask(self, function: Callable[[Any], Any], question: Any) -> Any:
+    def ask(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call a function in this process, before the worker is built."""
-        return function(question)
+        return function(argument)
 
     def join(self, host: str, port: int, backend: str, num_nodes: int, key: bytes) -> None:
         """Join the process group. host: with port 0 the file of the store. key: of the run, for `sign_objects`."""
@@ -126,14 +126,14 @@ class _Host:
         return self.run(call)
 
     @ray.method(concurrency_group="saving")
-    def beside(self, call: Call[Any]) -> Any:
+    def run_concurrently(self, call: Call[Any]) -> Any:
         """Run a call while ``run`` computes the next steps."""
         return self.run(call)
 
-    @ray.method(concurrency_group="parcels")
-    def cut(self, parcels: Sequence[Sequence[StoredRows]]) -> tuple[Any, ...]:
-        """Run `cut_parcels` on objects of this node, while ``run`` may wait for parcels of other nodes."""
-        return cut_parcels(parcels, _objects([part for parcel in parcels for part in parcel]))
+    @ray.method(concurrency_group="bundles")
+    def pack(self, bundles: Sequence[Sequence[StoredRows]]) -> tuple[Any, ...]:
+        """Run `pack_for_node` on objects of this node, while ``run`` may wait for bundles of other nodes."""
+        return pack_for_node(bundles, _objects([part for bundle in bundles for part in bundle]))
 
     def leave(self) -> None:
         """Leave the process group together with the other ranks."""
@@ -153,7 +153,7 @@ class _Host:
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.
 # The control group has one thread for polls and stacks, so a poll must be short: stacks of a hang wait for it.
-_GROUPS = {"control": 1, "parcels": 1, "saving": 1}
+_GROUPS = {"control": 1, "bundles": 1, "saving": 1}
 _OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": _GROUPS}
 HOST: Any = ray.remote(**_OPTIONS)(_Host)
 _GONE = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError)
@@ -196,7 +196,7 @@ def _get(refs: Any) -> Any:
     try:
         return ray.get(refs)
     except ray.exceptions.RayTaskError as error:
-        raise (error.cause or error) from error  # an error of `cut`, not a lost worker
+        raise (error.cause or error) from error  # an error of `pack`, not a lost worker
     except _GONE as error:
         # A separate type, so that the death of the worker that held the object counts as the cause.
-        raise WorkerLost(f"what another worker holds did not come ({type(error).__name__}). {AGAIN}") from error
+        raise WorkerLost(f"the data of another worker did not arrive ({type(error).__name__}). {AGAIN}") from error

@@ -2,7 +2,7 @@
 
 Problem: tokens and log-probs of a step are gigabytes, and every pass distributes the samples differently. Choice: the
 payload stays in Ray's object store on the worker that produced it. The driver sends a `Request` per rank: objects to
-fetch and rows of them, resolved on the receiving worker. `parcels` reduces the transfers between nodes.
+fetch and rows of them, resolved on the receiving worker. `cross_node` reduces the transfers between nodes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Samples:
         try:
             return self.numbers[name]
         except KeyError:
-            raise KeyError(f"the samples have no number '{name}' (known: {', '.join(sorted(self.numbers))})") from None
+            raise KeyError(f"the samples have no number '{name}', only {', '.join(sorted(self.numbers))}") from None
 
     def update(self, numbers: Mapping[str, Array]) -> None:
         """Add per-sample numbers [n]."""
@@ -156,12 +156,12 @@ class Samples:
             joined.adopt(samples, ids, start + np.arange(len(ids)))
             start += len(ids)
         for name in dict.fromkeys(name for samples, _ in pieces for name in samples.numbers):
-            having = [samples.numbers.get(name) for samples, _ in pieces]
-            is_text = all(values is None or values.dtype == object for values in having)
+            columns_by_piece = [samples.numbers.get(name) for samples, _ in pieces]
+            is_text = all(values is None or values.dtype == object for values in columns_by_piece)
             nothing = np.array([""], dtype=object) if is_text else np.array([np.nan])
             columns = [
                 nothing.repeat(len(ids)) if values is None or (values.dtype == object) != is_text else values[ids]
-                for values, (_, ids) in zip(having, pieces, strict=True)
+                for values, (_, ids) in zip(columns_by_piece, pieces, strict=True)
             ]
             joined.update({name: np.concatenate(columns)})
         return joined
@@ -174,7 +174,7 @@ class Samples:
         An ``optional`` column may be missing for some samples, which get empty rows. A prompt is sent with its images
         and the response's images, if the run has any.
         """
-        optional = (*optional, c.IMAGES, c.OWN_IMAGES) if c.PROMPT in columns else optional
+        optional = (*optional, c.IMAGES, c.RESPONSE_IMAGES) if c.PROMPT in columns else optional
         columns = [*columns, *optional]
         parts = []
         stored_parts, where = self._where()
@@ -191,7 +191,7 @@ class Samples:
         for name in columns:
             have = sum(len(part.rows) for part in parts if name in part.columns)
             if have != len(ids) and name not in optional:
-                raise KeyError(f"column '{name}' is there for {have} of {len(ids)} samples")
+                raise KeyError(f"column '{name}' exists for {have} of {len(ids)} samples only")
         groups = self[c.GROUP][ids].astype(np.int32) if c.GROUP in self.numbers else None
         return Request(len(ids), parts, {name: self[name][ids] for name in numbers}, groups)
 
@@ -205,15 +205,15 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
     if not request.num_samples:
         return batch
     for name in dict.fromkeys(name for part in request.parts for name in part.columns):
-        having = [
+        pairs = [
             (part, stored_object)
             for part, stored_object in zip(request.parts, objects, strict=True)
             if name in part.columns
         ]
         joined = Batch.concat(
-            [_only(name, pick(replace(part, columns=(name,)), stored_object)) for part, stored_object in having]
+            [_only(name, pick(replace(part, columns=(name,)), stored_object)) for part, stored_object in pairs]
         )
-        places = np.concatenate([part.ids for part, _ in having])
+        places = np.concatenate([part.ids for part, _ in pairs])
         # Rows are joined by object; sorting by position gives the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]
         if isinstance(column, Ragged) and len(column) < request.num_samples:
@@ -233,11 +233,11 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
     return batch
 
 
-def pick(part: StoredRows, found: Batch | list[Any]) -> Batch | list[Any]:
-    """Return the rows of ``part`` from the object ``found``. A list is an object of one column."""
-    if isinstance(found, list):
-        return [found[row] for row in part.rows.tolist()]
-    return Batch({name: found[name] for name in part.columns}).select(part.rows)
+def pick(part: StoredRows, stored_object: Batch | list[Any]) -> Batch | list[Any]:
+    """Return the rows of ``part`` from the object ``stored_object``. A list is an object of one column."""
+    if isinstance(stored_object, list):
+        return [stored_object[row] for row in part.rows.tolist()]
+    return Batch({name: stored_object[name] for name in part.columns}).select(part.rows)
 
 
 def _only(name: str, stored: Batch | list[Any]) -> Batch:

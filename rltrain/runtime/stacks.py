@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from rltrain.runtime.slots.limits import catches, descendants
+
 _NAME, _SIGNAL = "rltrain-stacks", signal.SIGUSR2
 _ANSWER_S = 2.0
 _PROC = Path("/proc")
@@ -43,20 +45,7 @@ def stacks_here() -> str:
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
-        return "\n".join([file.read(), *map(_other, _below(os.getpid()))])
-
-
-def _below(ancestor: int) -> list[int]:
-    """Return all descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for folder in _PROC.glob("[0-9]*"):
-        if fields := _stat(int(folder.name)):
-            children.setdefault(int(fields[1]), []).append(int(folder.name))
-    pids, at = [ancestor], 0
-    while at < len(pids):
-        pids += sorted(children.get(pids[at], []))
-        at += 1
-    return pids[1:]
+        return "\n".join([file.read(), *map(_other, sorted(descendants(os.getpid())))])
 
 
 def _stat(pid: int) -> list[str]:
@@ -85,7 +74,7 @@ def _asked(pid: int) -> str:
         offered = next((descriptor for descriptor, link in links.items() if link.startswith(f"/memfd:{_NAME}")), None)
         # The signal would kill a process that does not handle it. A forked process has the file but no handler thread,
         # and responds anyway.
-        if offered is None or not _catches(pid):
+        if offered is None or not catches(pid, _SIGNAL):
             return ""
         before = offered.stat().st_size
         os.kill(pid, _SIGNAL)
@@ -101,9 +90,3 @@ def _asked(pid: int) -> str:
             return file.read().decode(errors="replace")
     except OSError as error:  # it has ended, or access is denied
         return f"its stacks cannot be read: {error}\n"
-
-
-def _catches(pid: int) -> bool:
-    lines = (_PROC / str(pid) / "status").read_text("utf-8", "replace").splitlines()
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rltrain.common.errors import CheckpointError, ConfigError, command, plain
+from rltrain.common.errors import CheckpointError, ConfigError, command, sanitize
 from rltrain.common.storage import json_lines, run_folder
 from rltrain.config.load import load_config
 from rltrain.models.files.folder import new_folder
@@ -69,7 +69,7 @@ def verify(name: str) -> int:
         damaged += [step.name] if problem else []
     if damaged:
         sys.stderr.write(
-            plain(f"error: damaged in {name}: {', '.join(damaged)}. A run passes over them; copy them again.\n")
+            sanitize(f"error: damaged in {name}: {', '.join(damaged)}. A run passes over them; copy them again.\n")
         )
     return 1 if damaged else 0
 

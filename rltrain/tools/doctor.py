@@ -30,7 +30,7 @@ from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import cluster_address, free, num_nodes, reserve, start_ray
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.hang import Deadlines
-from rltrain.runtime.lifeline import stop_ray
+from rltrain.runtime.ray_watchdog import stop_ray
 from rltrain.workers.interface.roles import Links
 
 _USAGE = """usage: rltrain doctor [--config FILE] key=value ...
@@ -117,7 +117,7 @@ def _tried(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
     with logs.waiting("every pair of devices"):
         # One call per round: a pair that hangs is then the only late one, and can be named.
         for turn in range(group.world - 1 + group.world % 2):
-            rows = group.submit([bind(Links.meets, _PAIR_BYTES, turn)]).collect(_PAIR_S)
+            rows = group.submit([bind(Links.p2p_bandwidth, _PAIR_BYTES, turn)]).collect(_PAIR_S)
             speeds = np.fmax(speeds, np.stack(rows))
     yield from pairs(speeds, names, np.array(group.nodes))
 

@@ -132,7 +132,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
     """Make all unfinished runs, and compare the finished ones. Return the exit code."""
     from rltrain.run.build import begin_ray
-    from rltrain.runtime.lifeline import lost
+    from rltrain.runtime.ray_watchdog import lost
     from rltrain.tools.compare import compare
 
     file = out / "sweep.json"

@@ -30,7 +30,7 @@ from rltrain.agents.environments import ENVIRONMENT
 from rltrain.agents.functions import FUNCTIONS
 from rltrain.agents.loop import run_trajectory
 from rltrain.agents.toolbox import Session, Toolbox, toolbox_of
-from rltrain.common.errors import DataError, RltrainError, command, plain
+from rltrain.common.errors import DataError, RltrainError, command, sanitize
 from rltrain.common.plugin import is_plugin, load_plugin, user_traceback
 from rltrain.config.agents import AGENT_KEY, SINGLE_TURN
 from rltrain.config.load import load_config
@@ -214,7 +214,7 @@ def _lines(file: Path | None) -> Iterator[str]:
 
 
 def _print(text: str, head: str = "") -> None:
-    sys.stdout.write(f"── {plain(head)} ──\n{plain(text)}\n" if head else f"{plain(text)}\n")
+    sys.stdout.write(f"── {sanitize(head)} ──\n{sanitize(text)}\n" if head else f"{sanitize(text)}\n")
     sys.stdout.flush()
 
 

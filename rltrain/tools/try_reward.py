@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.common.errors import ConfigError, RewardError, command
-from rltrain.common.logs import PlainConsole
+from rltrain.common.logs import SanitizedConsole
 from rltrain.common.plugin import user_traceback
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             outcome = [type(error).__name__, ""]
         cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *outcome]
         table.add_row(*map(Text, [*cells, f"{time.perf_counter() - started:.3f}"]))
-    console = PlainConsole(width=None if sys.stdout.isatty() else 160)
+    console = SanitizedConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     if not options.answers and (warning := _guesses_pay(earned, rows)):
         console.print(Text(warning), soft_wrap=True)

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from rltrain.common.clock import SYSTEM, Clock
-from rltrain.common.errors import ConfigError, command, plain
+from rltrain.common.errors import ConfigError, command, sanitize
 from rltrain.common.logs import console
 from rltrain.common.storage import json_lines, lines_of, read_json, run_folder
 from rltrain.run.report.console import seconds_left, shown, validation_lines
@@ -62,7 +62,7 @@ def _progress(run: Path, made: int, total: int, steps: list[dict[str, Any]]) -> 
 def last_line(run: Path) -> str:
     """Return the newest line of train.log; before the first step it describes the current wait."""
     log = run / "train.log"
-    return plain(next((line for line in lines_of(log)[::-1] if line.strip()), f"{log} is empty"))
+    return sanitize(next((line for line in lines_of(log)[::-1] if line.strip()), f"{log} is empty"))
 
 
 def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], clock: Clock = SYSTEM) -> None:
@@ -76,7 +76,7 @@ def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], cl
         if lines and not over and not lines[-1].endswith("\n"):
             del lines[-1]  # an incomplete line: it is being written, or the disk is full
         for line in lines[num_written:]:
-            write(f"{plain(line.rstrip())}\n")
+            write(f"{sanitize(line.rstrip())}\n")
         num_written = len(lines)
         if over:
             return

@@ -25,7 +25,7 @@ from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.config.step_passes import StepPasses
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.batching.balance import Ids, Layout
-from rltrain.trainer.left_out import left_out
+from rltrain.trainer.masked_samples import loss_masks
 from rltrain.trainer.metrics import step as m
 from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.progress import Progress
@@ -56,10 +56,10 @@ class Advantages:
             self.kl_coef = progress.kl_coef
 
     def mask(self, samples: Samples) -> None:
-        """Add the masks `left_out` and `uncompared` to the samples."""
+        """Add the columns ``left_out`` and ``uncompared`` to the samples."""
         estimator, masks = self._passes.estimator, self._cfg.mask_truncated
         compares = self._passes.rewarded and (estimator.compares or not estimator.per_token)
-        samples.update(left_out(samples, compares=compares, mask_truncated=masks, by_token=estimator.per_token))
+        samples.update(loss_masks(samples, compares=compares, mask_truncated=masks, by_token=estimator.per_token))
 
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
         """Compute A(x, y) of every sample, as ``advantage`` [n].
@@ -71,7 +71,7 @@ class Advantages:
         Token estimators also write the columns ``advantages`` and ``returns``, turn estimators ``advantages``.
         ``advantage`` is then the mean over the response, and the loss applies the returned whitening to the advantages.
         """
-        samples.update({c.LOSS_TOKENS: np.where(samples[c.LEFT_OUT], 0, samples[c.LOSS_TOKENS])})
+        samples.update({c.LOSS_TOKENS: np.where(samples[c.MASKED], 0, samples[c.LOSS_TOKENS])})
         if not self._passes.rewarded:
             # With the plain policy gradient, an advantage of 1 maximises the likelihood of the responses.
             samples.update({c.ADVANTAGE: np.full(len(samples), float(self._passes.supervised))})
@@ -80,7 +80,7 @@ class Advantages:
         coef = self.kl_coef
         samples.update({c.REWARD: shaped_reward(samples[c.SCORE], self._cfg)})
         metrics = self._kl_penalty(samples) if self._passes.kl_in_reward else {}
-        if samples[c.LEFT_OUT].all():
+        if samples[c.MASKED].all():
             samples.update({c.ADVANTAGE: np.zeros(len(samples)), c.SIGNAL: np.zeros(len(samples), dtype=bool)})
             return Whitening(), metrics | m.outcome_advantage_metrics(samples)
         if self._passes.estimator.per_turn:
@@ -92,39 +92,39 @@ class Advantages:
                 whitening = Whitening(*moments["advantages"].whitening(float(self._rounding(samples, coef).max())))
             # Whitening is affine, so the mean over the tokens of a response can be whitened like the tokens.
             whitened = (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale
-            samples.update({c.ADVANTAGE: np.where(samples[c.LEFT_OUT], 0.0, whitened)})
+            samples.update({c.ADVANTAGE: np.where(samples[c.MASKED], 0.0, whitened)})
             # The stored tokens are not whitened: sending two numbers replaces a second copy of the column.
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
-        there = np.flatnonzero(~samples[c.UNCOMPARED])
+        compared = np.flatnonzero(~samples[c.EXCLUDED_FROM_BASELINE])
         terms = {
-            name: torch.from_numpy(known_number(samples, name, self._scoring.reward.on_error)[there])
+            name: torch.from_numpy(known_number(samples, name, self._scoring.reward.on_error)[compared])
             for name in self._cfg.gdpo_reward_keys
         }
         # Whitening covers the tokens that count in the loss.
         scores, groups, lengths = (
-            torch.from_numpy(samples[name][there]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS)
+            torch.from_numpy(samples[name][compared]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS)
         )
         baselines = None
         if self._passes.greedy_baseline:
-            baselines = shaped_reward(torch.from_numpy(samples[c.BASELINE][there]), self._cfg)
-        rounding = torch.from_numpy(self._rounding(samples, coef)[there])
+            baselines = shaped_reward(torch.from_numpy(samples[c.BASELINE][compared]), self._cfg)
+        rounding = torch.from_numpy(self._rounding(samples, coef)[compared])
         inputs = OutcomeInputs(scores, groups, lengths, terms, baselines, rounding)
         advantages: Tensor = find_estimator(self._cfg.adv_estimator)(inputs, self._cfg)
         advantages = normalise(advantages.double(), groups, lengths, self._cfg.adv_norm)
         values = np.zeros(len(samples))
-        values[there] = advantages.numpy()
-        samples.update({c.ADVANTAGE: np.where(samples[c.LEFT_OUT], 0.0, values)})
+        values[compared] = advantages.numpy()
+        samples.update({c.ADVANTAGE: np.where(samples[c.MASKED], 0.0, values)})
         return Whitening(), metrics | m.outcome_advantage_metrics(samples)
 
     def _of_turns(self, samples: Samples, policy: Policy, layout: Layout, coef: float) -> Metrics:
-        there = np.flatnonzero(~samples[c.UNCOMPARED])
-        paid, states = (_ragged(samples[name][there]) for name in (c.TURN_REWARDS, c.TURN_STATES))
+        compared = np.flatnonzero(~samples[c.EXCLUDED_FROM_BASELINE])
+        paid, states = (_ragged(samples[name][compared]) for name in (c.TURN_REWARDS, c.TURN_STATES))
         paid = paid.like(paid.values * self._cfg.reward_scaling)
-        rewards = with_rest(paid, torch.from_numpy(samples[c.REWARD][there]))
-        groups, rounding = torch.from_numpy(samples[c.GROUP][there]), self._rounding(samples, coef)[there]
+        rewards = with_rest(paid, torch.from_numpy(samples[c.REWARD][compared]))
+        groups, rounding = torch.from_numpy(samples[c.GROUP][compared]), self._rounding(samples, coef)[compared]
         inputs = TurnInputs(rewards, states, groups, torch.from_numpy(rounding))
         advantages = find_estimator(self._cfg.adv_estimator)(inputs, self._cfg)
-        moments = policy.spread_over_turns(samples, layout, _of_ranks(samples, layout, advantages, there))
+        moments = policy.spread_over_turns(samples, layout, _of_ranks(samples, layout, advantages, compared))
         return m.token_advantage_metrics(moments, 0.0, 1.0)
 
     def _kl_penalty(self, samples: Samples) -> Metrics:
@@ -146,10 +146,10 @@ class Advantages:
             rounding += weight * np.abs(samples[c.MODEL_SCORE]) * FP32_ROUNDING
         return rounding
 
-    def silent(self, samples: Samples) -> NDArray[np.bool_]:
+    def zero_advantage(self, samples: Samples) -> NDArray[np.bool_]:
         """Return a mask [n] of samples without gradient, which the update may skip."""
         if not self._passes.skips_silent:
-            return np.array(samples[c.LEFT_OUT])
+            return np.array(samples[c.MASKED])
         # Exact comparison: a group of equal scores gets exactly 0, and any other advantage has a gradient.
         return ~samples[c.SIGNAL] if self._passes.token_advantages else samples[c.ADVANTAGE] == 0
 
@@ -165,7 +165,7 @@ def with_rest(paid: Ragged, rewards: Tensor) -> Ragged:
     return paid.like(values)
 
 
-def whole_groups(layout: Layout, groups: Ids) -> Layout:
+def regroup_by_prompt(layout: Layout, groups: Ids) -> Layout:
     """Return ``layout`` with all samples of a group [n] on the rank that has most of them, as one micro-batch."""
     ids = np.concatenate(layout.ids)
     ranks = np.repeat(np.arange(len(layout.ids)), [len(of_rank) for of_rank in layout.ids])

@@ -20,15 +20,15 @@ from rltrain.config.schema import Config
 from rltrain.data.sampler import Sampler
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.batching.balance import Ids
-from rltrain.trainer.left_out import failed_of, refuse_failures
+from rltrain.trainer.masked_samples import failed_of, raise_on_failures
 from rltrain.trainer.metrics.generation import join_rounds, rollout_metrics
 from rltrain.trainer.metrics.step import Metrics
 from rltrain.trainer.metrics.timing import StepTimer
+from rltrain.trainer.partial_rollout import PendingPrompts, Prompt
 from rltrain.trainer.plan import Plan
 from rltrain.trainer.progress import Progress
 from rltrain.trainer.rewards import Rewards, accuracy, known_number
 from rltrain.trainer.roles import Policy
-from rltrain.trainer.tail import Prompt, PromptLine
 from rltrain.trainer.validation import rollout_seed, sampling_of
 from rltrain.workers.interface.tasks import GenerateTask
 
@@ -49,7 +49,8 @@ class _Round:
 
 
 class Experience:
-    """Generation and scoring. ``batches_drawn`` (rounds of prompts so far) and ``line`` are the run's data position."""
+    """Generation and scoring. ``batches_drawn`` (rounds of prompts so far) and ``pending`` are the run's data
+    position."""
 
     def __init__(self, cfg: Config, plan: Plan, policy: Policy, rewards: Rewards, sampler: Sampler) -> None:
         self.batches_drawn = 0
@@ -58,7 +59,7 @@ class Experience:
         self._policy = policy
         self._rewards = rewards
         self.sampler = sampler
-        self.line = PromptLine(cfg.actor_rollout_ref.rollout, plan)
+        self.pending = PendingPrompts(cfg.actor_rollout_ref.rollout, plan)
         self._rollout = cfg.actor_rollout_ref.rollout
         self._sampling = partial(sampling_of, self._rollout, self._rollout, cfg.data)
         self._seed = rollout_seed(self._rollout, cfg.data)
@@ -66,7 +67,7 @@ class Experience:
     def restore(self, progress: Progress, answers: Samples | None) -> None:
         """Restore the data position. answers: partial responses of the pending prompts, in a resumed run."""
         self.batches_drawn = progress.batches_drawn
-        self.line.restore(progress.in_flight, answers)
+        self.pending.restore(progress.in_flight, answers)
         if progress.sampler:
             self.sampler.restore(progress.sampler)
 
@@ -85,7 +86,7 @@ class Experience:
             needed, most = self._plan.prompts_per_step, self._plan.max_generation_rounds
             while (have := sum(map(len, useful))) < needed and len(rounds) < most:
                 if len(rounds) % _SAY_ROUNDS == 0:
-                    log.info("dynamic sampling: %d of %d groups differ after %d rounds", have, needed, len(rounds))
+                    log.info("dynamic sampling: %d of %d informative groups, %d rounds", have, needed, len(rounds))
                 fills_up = len(rounds) * self._plan.prompts_per_round < needed
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
@@ -94,8 +95,9 @@ class Experience:
                     rounds[-1].samples.forget()
             if have < needed:
                 log.warning(
-                    "dynamic sampling: %d of %d groups differ after %d rounds, and groups that were thrown away take "
-                    "the place of the others (algorithm.filter_groups.max_num_gen_batches)", have, needed, len(rounds)
+                    "dynamic sampling: %d of %d groups are informative after %d rounds; rejected groups fill the "
+                    "batch. Raise algorithm.filter_groups.max_num_gen_batches for more rounds",
+                    have, needed, len(rounds)
                 )  # fmt: skip
             samples, metrics = self._choose([one_round.samples for one_round in rounds], useful)
         replicas, at_once = self._plan.num_engine_replicas, self._rollout.max_num_seqs
@@ -103,7 +105,7 @@ class Experience:
         return samples, join_rounds([one_round.metrics for one_round in rounds]) | shape | metrics
 
     def _round(self, timer: StepTimer) -> _Round:
-        started = self.line.next_prompts(self._draw)
+        started = self.pending.next_prompts(self._draw)
         n = self._plan.answers_per_prompt
         sampling = self._sampling(greedy=not self._rollout.do_sample)
         # Created before generation, so that the first responses are scored while the last are still generated.
@@ -112,14 +114,14 @@ class Experience:
         # The draw number of each prompt and not of this round: a prompt that is retried in a later step gets the same
         # random numbers.
         draws = np.array([prompt.draw for prompt in started])
-        terms = self.line.terms(started) | {"stream": arrivals is not None}
+        terms = self.pending.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
         with timer("gen"):
-            generated, metrics = self._policy.generate(task, arrivals, self.line.begun(started))
-        refuse_failures(generated, self._policy.failure, self._cfg.trainer.default_local_dir)
+            generated, metrics = self._policy.generate(task, arrivals, self.pending.begun(started))
+        raise_on_failures(generated, self._policy.failure, self._cfg.trainer.default_local_dir)
         samples = generated
-        if self.line.stops_early:
-            samples, ids, waiting = self.line.collect_complete(started, generated)
+        if self.pending.stops_early:
+            samples, ids, waiting = self.pending.collect_complete(started, generated)
             metrics |= waiting
             if arrivals:
                 arrivals.select(ids)
@@ -129,9 +131,9 @@ class Experience:
         if c.RULE_SCORE in samples.numbers:
             # Scorers without `acc` may return any number, but samplers expect a rate from 0 to 1. Unscored responses
             # are excluded: they would count as never solved.
-            present = ~(failed_of(samples) | (samples[c.REWARD_FAILED] > 0)).reshape(-1, n)
-            solved = (accuracy(samples).clip(0, 1).reshape(-1, n) * present).sum(1) / present.sum(1).clip(1)
-            known = present.any(1)
+            is_valid = ~(failed_of(samples) | (samples[c.REWARD_FAILED] > 0)).reshape(-1, n)
+            solved = (accuracy(samples).clip(0, 1).reshape(-1, n) * is_valid).sum(1) / is_valid.sum(1).clip(1)
+            known = is_valid.any(1)
             self.sampler.observe(samples[c.ROW][::n][known].tolist(), solved[known])
         return _Round(samples, generated, metrics | self._rewards.costs)
 
@@ -193,11 +195,11 @@ class Experience:
             sampling, drawn = self._sampling(greedy=True), self.batches_drawn
             task = GenerateTask("train", rows, 1, sampling, self._seed, drawn, is_learnt_from=False)
             greedy, _ = self._policy.generate(task)
-            refuse_failures(greedy, self._policy.failure, self._cfg.trainer.default_local_dir)
+            raise_on_failures(greedy, self._policy.failure, self._cfg.trainer.default_local_dir)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
             # A response whose baseline failed has no advantage.
             failed = failed_of(greedy).repeat(n)
-            samples.update({name: samples[name] | failed for name in (c.LEFT_OUT, c.UNCOMPARED)})
+            samples.update({name: samples[name] | failed for name in (c.MASKED, c.EXCLUDED_FROM_BASELINE)})
         return self._rewards.costs
 
 

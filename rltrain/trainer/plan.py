@@ -175,8 +175,8 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
     if num_prompts is not None and num_prompts < drawn:
         key = "gen_batch_size" if drawn != prompts else "train_batch_size"
         raise ConfigError(
-            f"data.{key}={drawn} is more than the {num_prompts} prompts that are left to train on. "
-            "Lower it" + (f", or raise data.max_prompt_length ({num_too_long} are too long)." if num_too_long else ".")
+            f"data.{key}={drawn} is more than the {num_prompts} training prompts. Lower it"
+            + (f", or raise data.max_prompt_length ({num_too_long} are too long)." if num_too_long else ".")
         )
     # A step needs at least the rounds that fill its batch.
     return None if num_prompts is None else max(1, num_prompts // (-(-prompts // drawn) * drawn))

@@ -26,12 +26,12 @@ from rltrain.config.schema import Config
 from rltrain.data.prompts import PromptStore
 from rltrain.models.optim import learning_rate
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.advantage import Advantages, Whitening, whole_groups
+from rltrain.trainer.advantage import Advantages, Whitening, regroup_by_prompt
 from rltrain.trainer.batching.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
 from rltrain.trainer.batching.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.entropy_bonus import EntropyBonus
 from rltrain.trainer.experience import Experience
-from rltrain.trainer.left_out import present
+from rltrain.trainer.masked_samples import valid_samples
 from rltrain.trainer.metrics import step as m
 from rltrain.trainer.metrics.alarms import Alarms
 from rltrain.trainer.metrics.experts import ExpertLoad
@@ -44,7 +44,6 @@ from rltrain.trainer.rewards import Rewards, accuracy
 from rltrain.trainer.roles import Critic, StepModels
 from rltrain.trainer.supervised import LossValidation, supervised_metrics
 from rltrain.trainer.validation import Validation
-from rltrain.workers.interface.results import UpdateNumbers
 from rltrain.workers.interface.tasks import UpdateTask
 
 
@@ -81,7 +80,7 @@ class PPOTrainer:
     ) -> None:
         self.cfg = cfg
         self.plan = plan
-        self.actor, self.critic, self.frozen = models.policy, models.critic, models.frozen
+        self.actor, self.critic, self.inference_models = models.policy, models.critic, models.inference_models
         self.reference = models.reference
         self.model_sizes = models.sizes
         self.rewards = rewards
@@ -125,7 +124,7 @@ class PPOTrainer:
             # Before any update, so that a run that stops here keeps the weights of the previous step.
             self._alarms.damaged(metrics)
             if passes.rewarded:
-                record.metrics |= self._alarms.collapsed(present(samples)[c.SCORE])
+                record.metrics |= self._alarms.collapsed(valid_samples(samples)[c.SCORE])
             if passes.greedy_baseline:
                 record.metrics = join_rounds([record.metrics, self.experience.add_greedy_baseline(samples, timer)])
             if passes.old_log_probs != "none":
@@ -137,7 +136,7 @@ class PPOTrainer:
             if passes.teacher:
                 with timer("teacher"):  # log q(y | x)
                     layout = self._lay_out(samples, "teacher", record)
-                    self.frozen.log_probs("teacher", c.TEACHER_LOG_PROBS, samples, layout)
+                    self.inference_models.log_probs("teacher", c.TEACHER_LOG_PROBS, samples, layout)
             if self.critic:
                 with timer("values"):  # V(x, y_<t)
                     self.critic.values(samples, self._lay_out(samples, "values", record))
@@ -149,7 +148,7 @@ class PPOTrainer:
             if passes.updates_actor(step):
                 with timer("update_actor"):  # maximise the clipped surrogate
                     self._update_actor(samples, whitening, record)
-                    self._move_reference(record)  # pi_ref <- a pi + (1 - a) pi_ref, every K steps
+                    self._update_reference(record)  # pi_ref <- a pi + (1 - a) pi_ref, every K steps
         self._metrics = self._report(samples, timer, record)
         return Answered(step, self._metrics, samples, plan.answers_per_prompt)
 
@@ -172,9 +171,9 @@ class PPOTrainer:
 
     def _estimate_advantages(self, samples: Samples, record: StepRecord) -> Whitening:
         # No micro-batches: this layout assigns each response to a rank, and the report measures its balance.
-        layout = self._cut(samples, "old_log_prob", [np.flatnonzero(~samples[c.LEFT_OUT])])
+        layout = self._cut(samples, "old_log_prob", [np.flatnonzero(~samples[c.MASKED])])
         if self.plan.passes.estimator.sum_pi_squared:
-            layout = whole_groups(layout, samples[c.GROUP])
+            layout = regroup_by_prompt(layout, samples[c.GROUP])
         record.layouts["adv"] = layout
         whitening, metrics = self.advantages.estimate(samples, self.actor, layout)
         record.metrics |= metrics
@@ -182,17 +181,17 @@ class PPOTrainer:
 
     def _update_actor(self, samples: Samples, whitening: Whitening, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.actor_rollout_ref.actor, record.step
-        mini_batches = self._there(samples, self._actor_mini_batches(step))
+        mini_batches = self._without_masked(samples, self._actor_mini_batches(step))
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Samples without gradient are dropped after the denominators were counted, so the loss is unchanged.
-        silent = self.advantages.silent(samples)
-        mini_batches = [ids[~silent[ids]] for ids in mini_batches]
+        zero_advantage = self.advantages.zero_advantage(samples)
+        mini_batches = [ids[~zero_advantage[ids]] for ids in mini_batches]
         record.layouts["update_actor"] = layout = self._cut(samples, "update_actor", mini_batches)
         # As in verl the schedule starts with the first step that trains the actor. All optimizer steps of a step share
         # one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
         first = max(1, plan.passes.first_actor_step)
-        held = self._steps_held("actor")
-        rate = learning_rate(step - first - held, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
+        skipped = self._num_skipped_steps("actor")
+        rate = learning_rate(step - first - skipped, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
             # Mean over the whole batch and not a mini-batch, so that all optimizer steps share one scale. It is known
@@ -200,12 +199,12 @@ class PPOTrainer:
             weight_scale = 1.0 / max(m.mismatch_metrics(record.measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
         # A selection seeds its random numbers by the sample's id and not its position on a rank, so it does not depend
         # on the layout.
-        samples.update({c.SAMPLE_ID: np.arange(len(samples)), c.SILENT: silent})
+        samples.update({c.SAMPLE_ID: np.arange(len(samples)), c.ZERO_ADVANTAGE: zero_advantage})
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
         num_waiting = plan.passes.num_without_old_log_probs(step, len(counts))
-        bonus = self.entropy_bonus.weight(record.measured)
+        entropy_coef = self.entropy_bonus.weight(record.measured)
         tasks = [
-            UpdateTask(tuple(rank_batches), rate, whitening.shift, whitening.scale, weight_scale, seed, bonus)
+            UpdateTask(tuple(rank_batches), rate, whitening.shift, whitening.scale, weight_scale, seed, entropy_coef)
             for rank_batches in per_rank(layout, counts, num_waiting)
         ]
         results = self.actor.update(samples, layout, tasks)
@@ -215,54 +214,54 @@ class PPOTrainer:
         record.metrics |= m.update_metrics(results, computed, counted, "actor") | {"actor/lr": rate}
         record.metrics |= self._expert_load.measure(results[0].expert_load)
         # Every epoch over the batch would have computed them again.
-        record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[silent].sum() * cfg.ppo_epochs)
+        record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[zero_advantage].sum() * cfg.ppo_epochs)
         if plan.passes.learns_entropy:
-            record.metrics["actor/entropy_coeff"] = bonus
+            record.metrics["actor/entropy_coeff"] = entropy_coef
         if cfg.use_kl_loss:
             record.metrics["actor/kl_coef"] = cfg.kl_loss_coef
         # Join the moments of the update's forward pass and of the old_log_prob pass, which cover disjoint samples.
         record.measured = join([record.measured, join(result.measured for result in results)])
-        self._skipped("actor", results, record, held, counts)
+        self._skipped("actor", results[0].num_made, record, skipped, counts)
 
-    def _move_reference(self, record: StepRecord) -> None:
+    def _update_reference(self, record: StepRecord) -> None:
         if self.reference:
-            moves = self.cfg.actor_rollout_ref.ref.moves_after(record.step)
-            record.metrics["actor/ref_moved"] = float(moves)
-            if moves:
-                self.reference.move()
+            is_due = self.cfg.actor_rollout_ref.ref.updates_after(record.step)
+            record.metrics["actor/ref_moved"] = float(is_due)
+            if is_due:
+                self.reference.update_reference()
 
     def _update_critic(self, critic: Critic, samples: Samples, record: StepRecord) -> None:
         plan, cfg, step = self.plan, self.cfg.critic, record.step
         size = plan.critic_prompts_per_mini_batch
         mini_batches = cut_prompts(plan, size, cfg.ppo_epochs, step, self.cfg.data.seed if cfg.shuffle else None)
-        mini_batches = self._there(samples, mini_batches)
+        mini_batches = self._without_masked(samples, mini_batches)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
         # Samples without advantage stay: they have returns, and the critic learns from them.
         record.layouts["update_critic"] = layout = self._cut(samples, "update_critic", mini_batches)
-        held = self._steps_held("critic")
-        rate = learning_rate(step - 1 - held, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
+        skipped = self._num_skipped_steps("critic")
+        rate = learning_rate(step - 1 - skipped, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
         results = critic.update(samples, layout, per_rank(layout, counts), rate)
         counted = np.array([count.tokens for count in counts])
         record.metrics |= m.update_metrics(results, counted, counted, "critic")
         record.metrics["critic/lr"] = rate
-        self._skipped("critic", results, record, held, counts)
+        self._skipped("critic", results[0].num_made, record, skipped, counts)
 
-    def _steps_held(self, role: str) -> int:
+    def _num_skipped_steps(self, role: str) -> int:
         """Return the number of earlier steps in which ``role`` made no optimizer step; its schedule did not advance
         in them."""
         return int(self._metrics.get(f"{role}/steps_held", 0))
 
     def _skipped(
-        self, role: str, results: Sequence[UpdateNumbers], record: StepRecord, held: int, counts: Sequence[Denominators]
+        self, role: str, num_made: int, record: StepRecord, skipped: int, counts: Sequence[Denominators]
     ) -> None:
         """Log optimizer steps that were not made. Raises NonFiniteError if there are too many.
 
-        held: `_steps_held` before the update. counts: of the mini-batches.
+        skipped: `_num_skipped_steps` before the update. counts: of the mini-batches.
         """
         self._alarms.overflowed(role, record.metrics)
         record.metrics |= self._alarms.skipped(role, record.metrics) | self._alarms.empty(role, counts)
-        if held := held + (results[0].num_made == record.metrics[f"{role}/steps_empty"]):
-            record.metrics[f"{role}/steps_held"] = float(held)
+        if skipped := skipped + (num_made == record.metrics[f"{role}/steps_empty"]):
+            record.metrics[f"{role}/steps_held"] = float(skipped)
 
     def _report(self, samples: Samples, timer: StepTimer, record: StepRecord) -> Metrics:
         """Return the metrics of the step."""
@@ -282,7 +281,7 @@ class PPOTrainer:
         metrics |= m.throughput_metrics(samples, metrics, plan.num_devices, tokens)
         metrics |= flops_metrics(costs, metrics, self.model_sizes, plan.num_devices)
         metrics |= decode_metrics(metrics, self.model_sizes, plan.num_devices)
-        seen = present(samples)
+        seen = valid_samples(samples)
         metrics |= m.sample_metrics(seen, cfg.data.max_prompt_length) | m.turn_metrics(
             samples, cfg.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
         )
@@ -319,9 +318,9 @@ class PPOTrainer:
         return lay_out(mini_batches, work, ranks, self.plan.budgets[name], self.actor.nodes(ranks))
 
     @staticmethod
-    def _there(samples: Samples, mini_batches: list[Ids]) -> list[Ids]:
+    def _without_masked(samples: Samples, mini_batches: list[Ids]) -> list[Ids]:
         """Return the mini-batches without masked samples."""
-        return [ids[~samples[c.LEFT_OUT][ids]] for ids in mini_batches]
+        return [ids[~samples[c.MASKED][ids]] for ids in mini_batches]
 
     def _actor_mini_batches(self, step: int) -> list[Ids]:
         cfg = self.cfg.actor_rollout_ref.actor
@@ -358,8 +357,8 @@ class PPOTrainer:
         return work
 
     def _denominators(self, samples: Samples, ids: Ids) -> Denominators:
-        horizon = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
-        return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], horizon)
+        loss_scale_factor = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
+        return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], loss_scale_factor)
 
     def _bytes(self) -> NDArray[np.int64]:
         """Return the bytes of the run so far: through the driver, and of samples between nodes."""
@@ -371,15 +370,15 @@ class PPOTrainer:
     @property
     def progress(self) -> Progress:
         """State of the driver for a checkpoint."""
-        drawn, sampler, line = self.experience.batches_drawn, self.experience.sampler, self.experience.line
+        drawn, sampler, pending = self.experience.batches_drawn, self.experience.sampler, self.experience.pending
         lengths, experts = self.actor.lengths.state(), self._expert_load.state()
         # Only the state of a controller: without one, the config applies, even if a resumed run enables a controller.
         entropy = self.cfg.actor_rollout_ref.actor.adaptive_entropy
         coef = self.advantages.kl_coef if self.cfg.algorithm.kl_ctrl.type == "adaptive" else None
-        bonus = self.entropy_bonus.coef if entropy.enabled else None
+        entropy_coef, metrics = self.entropy_bonus.coef if entropy.enabled else None, self._metrics
         # State of tools and environments cannot be saved, so a resumed run restarts pending multi-turn trajectories.
-        answers = None if several_turns(self.cfg.actor_rollout_ref.rollout) else line.answers()
-        return Progress(drawn, coef, sampler.state(), line.state(), answers, lengths, self._metrics, bonus, experts)
+        answers = None if several_turns(self.cfg.actor_rollout_ref.rollout) else pending.answers()
+        return Progress(drawn, coef, sampler.state(), pending.state(), answers, lengths, metrics, entropy_coef, experts)
 
     def restore(self, progress: Progress, folder: Path | None = None) -> None:
         """Restore ``progress``. folder: its checkpoint."""

@@ -26,7 +26,7 @@ class Progress:
     sampler: dict[str, NDArray[Any]] = field(default_factory=dict)
     """State of the sampler."""
     in_flight: list[list[int]] = field(default_factory=list)
-    """Row, draw and age of the prompts that were drawn and not yet trained on (`PromptLine.state`)."""
+    """Row, draw and age of the prompts that were drawn and not yet trained on (`PendingPrompts.state`)."""
     answers: Samples | None = None
     """Partial responses of the prompts in flight, in a separate file."""
     lengths: dict[str, NDArray[np.float64]] = field(default_factory=dict)

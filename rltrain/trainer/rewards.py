@@ -26,7 +26,7 @@ from rltrain.rewards.processes.scoring import Scoring
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.batching.balance import Ids
 from rltrain.trainer.judge import Judge
-from rltrain.trainer.left_out import failed_of
+from rltrain.trainer.masked_samples import failed_of
 from rltrain.trainer.roles import RewardModel
 
 Floats = NDArray[np.float64]
@@ -121,15 +121,16 @@ class Rewards:
         # Two columns, because a KL penalty is later subtracted from the reward, not from the score.
         return columns | {c.SCORE: total, c.REWARD: total}
 
-    def _weigh(self, columns: dict[str, Column], left_out: NDArray[np.bool_]) -> Floats:
+    def _weigh(self, columns: dict[str, Column], failed_trajectories: NDArray[np.bool_]) -> Floats:
         """Return the weighted sum of ``reward.weights``. Responses without a score keep ``reward.on_error``."""
-        failed = (columns[c.REWARD_FAILED] > 0) | left_out
+        failed = (columns[c.REWARD_FAILED] > 0) | failed_trajectories
         total = np.zeros(len(failed))
         for name, weight in self._weights.items():
             term = _floats(columns.get(column_of(name, columns)), len(failed))
             if np.isnan(term[~failed]).any():
                 raise RewardError(
-                    f"reward.weights.{name}: the scorer returned no number '{name}' for some answers. Leave it out."
+                    f"reward.weights.{name}: the scorer did not return the number '{name}' for some answers. Leave it "
+                    "out."
                 )
             # Only failed responses are NaN here; the last line replaces their sum.
             total = total + weight * np.nan_to_num(term)
@@ -235,8 +236,8 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     if (missing & (samples[c.REWARD_FAILED] == 0) & ~failed_of(samples)).any():
         have = ", ".join(sorted(term.removeprefix(c.SCORER) for term in samples.numbers if term.startswith(c.SCORER)))
         raise RewardError(
-            f"the scorer returned no number '{name}' for some answers, and the configuration asks for it. It returned "
-            f"{have or 'a score alone'}."
+            f"the scorer did not return the number '{name}' for some answers, but the configuration uses it. It "
+            f"returned {have or 'only a score'}."
         )
     return np.where(missing, on_error, values)
 

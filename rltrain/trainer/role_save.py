@@ -41,14 +41,14 @@ class RoleSave:
         self._sealing: Handle[Digests] | None = None
 
     def _write(self) -> Handle[tuple[Any, Written]]:
-        self._writing = self._writing or self._group.submit([bind(self._role.write)], beside=True)
+        self._writing = self._writing or self._group.submit([bind(self._role.write)], concurrent=True)
         return self._writing
 
     def _seal(self) -> Handle[Digests]:
         """Wait until all ranks have written, then have rank 0 write the index of the parts."""
         if not self._sealing:
             places = [place for place, _ in self._write().collect()]
-            self._sealing = self._group.submit([bind(self._role.seal, places)], range(1), beside=True)
+            self._sealing = self._group.submit([bind(self._role.seal, places)], range(1), concurrent=True)
         return self._sealing
 
     def ready(self) -> bool:

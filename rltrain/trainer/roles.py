@@ -85,11 +85,11 @@ class _Remote:
         # A rank without samples only took part in the collectives. It returns a batch without columns, from which no
         # rows can be requested.
         parts = zip(layout.ids, self.nodes(len(calls)), results, strict=True)
-        having = [part for part in parts if len(part[0])]
-        samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in having])
-        for ids, _, (_, found) in having:
-            samples.put(ids, found.per_sample)
-        return join(found.moments for _, _, (_, found) in having)
+        non_empty = [part for part in parts if len(part[0])]
+        samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in non_empty])
+        for ids, _, (_, numbers_found) in non_empty:
+            samples.put(ids, numbers_found.per_sample)
+        return join(numbers_found.moments for _, _, (_, numbers_found) in non_empty)
 
     def _update(self, calls: Sequence[Call[UpdateNumbers]]) -> list[UpdateNumbers]:
         """Run the optimizer steps. Returns numbers per data-parallel rank, with the memory peaks of all its workers."""
@@ -129,8 +129,10 @@ class Policy(_Remote, SavedRole):
         task = replace(task, order=self.lengths.order(task.split, task.rows), call=self._calls)
 
         def arrived(_rank: int, texts: Any, answers: Finished) -> None:
-            if listener and len(answers.place):
-                listener.arrived(texts, answers.place * n + answers.sample, task.rows[answers.place].astype(np.int64))
+            if listener and len(answers.prompt_index):
+                listener.arrived(
+                    texts, answers.prompt_index * n + answers.sample, task.rows[answers.prompt_index].astype(np.int64)
+                )
 
         poll = bind(roles.Rollout.take_finished, _POLL_S)
         generate = roles.Rollout.generate
@@ -150,7 +152,7 @@ class Policy(_Remote, SavedRole):
         # An aborted response counts as one of maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
         # Responses completed before this step are not served in it, and would count as aborted.
-        is_asked = np.ones(len(samples), dtype=bool) if task.todo is None else task.todo.ravel()
+        is_asked = np.ones(len(samples), dtype=bool) if task.pending_mask is None else task.pending_mask.ravel()
         self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
         metrics = self._of_sync | generation_metrics([finished for *_, finished in results])
         self.failure = next((finished.failure for *_, finished in results if finished.failure), "")
@@ -172,12 +174,14 @@ class Policy(_Remote, SavedRole):
         samples.put(ids, numbers | flags | {c.ENGINE: np.full(len(ids), rank)})
 
     def _answers(self, rank: int, payload: Any, texts: Any, ids: Ids, *, with_images: bool) -> list[StoredRows]:
-        columns = (*self._generated, c.IMAGES, c.OWN_IMAGES) if self._passes.images and with_images else self._generated
+        columns = (
+            (*self._generated, c.IMAGES, c.RESPONSE_IMAGES) if self._passes.images and with_images else self._generated
+        )
         node = self._group.nodes[rank]
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 
     def save_answers(self, answers: Samples, file: str) -> None:
-        """Write responses that wait for a later step (`PromptLine.answers`). Raises like `errors.unwritten`."""
+        """Write responses that wait for a later step (`PendingPrompts.answers`). Raises like `errors.write_error`."""
         # Some responses have no token yet.
         request = answers.request(np.arange(len(answers)), (), WRITTEN, optional=c.ANSWER)
         call = bind(roles.Rollout.save_answers, request.as_batch, file)
@@ -192,9 +196,9 @@ class Policy(_Remote, SavedRole):
         answers.attach(self._answers(0, payload, texts, np.arange(len(answers)), with_images=True))
         return answers
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort the current generation and discard its responses."""
-        self._group.interject(roles.Rollout.give_up)
+        self._group.run_concurrently(roles.Rollout.abort)
 
     def log_probs(self, samples: Samples, layout: Layout) -> dict[str, Moments]:
         """Attach ``old_log_probs`` and the rollout correction. Returns moments of entropy, mismatch and correction."""
@@ -282,13 +286,13 @@ class Critic(_Remote, SavedRole):
         )
 
 
-class Frozen(_Remote):
-    """Frozen policies."""
+class InferenceModels(_Remote):
+    """Policies without updates: teacher, reference."""
 
     def log_probs(self, name: str, column: str, samples: Samples, layout: Layout) -> dict[str, Moments]:
         """Attach ``column``, the log-probs of the pass ``name``. Returns their moments under that name."""
         tasks = [(name, column, sizes) for sizes in layout.all_sizes()]
-        return self._pass(roles.Frozen.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column])
+        return self._pass(roles.InferenceModels.log_probs, tasks, samples, layout, c.PROMPT_AND_ANSWER, [column])
 
 
 class Reference(_Remote, SavedRole):
@@ -296,9 +300,9 @@ class Reference(_Remote, SavedRole):
 
     role = roles.Reference
 
-    def move(self) -> None:
+    def update_reference(self) -> None:
         """Update the reference from the policy."""
-        self._group.call(roles.Reference.move)
+        self._group.call(roles.Reference.update_reference)
 
 
 @dataclass(frozen=True)
@@ -307,7 +311,7 @@ class StepModels:
 
     policy: Policy
     critic: Critic | None
-    frozen: Frozen
+    inference_models: InferenceModels
     sizes: dict[str, float]
     """See `workers.interface.roles.Models`."""
     reference: Reference | None = None

@@ -21,7 +21,7 @@ from rltrain.config.schema import DataConfig
 from rltrain.config.schema.rollout import RolloutConfig, ValKwargs
 from rltrain.rewards.scorers.registry import summary_of
 from rltrain.runtime.samples import Samples
-from rltrain.trainer.left_out import failed_of, refuse_failures
+from rltrain.trainer.masked_samples import failed_of, raise_on_failures
 from rltrain.trainer.metrics.step import Answered, turn_metrics
 from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.plan import Plan
@@ -123,7 +123,8 @@ class Validation:
         """Return the responses to all validation prompts, scores, and responses per prompt."""
         rows, num_samples, at_once = np.arange(self.num_prompts, dtype=np.int32), self.num_samples, self.prompts_at_once
         parts = []
-        # Equal sizes: in a small last chunk more than half may fail by chance, which stops the run (`refuse_failures`).
+        # Equal sizes: in a small last chunk more than half may fail by chance, which stops the run
+        # (`raise_on_failures`).
         for part in np.array_split(rows, -(-len(rows) // at_once)):
             parts.append(self._generate(part, step))
             if stop.requested:
@@ -141,7 +142,7 @@ class Validation:
         seed = rollout_seed(self._rollout, self._data)
         task = GenerateTask("val", rows, self.num_samples, sampling, seed, step, is_learnt_from=False)
         samples = self._policy.generate(task)[0]
-        refuse_failures(samples, self._policy.failure, self._folder)
+        raise_on_failures(samples, self._policy.failure, self._folder)
         return samples
 
 
@@ -174,9 +175,9 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
         votes = _vote_shares(numbers_here[_VOTES]) if _VOTES in numbers_here else {}
         numbers = {name: values for name, values in numbers_here.items() if values.dtype != object}
         # A column that only some rows' scorers return is averaged over those rows.
-        having = {name: ~np.isnan(values).all(1) for name, values in numbers.items()}
-        core = "acc" if having.get("acc", np.zeros(1)).any() else "reward"
-        for name, has_number in having.items():
+        rows_with_number = {name: ~np.isnan(values).all(1) for name, values in numbers.items()}
+        core = "acc" if rows_with_number.get("acc", np.zeros(1)).any() else "reward"
+        for name, has_number in rows_with_number.items():
             if not has_number.any():
                 continue
             shares = {k: share[has_number] for k, share in votes.items()}

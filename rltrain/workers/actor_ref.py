@@ -38,25 +38,25 @@ from rltrain.models.weights.lora import adapter_weights, adapters_off, write_ada
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import Specs, actor_spec
 from rltrain.models.weights.state import load_training_state
-from rltrain.workers.frozen import Beside, FrozenWorker, load_role, measure
+from rltrain.workers.inference_models import InferenceWorker, ReferenceDistribution, load_role, measure
 from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
 from rltrain.workers.interface.roles import Actor
 from rltrain.workers.interface.tasks import MiniBatch, SaveTask, UpdateTask, Written
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 from rltrain.workers.state.saving import StateWriter, told_as_disk_error
 from rltrain.workers.updates.expert_balance import ExpertBalance
-from rltrain.workers.updates.selection import look_ahead
+from rltrain.workers.updates.selection import add_batch_level_selection
 from rltrain.workers.updates.updater import Updater, empty_loss, split_mini_batches
 
 # Prompts, responses and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,
-            c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED, c.UNCERTAIN, c.GROUP_WEIGHT)  # fmt: skip
+            c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED, c.HIGH_ENTROPY, c.GROUP_WEIGHT)  # fmt: skip
 
 
 class ActorRefWorker(Actor):
     """Training side of the policy. Every method is called on all ranks, each with its local samples."""
 
-    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, residency: Residency) -> None:
+    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, offloader: OffloadManager) -> None:
         self._cfg, self._specs = cfg, specs
         self._passes = passes
         self._model_cfg = cfg.actor_rollout_ref.model
@@ -64,8 +64,8 @@ class ActorRefWorker(Actor):
         self._rollout_cfg = cfg.actor_rollout_ref.rollout
         self._correction = cfg.algorithm.rollout_correction
         self._rules = self._correction.rejection_rules()
-        self.residency = residency
-        self._device = residency.device
+        self.offloader = offloader
+        self._device = offloader.device
         self._entry = find_policy_loss(passes.policy_loss)
         # Policy version at the last old_log_prob pass; a selection reuses the log-probs until it changes.
         self._log_probs_at: int | None = None
@@ -73,7 +73,7 @@ class ActorRefWorker(Actor):
 
     def _load_models(self) -> None:
         passes, fsdp = self._passes, self._actor_cfg.fsdp_config
-        self.policy: PolicyModel = load_role("actor", self._specs, passes, self.residency)
+        self.policy: PolicyModel = load_role("actor", self._specs, passes, self.offloader)
         if not passes.trains:
             self.policy.eval()
             return
@@ -81,18 +81,18 @@ class ActorRefWorker(Actor):
         self._writer = StateWriter(self.policy, self.updater.optimizer, self.updater.loss_scale, self._device)
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
-        self.frozen = FrozenWorker(self._specs, passes, self.residency, self._rollout_cfg.temperature)
+        self.inference_models = InferenceWorker(self._specs, passes, self.offloader, self._rollout_cfg.temperature)
         # The policy with its adapters off is a reference too.
-        self.reference: PolicyModel = self.frozen.models.get("ref", self.policy)
-        self._exact_reference = Beside(self.reference)
+        self.reference: PolicyModel = self.inference_models.models.get("ref", self.policy)
+        self._exact_reference = ReferenceDistribution(self.reference)
         self._balance = ExpertBalance(self.policy, self._device, passes, self._actor_cfg.router_bias_update_rate)
-        self._beside = self._exact_reference if passes.exact_kl_in_loss else None
+        self._reference_distribution = self._exact_reference if passes.exact_kl_in_loss else None
         """Full distribution that the update compares the policy with."""
         if passes.exact_teacher:
-            teacher, loss = self.frozen.models["teacher"], self._cfg.distillation.distillation_loss
-            self._beside = Beside(teacher, divergence_of(loss))
+            teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
+            self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
         # After all models, whose forward passes come first.
-        self.residency.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
+        self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
     def num_updates(self) -> int:
@@ -118,7 +118,7 @@ class ActorRefWorker(Actor):
         Columns: ``old_log_probs``; ``is_weights`` and ``loss_mask`` if the correction has them; ``sum_pi_squared`` and
         ``entropy`` if needed; ``routed_experts`` if the update replays them. Numbers: moments, and ``loss_tokens`` [n].
         """
-        self.residency.enter("old_log_prob")
+        self.offloader.enter_phase("old_log_prob")
         self._log_probs_at = self.updater.num_steps
         squares = self._passes.estimator.sum_pi_squared
         experts = self._passes.router_replay == "R2"
@@ -144,7 +144,7 @@ class ActorRefWorker(Actor):
 
         With a KL in the reward also returns ``ref_kl`` per token and ``kl_sum`` [n].
         """
-        self.residency.enter("ref")
+        self.offloader.enter_phase("ref")
         passes = self._passes
         columns: dict[str, Ragged] = {}
         if passes.ref_log_probs:
@@ -212,7 +212,7 @@ class ActorRefWorker(Actor):
 
     def update(self, batch: Batch, task: UpdateTask) -> UpdateNumbers:
         """Run one optimizer step per mini-batch."""
-        self.residency.enter("update_actor")
+        self.offloader.enter_phase("update_actor")
         if not self._actor_cfg.fsdp_config.use_torch_compile:
             self.policy.measure_load()
         terms = {
@@ -229,20 +229,22 @@ class ActorRefWorker(Actor):
         numbers = self.updater.numbers(steps)
         if steps:
             numbers = replace(numbers, measured=self._measure(steps[0].share.measured))
-        if self._beside:
-            self._beside.free()
+        if self._reference_distribution:
+            self._reference_distribution.free()
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
             numbers = replace(numbers, expert_load=load.cpu().numpy())
-        return replace(numbers, memory_gb=self.residency.memory_gb())
+        return replace(numbers, memory_gb=self.offloader.memory_gb())
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
-        beside = self._beside.states(inputs) if self._beside else None
+        reference_distribution = self._reference_distribution.states(inputs) if self._reference_distribution else None
         temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
         # If no earlier pass compared actor and engine, the update's forward pass does.
         measures = (not mini.has_old_log_probs or self._passes.bypass) and not self._passes.supervised
-        log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, beside)
+        log_probs, entropy, kl, *_ = outputs = self.policy(
+            inputs, temperature, with_entropy or measures, reference_distribution
+        )
         if not len(micro):
             return empty_loss(log_probs, outputs.balance_loss)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
@@ -266,8 +268,8 @@ class ActorRefWorker(Actor):
         if threshold is not None:
             sampled = micro.ragged(c.ROLLOUT_LOG_PROBS).values
             kept["off_policy_masked"] = keeps(mask, log_probs.detach(), sampled, advantages, threshold)
-        if c.UNCERTAIN in micro:
-            kept["low_entropy_masked"] = micro.ragged(c.UNCERTAIN).values
+        if c.HIGH_ENTROPY in micro:
+            kept["low_entropy_masked"] = micro.ragged(c.HIGH_ENTROPY).values
         share = actor_loss(
             policy_inputs,
             mini.denominators,
@@ -320,7 +322,8 @@ class ActorRefWorker(Actor):
 
     @torch.no_grad()
     def _look_ahead(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
-        """Add columns to a mini-batch's micro-batches that depend on the whole mini-batch (`look_ahead`)."""
+        """Add columns to a mini-batch's micro-batches that depend on the whole mini-batch
+        (`add_batch_level_selection`)."""
         self._balance.begin(micros)
         if not self._passes.looks_ahead:
             return
@@ -344,7 +347,7 @@ class ActorRefWorker(Actor):
         # Compare by identity: equal mini-batches occur in every epoch.
         number = [other is mini for other in task.mini_batches].index(True)
         seeds = task.noise_seed, number
-        look_ahead(having, inputs, seeds, mini.denominators, self._entry, self._actor_cfg)
+        add_batch_level_selection(having, inputs, seeds, mini.denominators, self._entry, self._actor_cfg)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -359,8 +362,8 @@ class ActorRefWorker(Actor):
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
         # Full weights are gathered between devices, because hosts exchange bytes many times more slowly. After an
         # update the shards are on the device; otherwise onload them as for a pass, shortly before the next sync would.
-        if (task.export or self._model_cfg.uses_lora) and not self.residency.is_here(self.policy):
-            self.residency.enter("old_log_prob", whole=True)
+        if (task.export or self._model_cfg.uses_lora) and not self.offloader.is_here(self.policy):
+            self.offloader.enter_phase("old_log_prob", whole=True)
         if self._export and task.export:
             self._export.gather(copies)
         if self._model_cfg.uses_lora:
@@ -386,7 +389,7 @@ class ActorRefWorker(Actor):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Load model and optimizer, on any number of ranks (a collective). Returns notes for the log."""
-        self.residency.enter("update_actor" if self._passes.trains else "sync", whole=True)
+        self.offloader.enter_phase("update_actor" if self._passes.trains else "sync", whole=True)
         optimizer = self.updater.optimizer if self._passes.trains and not weights_only else None
         scale = self.updater.loss_scale if optimizer else None
         texts_alone = not self._passes.trains and not self._passes.images

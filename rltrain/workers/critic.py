@@ -18,11 +18,11 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.models.attention.packing import pack, per_policy_token
 from rltrain.models.weights.spec import Specs
 from rltrain.models.weights.state import load_training_state
-from rltrain.workers.frozen import load_role, measure
+from rltrain.workers.inference_models import load_role, measure
 from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
 from rltrain.workers.interface.roles import Critic
 from rltrain.workers.interface.tasks import MiniBatch
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 from rltrain.workers.state.saving import SavesState, StateWriter
 from rltrain.workers.updates.updater import Updater, empty_loss, split_mini_batches
 
@@ -31,32 +31,37 @@ class CriticWorker(SavesState, Critic):
     """Shard of the critic. Every method is called on all ranks."""
 
     def __init__(
-        self, cfg: CriticConfig, trainer: TrainerConfig, specs: Specs, passes: StepPasses, residency: Residency
+        self,
+        cfg: CriticConfig,
+        trainer: TrainerConfig,
+        specs: Specs,
+        passes: StepPasses,
+        offloader: OffloadManager,
     ) -> None:
         self._cfg = cfg
-        self.residency = residency
-        self._device = residency.device
-        self.model = load_role("critic", specs, passes, residency)
+        self.offloader = offloader
+        self._device = offloader.device
+        self.model = load_role("critic", specs, passes, offloader)
         fsdp = cfg.model.fsdp_config
         self.updater = Updater("critic", self.model, cfg.optim, fsdp, trainer, self._device)
         self._writer = StateWriter(self.model, self.updater.optimizer, self.updater.loss_scale, self._device)
-        residency.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
+        offloader.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
 
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """Compute V of the state before each response token."""
-        self.residency.enter("values")
+        self.offloader.enter_phase("values")
         (values,) = measure(self.model, batch.split(micro_sizes), self._device)
         return Batch({c.VALUES: per_policy_token(values, batch)}), PassNumbers()
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], learning_rate: float) -> UpdateNumbers:
         """Run one optimizer step per mini-batch."""
-        self.residency.enter("update_critic")
+        self.offloader.enter_phase("update_critic")
         steps = []
         self.updater.begin(learning_rate)
         for mini, micros in split_mini_batches(batch, mini_batches):
             share = self.updater.forward_backward(micros, partial(self._loss, mini=mini))
             steps.append(self.updater.optim_step(share, micros, mini))
-        return replace(self.updater.numbers(steps), memory_gb=self.residency.memory_gb())
+        return replace(self.updater.numbers(steps), memory_gb=self.offloader.memory_gb())
 
     def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
         device = self._device.torch_device
@@ -74,6 +79,6 @@ class CriticWorker(SavesState, Critic):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Load model and optimizer, on any number of ranks (a collective). Returns notes for the log."""
-        self.residency.enter("update_critic", whole=True)
+        self.offloader.enter_phase("update_critic", whole=True)
         optimizer = None if weights_only else self.updater.optimizer
         return load_training_state(self.model, optimizer, folder, self.updater.loss_scale if optimizer else None)

@@ -36,7 +36,7 @@ class DemonstrationWorker(Rollout):
         if self._images:
             images = [store.encoded(int(task.rows[place])).images for place in places]
             payload.update({c.IMAGES: DictionaryColumn(images, payload.dictionary(c.PROMPT).index)})
-            payload.update({c.OWN_IMAGES: [None] * len(images)})
+            payload.update({c.RESPONSE_IMAGES: [None] * len(images)})
         texts = self._encoder.decode_batch([conversation.tokens for conversation in conversations])
         return payload, texts, GenerationNumbers(seconds, per_sample=answer_numbers(conversations, 1))
 
@@ -59,5 +59,5 @@ class DemonstrationWorker(Rollout):
         """Raise an error: no response waits in a checkpoint."""
         raise NotImplementedError("supervised fine-tuning carries no response over")
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Do nothing: a response from the data is complete at once."""

@@ -1,7 +1,7 @@
 """Hybrid worker: one process per device that hosts all roles, which share the device in time.
 
 Engine and training weights seldom fit on a device together, and with separate devices per role some would always idle.
-So all roles live in one process, and `Residency` moves their memory per phase. Left out: worker groups for single
+So all roles live in one process, and `OffloadManager` moves their memory per phase. Left out: worker groups for single
 roles.
 """
 
@@ -38,7 +38,7 @@ from rltrain.workers.judge import JudgeWorker
 from rltrain.workers.reference import ReferenceWorker
 from rltrain.workers.reward_model import RewardModelWorker
 from rltrain.workers.rollout_worker import RolloutWorker, log_prob_gap_limit
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 from rltrain.workers.updates.token_advantages import spread_over_turns, token_advantages
 
 
@@ -60,49 +60,49 @@ class HybridWorker(Models, Advantages):
         if not device.is_cpu:
             engine = None if passes.supervised else ENGINES[self._cfg.actor_rollout_ref.rollout.name].package
             check_node(device.kind, device.name, engine)
-        self.residency = residency = Residency(device)
+        self.offloader = offloader = OffloadManager(device)
         specs = specs_of(self._cfg, device, passes)
-        self.actor = actor = ActorRefWorker(self._cfg, specs, passes, residency)
+        self.actor = actor = ActorRefWorker(self._cfg, specs, passes, offloader)
         self.rollout = (
             DemonstrationWorker(self._prompts, chat_encoder(self._cfg), images=passes.images)
             if passes.supervised
             else self._make_rollout(passes)
         )
-        self.roles += [self.actor, self.rollout, *([self.actor.frozen] if passes.trains else [])]
+        self.roles += [self.actor, self.rollout, *([self.actor.inference_models] if passes.trains else [])]
         if passes.reference_moves:
             self.roles.append(
-                ReferenceWorker(self._cfg.actor_rollout_ref.ref, actor.policy, actor.reference, residency)
+                ReferenceWorker(self._cfg.actor_rollout_ref.ref, actor.policy, actor.reference, offloader)
             )
         if "critic" in passes.roles:
-            self.critic = CriticWorker(self._cfg.critic, self._cfg.trainer, specs, passes, residency)
+            self.critic = CriticWorker(self._cfg.critic, self._cfg.trainer, specs, passes, offloader)
             self.roles.append(self.critic)
         if "reward_model" in passes.roles:
             assert self._rows is not None
             budget = budgets(self._cfg)["reward"]
-            self.reward_model = RewardModelWorker(budget, specs, passes, residency, self._rows)
+            self.reward_model = RewardModelWorker(budget, specs, passes, offloader, self._rows)
             self.roles.append(self.reward_model)
         if "judge" in passes.roles:
-            self.judge = JudgeWorker(self._cfg, specs, passes, residency)
+            self.judge = JudgeWorker(self._cfg, specs, passes, offloader)
             self.roles.append(self.judge)
-        assert passes.roles <= residency.models.keys(), f"nobody loads {passes.roles - residency.models.keys()}"
+        assert passes.roles <= offloader.models.keys(), f"no worker loads {passes.roles - offloader.models.keys()}"
         if passes.trains and not passes.supervised:
-            check_room(self._cfg.actor_rollout_ref.rollout, residency)
+            check_room(self._cfg.actor_rollout_ref.rollout, offloader)
         sizes = self.actor.sizes()
-        for role, model in residency.models.items():
+        for role, model in offloader.models.items():
             sizes |= {f"{role}_{name}": number for name, number in model_numbers(model).items()}
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
 
     def _make_rollout(self, passes: StepPasses) -> RolloutWorker:
         actor = self.actor
         return RolloutWorker(
-            self._cfg, passes, self.residency, self._prompts, actor.policy, lambda: actor.num_updates,
+            self._cfg, passes, self.offloader, self._prompts, actor.policy, lambda: actor.num_updates,
             actor.text_log_probs, self._rows,
         )  # fmt: skip
 
     def explain(self, error: Exception) -> Exception:
         """Convert an error for the user: an out-of-memory error lists memory by owner and the keys that reduce it."""
         if is_out_of_memory(error):
-            return device_is_full(error, memory_keys(self._cfg, self.residency.phase), self.residency)
+            return device_is_full(error, memory_keys(self._cfg, self.offloader.phase), self.offloader)
         return error
 
     def advantages(self, batch: Batch, kl_coef: float) -> tuple[Batch, PassNumbers]:
@@ -114,26 +114,26 @@ class HybridWorker(Models, Advantages):
         return spread_over_turns(batch, turns)
 
 
-def check_room(rollout: RolloutConfig, residency: Residency) -> None:
+def check_room(rollout: RolloutConfig, offloader: OffloadManager) -> None:
     """Raise ConfigError if the second generation would lack memory. Call with all models loaded and the engine asleep.
 
     An engine compares its share with the free memory at its start. Optimizers allocate their state only in the first
     update, and without offloading they keep it during generation.
     """
-    device = residency.device
+    device = offloader.device
     if device.is_cpu or not ENGINES[rollout.name].package:  # the embedded engine uses the memory that is free
         return
-    residency.enter("gen")
+    offloader.enter_phase("gen")
     free, total = device.free_memory_bytes(), device.total_memory_bytes()
     engine = rollout.gpu_memory_utilization * total if rollout.free_cache_engine else 0.0
-    to_come = residency.bytes_to_come()
+    to_come = offloader.future_optimizer_bytes()
     if engine + to_come > free:
         key = "actor_rollout_ref.rollout.gpu_memory_utilization"
         fits = max(free - to_come, 0) / total - 0.005
         lower = f"Set {key}={fits:.2f}, or" if engine and fits > 0.05 else "Set"
         raise ConfigError(
             f"after the first update this device would lack {(engine + to_come - free) / 2**30:.1f} GiB to generate: "
-            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, {key}={rollout.gpu_memory_utilization} asks for "
-            f"{engine / 2**30:.1f}, and the optimizer will take {to_come / 2**30:.1f}. {lower} "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, {key}={rollout.gpu_memory_utilization} requests "
+            f"{engine / 2**30:.1f}, and the optimizer will use {to_come / 2**30:.1f}. {lower} "
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True (critic.model.fsdp_config likewise)."
         )

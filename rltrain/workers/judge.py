@@ -20,7 +20,7 @@ from torch import Tensor
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.columns.ragged import Ragged
-from rltrain.common.errors import ConfigError, DataError, storable
+from rltrain.common.errors import ConfigError, DataError, replace_surrogates
 from rltrain.common.seeds import name_seed
 from rltrain.config.budgets import judge_lengths
 from rltrain.config.passes import JUDGE_PHASE
@@ -32,14 +32,14 @@ from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.weights.spec import Specs
 from rltrain.rewards.judge.reply import Reply
-from rltrain.workers.frozen import load_role, measure
+from rltrain.workers.inference_models import load_role, measure
 from rltrain.workers.interface.results import JudgeNumbers
 from rltrain.workers.interface.roles import Judge
 from rltrain.workers.rollout.contract import Job, RolloutEngine, Sampling
 from rltrain.workers.rollout.conversations import Conversations
 from rltrain.workers.rollout.queue import JobQueue, Replica
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 from rltrain.workers.state.weight_sync import EngineNames, WeightSync
 
 # Every rank is a separate engine with separate messages.
@@ -62,14 +62,14 @@ def judge_encoder(model: RewardModelModelConfig) -> ChatEncoder:
 class JudgeWorker(Judge):
     """Shard of the judge, and an engine with all its weights."""
 
-    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, residency: Residency) -> None:
+    def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, offloader: OffloadManager) -> None:
         self._rollout = cfg.reward_model.rollout
         # Checking for an abort costs a little per token.
-        self._can_be_given_up = cfg.trainer.stop_notice_s is not None
+        self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._longest_message, self._longest_reply = judge_lengths(cfg)
-        self.residency, device = residency, residency.device
+        self.offloader, device = offloader, offloader.device
         self._encoder, spec = judge_encoder(cfg.reward_model.model), specs["judge"][1]
-        self.model = load_role("judge", specs, passes, residency)
+        self.model = load_role("judge", specs, passes, offloader)
         self._vocabulary = spec.load_config().get_text_config().vocab_size
         rollout = self._rollout
         settings = EngineSettings(
@@ -90,7 +90,7 @@ class JudgeWorker(Judge):
             section="reward_model.rollout",
             longest="response_length",
         )
-        residency.enter(JUDGE_PHASE)
+        offloader.enter_phase(JUDGE_PHASE)
         self.engine: RolloutEngine = make_engine(settings)
         self._weight_sync = WeightSync(
             self.model,
@@ -104,7 +104,7 @@ class JudgeWorker(Judge):
             log_probs=self._text_log_probs,
             names=_NAMES,
         )
-        residency.add_engine(self._release, JUDGE_PHASE)
+        offloader.add_engine(self._release, JUDGE_PHASE)
 
     def replies(self, batch: Batch, seed: int, reading: int) -> tuple[list[Reply], JudgeNumbers]:
         """Generate replies to the messages of this rank. Messages that are too long get an error text instead.
@@ -112,7 +112,7 @@ class JudgeWorker(Judge):
         A reply is a function of ``seed``, the message and ``reading``.
         """
         started = time.perf_counter()
-        self.residency.enter(JUDGE_PHASE, whole=True)
+        self.offloader.enter_phase(JUDGE_PHASE, whole=True)
         if self._weight_sync.version is None:
             self._weight_sync.run(0, lambda: None)
         texts = batch[c.JUDGE_MESSAGE] if len(batch) else []
@@ -120,33 +120,36 @@ class JudgeWorker(Judge):
         conversations = [[{"role": "user", "content": text}] for text in texts]
         messages = self._encoder.encode_batch(conversations, tools=()) if texts else []
         jobs = [
-            _job(place, tokens, name_seed(seed, "judge", str(reading), text))
-            for place, (tokens, text) in enumerate(zip(messages, texts, strict=True))
+            _job(prompt_index, tokens, name_seed(seed, "judge", str(reading), text))
+            for prompt_index, (tokens, text) in enumerate(zip(messages, texts, strict=True))
             if len(tokens) <= self._longest_message
         ]
         source = self._answered(jobs)
-        answers = {answer.place: answer for answer in source.all}
-        written = [answers[place].tokens.tolist() if place in answers else [] for place in range(len(texts))]
-        replies = [
-            Reply(storable(text).strip(), "an empty reply", answers[place].truncated)
-            if place in answers
-            else Reply("", no_prompt=self._too_long(len(messages[place])))
-            for place, text in enumerate(self._encoder.decode_batch(written) if written else [])
+        answers = {answer.prompt_index: answer for answer in source.all}
+        written = [
+            answers[prompt_index].tokens.tolist() if prompt_index in answers else []
+            for prompt_index in range(len(texts))
         ]
-        num_tokens = sum(len(job.prompt) + len(written[job.place]) for job in jobs)
-        self.residency.device.synchronize()
+        replies = [
+            Reply(replace_surrogates(text).strip(), "an empty reply", answers[prompt_index].truncated)
+            if prompt_index in answers
+            else Reply("", no_prompt=self._too_long(len(messages[prompt_index])))
+            for prompt_index, text in enumerate(self._encoder.decode_batch(written) if written else [])
+        ]
+        num_tokens = sum(len(job.prompt) + len(written[job.prompt_index]) for job in jobs)
+        self.offloader.device.synchronize()
         return replies, JudgeNumbers(num_tokens, time.perf_counter() - started)
 
     def _answered(self, jobs: list[Job]) -> Conversations:
         # Longest first, so that none of them runs alone at the end.
         jobs = sorted(jobs, key=lambda job: -len(job.prompt))
         store, key = dist.distributed_c10d._get_default_store(), f"judge/{dist.get_rank()}"
-        queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_given_up)
+        queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_aborted)
         source, rollout = Conversations(queue, self._vocabulary), self._rollout
         greedy, temperature = rollout.temperature == 0, rollout.temperature or 1.0
         self.engine.generate(source, Sampling(self._longest_reply, temperature, rollout.top_k, rollout.top_p, greedy))
         if (num_left := len(jobs) - sum(not answer.aborted for answer in source.all)) and not queue.stopped():
-            raise RuntimeError(f"the judge's engine '{rollout.name}' gave up {num_left} wanted replies")
+            raise RuntimeError(f"the judge's engine '{rollout.name}' aborted {num_left} requested replies")
         return source
 
     def _too_long(self, length: int) -> str:
@@ -162,13 +165,13 @@ class JudgeWorker(Judge):
         mask = answers.like(torch.ones_like(answers.values, dtype=torch.bool))
         prompts = DictionaryColumn(Ragged.from_rows([tokens[:1]]), index)
         batch = Batch({c.PROMPT: prompts, c.RESPONSE: answers, c.RESPONSE_MASK: mask})
-        return measure(self.model, [batch], self.residency.device, 1.0)[0]
+        return measure(self.model, [batch], self.offloader.device, 1.0)[0]
 
     def _release(self) -> None:
         if self.engine.sleep():
             self._weight_sync.lost()
 
 
-def _job(place: int, tokens: list[int], seed: int) -> Job:
+def _job(prompt_index: int, tokens: list[int], seed: int) -> Job:
     seeds = np.array([seed], dtype=np.uint64)
-    return Job(place, np.zeros(1, dtype=np.int64), np.array(tokens, dtype=np.int32), seeds)
+    return Job(prompt_index, np.zeros(1, dtype=np.int64), np.array(tokens, dtype=np.int32), seeds)

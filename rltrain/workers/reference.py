@@ -13,24 +13,24 @@ from rltrain.models.forward import PolicyModel
 from rltrain.models.routing import correction_biases
 from rltrain.models.weights.state import load_training_state, weights_by_name
 from rltrain.workers.interface.roles import Reference
-from rltrain.workers.state.residency import Residency, local
+from rltrain.workers.state.offload_manager import OffloadManager, local
 from rltrain.workers.state.saving import SavesState, StateWriter
 
 
 class ReferenceWorker(SavesState, Reference):
     """Shard of the reference. Every method is called on all ranks."""
 
-    def __init__(self, cfg: RefConfig, policy: PolicyModel, reference: PolicyModel, residency: Residency) -> None:
+    def __init__(self, cfg: RefConfig, policy: PolicyModel, reference: PolicyModel, offloader: OffloadManager) -> None:
         self._mix = cfg.update_mix
-        self._policy, self._reference, self._residency = policy, reference, residency
-        self._writer = StateWriter(reference, None, None, residency.device)
+        self._policy, self._reference, self._offloader = policy, reference, offloader
+        self._writer = StateWriter(reference, None, None, offloader.device)
 
     @torch.no_grad()
-    def move(self) -> None:
+    def update_reference(self) -> None:
         """Set reference <- a policy + (1 - a) reference, a = ref.update_mix, for each shard of a weight."""
         # Weights stay where they are during generation: frozen weights are never copied back to the host, so they must
         # not be changed on the device.
-        self._residency.enter("gen", whole=True)
+        self._offloader.enter_phase("gen", whole=True)
         self._writer.reshard_and_synchronize()
         policy, reference = (
             {**weights_by_name(packed), **correction_biases(packed)} for packed in (self._policy, self._reference)
@@ -47,5 +47,5 @@ class ReferenceWorker(SavesState, Reference):
         """Load the weights, on any number of ranks (a collective). Returns notes for the log."""
         if weights_only:  # from another run: the reference starts as loaded
             return []
-        self._residency.enter("gen", whole=True)
+        self._offloader.enter_phase("gen", whole=True)
         return load_training_state(self._reference, None, folder)

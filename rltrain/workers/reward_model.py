@@ -21,10 +21,10 @@ from rltrain.models.attention.packing import pack_whole
 from rltrain.models.load import read_score_head
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import ModelSpec, Specs
-from rltrain.workers.frozen import load_role
+from rltrain.workers.inference_models import load_role
 from rltrain.workers.interface.results import Array
 from rltrain.workers.interface.roles import RewardModel
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 
 
 def check_reward_model(spec: ModelSpec) -> ChatEncoder:
@@ -46,28 +46,33 @@ class RewardModelWorker(RewardModel):
     """Shard of the reward model. ``rows``: the conversations of the prompts, by split."""
 
     def __init__(
-        self, budget: PassBudget, specs: Specs, passes: StepPasses, residency: Residency, rows: dict[str, Rows]
+        self,
+        budget: PassBudget,
+        specs: Specs,
+        passes: StepPasses,
+        offloader: OffloadManager,
+        rows: dict[str, Rows],
     ) -> None:
         self._budget = budget
         self._rows = rows
-        self.residency = residency
+        self.offloader = offloader
         self._path = specs["reward_model"][1].path
         self._encoder = check_reward_model(specs["reward_model"][1])
-        self._model = load_role("reward_model", specs, passes, residency)
+        self._model = load_role("reward_model", specs, passes, offloader)
 
     @torch.no_grad()
     def score(self, batch: Batch, split: str) -> Array:
         """Return ``model_score`` of each sample [n], from its ``text`` and ``row``."""
-        self.residency.enter("reward")
+        self.offloader.enter_phase("reward")
         rows = self._encode(batch, split)
         micros = self._cut([len(row) for row in rows])
         outputs = [
-            self._model(pack_whole([rows[i] for i in micro], self.residency.device.torch_device)) for micro in micros
+            self._model(pack_whole([rows[i] for i in micro], self.offloader.device.torch_device)) for micro in micros
         ]
         reshard(self._model)
         scores = torch.cat(outputs).cpu().double().numpy()
         if not np.isfinite(scores).all():
-            raise NonFiniteError(f"the reward model {self._path} gave scores that are not finite.")
+            raise NonFiniteError(f"the reward model {self._path} returned scores that are not finite.")
         return scores
 
     def _encode(self, batch: Batch, split: str) -> list[list[int]]:

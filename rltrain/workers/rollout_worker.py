@@ -55,11 +55,11 @@ from rltrain.workers.rollout.conversations import (
     turn_numbers,
 )
 from rltrain.workers.rollout.images import TaskImages
-from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, samples_per_job
+from rltrain.workers.rollout.queue import JobQueue, abort, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
-from rltrain.workers.rollout.told import per_turn, told_texts
+from rltrain.workers.rollout.trajectory_info import per_turn, texts_with_trajectories
 from rltrain.workers.rollout.waiting import read_answers, write_answers
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 from rltrain.workers.state.weight_sync import WeightSync
 
 # After every sync, engine and trainer are compared on this many tokens of a prompt, after its images.
@@ -72,7 +72,7 @@ Open = dict[tuple[int, int], Conversation]
 
 
 class RolloutWorker(Rollout):
-    """Rollout role. Every method except `take_finished` and `give_up` is called on all ranks.
+    """Rollout role. Every method except `take_finished` and `abort` is called on all ranks.
 
     policy: the training weights. version: number of optimizer steps made on the weights. text_log_probs: the trainer's
     log-probs of a text. rows: of the prompts, for multi-turn runs.
@@ -82,7 +82,7 @@ class RolloutWorker(Rollout):
         self,
         cfg: Config,
         passes: StepPasses,
-        residency: Residency,
+        offloader: OffloadManager,
         prompts: dict[str, PromptStore],
         policy: PackedModel,
         version: Callable[[], int],
@@ -91,11 +91,11 @@ class RolloutWorker(Rollout):
     ) -> None:
         self._rollout, self._max_response_length = cfg.actor_rollout_ref.rollout, cfg.data.max_response_length
         # Checking for an abort costs a little per token.
-        self._can_be_given_up = cfg.trainer.stop_notice_s is not None
+        self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._with_experts = passes.router_replay == "R3"
         self._images, self._images_between_turns = passes.images, passes.images_between_turns
-        self.residency = residency
-        self._device = residency.device
+        self.offloader = offloader
+        self._device = offloader.device
         self._prompts = prompts
         for store in prompts.values():
             if store.stored_images:
@@ -106,7 +106,7 @@ class RolloutWorker(Rollout):
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
         # If one member takes all jobs, there is nothing to synchronise.
         alone = ENGINES[self._rollout.name].leader_serves
-        self._serving = replace(self._replica, size=1, group=None) if alone else self._replica
+        self._serving_replica = replace(self._replica, size=1, group=None) if alone else self._replica
         self._rows = rows or {}
         self._answering = self._make_answering() if several_turns(self._rollout) else None
         self._agent_log = PrintLog(Path(cfg.trainer.default_local_dir) / "agents.log")
@@ -127,12 +127,12 @@ class RolloutWorker(Rollout):
             log_probs=text_log_probs,
             merge=merge,
         )
-        residency.add_engine(self._release, "sync", "gen")
+        offloader.add_engine(self._release, "sync", "gen")
 
     def _make_engine(self, cfg: Config, dtype: torch.dtype, adapted: dict[str, int]) -> RolloutEngine:
         model = actor_spec(cfg, self._device, self._images)
         self._vocabulary = model.load_config().get_text_config().vocab_size
-        self.residency.enter("gen")  # an engine measures the free memory at its start
+        self.offloader.enter_phase("gen")  # an engine measures the free memory at its start
         settings = EngineSettings(
             rollout=self._rollout,
             model=model,
@@ -156,9 +156,9 @@ class RolloutWorker(Rollout):
         limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb, *allowed)
         number = turns.num_tool_processes
         terms = TurnLimits.of(turns, images=self._images_between_turns)
-        executors = ExecutorPool(ToolSources.of(turns), terms, limits, number) if self._replica.leads else None
+        executors = ExecutorPool(ToolSources.of(turns), terms, limits, number) if self._replica.is_leader else None
         call_format = format_of(turns.format, self.encoder)
-        return Answering(turns, self.encoder, call_format, self._serving, executors, self._max_model_len)
+        return Answering(turns, self.encoder, call_format, self._serving_replica, executors, self._max_model_len)
 
     def _release(self) -> None:
         if self.engine.sleep():
@@ -173,15 +173,15 @@ class RolloutWorker(Rollout):
         """
         reshard_s, sync = self._bring_weights()
         started = time.perf_counter()
-        keep = task.is_learnt_from and self._replica.leads
+        keep = task.is_learnt_from and self._replica.is_leader
         task_images = TaskImages(self._prompts[task.split], task.rows, keep=keep) if self._images else None
         open_answers = {} if begun is None else self._open(task, begun)
         queue = self._queue(task, open_answers, task_images)
-        tell = self._hand_out if task.stream and self._replica.leads else None
+        tell = self._hand_out if task.stream and self._replica.is_leader else None
 
         def finished(job: Job, conversations: list[Conversation]) -> None:
             if task_images:
-                task_images.ended(job)
+                task_images.on_job_end(job)
             if tell:
                 tell(job, conversations)
 
@@ -193,7 +193,7 @@ class RolloutWorker(Rollout):
         # Without a stop every response is wanted, so an aborted one is an engine error.
         num_aborted = sum(answer.aborted for answer in source.all)
         if num_aborted and not queue.stopped():
-            raise RuntimeError(f"the rollout engine '{self._rollout.name}' gave up {num_aborted} wanted answers")
+            raise RuntimeError(f"the rollout engine '{self._rollout.name}' aborted {num_aborted} requested answers")
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
         seconds |= {"read_images": task_images.seconds} if task_images else {}
         seconds |= {WAIT: source.waited_s} if self._answering else {}
@@ -204,20 +204,23 @@ class RolloutWorker(Rollout):
             num_follow_up_tokens=source.num_follow_up_tokens,
             num_reused_tokens=source.num_reused_tokens,
         )
-        if not source.all or not self._replica.leads:
+        if not source.all or not self._replica.is_leader:
             return Batch(), [], numbers
         self._refuse_damaged(source)
         # The order of completion depends on time; this order does not.
-        answers = sorted(source.all, key=lambda answer: (answer.place, answer.sample))
+        answers = sorted(source.all, key=lambda answer: (answer.prompt_index, answer.sample))
         payload = payload_of(answers)
         if self._with_experts and task.is_learnt_from:
             payload.update({c.ROUTED_EXPERTS: routed_experts_of(answers)})
         # Other responses are not trained on, so their pixels are dropped here.
         if task_images and task.is_learnt_from:
             index = payload.dictionary(c.PROMPT).index
-            images = [task_images.of(place) for place in dict.fromkeys(answer.place for answer in answers)]
+            images = [
+                task_images.of(prompt_index)
+                for prompt_index in dict.fromkeys(answer.prompt_index for answer in answers)
+            ]
             own = [answer.images for answer in answers]
-            payload.update({c.IMAGES: DictionaryColumn(images, index), c.OWN_IMAGES: own})
+            payload.update({c.IMAGES: DictionaryColumn(images, index), c.RESPONSE_IMAGES: own})
             numbers = replace(numbers, image_bytes=sum(each.nbytes for each in (*images, *own) if each))
         texts = self._texts(answers)
         per_sample = answer_numbers(answers, task.num_samples)
@@ -235,19 +238,19 @@ class RolloutWorker(Rollout):
         task_images: TaskImages | None,
     ) -> tuple[Conversations, int]:
         """Run the engine until the queue is empty. Returns all conversations, and how many a later step restarts."""
-        images_of = task_images.of if task_images else lambda place: None
+        images_of = task_images.of if task_images else lambda prompt_index: None
         if not self._answering:
             source = Conversations(queue, self._vocabulary, open_answers, finished, images=images_of)
             self.engine.generate(source, task.sampling)
             return source, 0
         rows, places = self._rows[task.split], task.rows.tolist()
         seeds = sample_seeds(task.seed, task.step, places, 1, "environment")
-        self._answering.begin(lambda place: rows[places[place]], seeds)
+        self._answering.begin(lambda prompt_index: rows[places[prompt_index]], seeds)
         answering = (self._answering, task.sampling.max_tokens)
         source = Conversations(queue, self._vocabulary, open_answers, finished, answering, images_of)
         self.engine.generate(source, task.sampling)
-        num_begun_anew = source.begin_anew()
-        self._answering.forget()
+        num_begun_anew = source.discard_interrupted()
+        self._answering.reset()
         self._agent_log.append(f"replica {self._replica.number}", self._answering.printed())
         return source, num_begun_anew
 
@@ -257,17 +260,17 @@ class RolloutWorker(Rollout):
         version = self._version()
         report = None
         if self.weight_sync.version != version:
-            self.residency.enter("sync", whole=True)
-            report = self.weight_sync.run(version, free_training_copy=lambda: self.residency.enter("gen"))
+            self.offloader.enter_phase("sync", whole=True)
+            report = self.weight_sync.run(version, free_training_copy=lambda: self.offloader.enter_phase("gen"))
         else:
-            self.residency.enter("gen")
+            self.offloader.enter_phase("gen")
         self._device.synchronize()
         return time.perf_counter() - started, report
 
     def _open(self, task: GenerateTask, begun: Batch) -> Open:
         prompts = [self._prompts[task.split].prompt(row) for row in task.rows.tolist()]
         answers = begun_conversations(begun, prompts, task.num_samples)
-        return {(answer.place, answer.sample): answer for answer in answers}
+        return {(answer.prompt_index, answer.sample): answer for answer in answers}
 
     def _queue(self, task: GenerateTask, open_answers: Open, task_images: TaskImages | None) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
@@ -275,26 +278,28 @@ class RolloutWorker(Rollout):
         seeds = seeds.reshape(-1, task.num_samples)
         # All ranks build the same list, because replicas exchange job numbers in it.
         jobs = []
-        for place in range(len(task.rows)) if task.order is None else task.order.tolist():
-            prompt = self._prompts[task.split].prompt(int(task.rows[place]))
-            todo = np.arange(task.num_samples) if task.todo is None else np.flatnonzero(task.todo[place])
-            for first in range(0, len(todo), size):
-                samples = todo[first : first + size]
-                answers = [open_answers.get((place, sample)) for sample in samples.tolist()]
+        for prompt_index in range(len(task.rows)) if task.order is None else task.order.tolist():
+            prompt = self._prompts[task.split].prompt(int(task.rows[prompt_index]))
+            mask = None if task.pending_mask is None else task.pending_mask[prompt_index]
+            pending = np.arange(task.num_samples) if mask is None else np.flatnonzero(mask)
+            for first in range(0, len(pending), size):
+                samples = pending[first : first + size]
+                answers = [open_answers.get((prompt_index, sample)) for sample in samples.tolist()]
                 given = tuple(answer.tokens if answer else _NOTHING for answer in answers) if any(answers) else None
-                jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
+                jobs.append(Job(prompt_index, samples, prompt, seeds[prompt_index, samples], given))
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
         prepare = task_images.prepare if task_images else list
         key = f"rollout/{task.call}"
-        ends = self._can_be_given_up
-        return JobQueue(jobs, num_dealt, self._serving, self._store, key, task.enough, task.must, prepare, can_end=ends)
+        target = task.target_complete, task.num_required
+        can_end = self._can_be_aborted
+        return JobQueue(jobs, num_dealt, self._serving_replica, self._store, key, *target, prepare, can_end=can_end)
 
     def _hand_out(self, job: Job, answers: list[Conversation]) -> None:
         self._finished.put((job, self._texts(answers)))
 
     def _texts(self, answers: list[Conversation]) -> list[str]:
         if self._answering:
-            return told_texts(answers, self.encoder.decode_batch)
+            return texts_with_trajectories(answers, self.encoder.decode_batch)
         return self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
@@ -314,7 +319,7 @@ class RolloutWorker(Rollout):
             pass
         texts = [text for _, job_texts in finished for text in job_texts]
         nothing = np.zeros(0, dtype=np.int64)
-        places = np.concatenate([nothing, *(np.full(len(job.samples), job.place) for job, _ in finished)])
+        places = np.concatenate([nothing, *(np.full(len(job.samples), job.prompt_index) for job, _ in finished)])
         samples = np.concatenate([nothing, *(job.samples for job, _ in finished)])
         return texts, Finished(places, samples, done)
 
@@ -328,14 +333,14 @@ class RolloutWorker(Rollout):
         limit, lengths = self._max_response_length, numbers[c.RESPONSE_LENGTH] + (1 - numbers[c.COMPLETE])
         if (longest := int(lengths.max(initial=0))) > limit:
             raise ConfigError(
-                f"data.max_response_length={limit}: answers that wait in the checkpoint (rollout.tail=carry_over) are "
-                f"longer already. Set it to at least {longest}."
+                f"data.max_response_length={limit}: partial answers in the checkpoint (rollout.tail=carry_over) are "
+                f"already longer. Set it to at least {longest}."
             )
         texts = self.encoder.decode_batch([row.tolist() for row in payload.ragged(c.RESPONSE).rows()])
         return payload, texts, numbers
 
-    def give_up(self) -> None:
-        give_up(self._store)
+    def abort(self) -> None:
+        abort(self._store)
 
     def _refuse_damaged(self, source: Conversations) -> None:
         """Raise NonFiniteError if more than a few responses are damaged: an empty response has no loss."""

@@ -6,7 +6,7 @@ from functools import cache
 from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import Key, all_keys, sections
-from rltrain.config.verl.others import names_elsewhere
+from rltrain.config.verl.other_trainers import names_elsewhere
 
 _INTRO = """\
 # All keys

@@ -114,6 +114,6 @@ def test_keys_without_effect_for_one_reason_share_a_line():
         f"{A}actor.grad_clip is called {A}actor.optim.clip_grad here",
         f"{A}ref.fsdp_config.param_offload, {A}ref.log_prob_use_dynamic_bsz: no effect: there is no reference policy "
         "with use_kl_loss=False",
-        f"{overlong}len, {overlong}penalty_factor: no effect: reward_model.reward_manager=naive; it counts with "
+        f"{overlong}len, {overlong}penalty_factor: no effect: reward_model.reward_manager=naive; it has an effect with "
         "reward_manager=dapo",
     ]

@@ -10,9 +10,9 @@ ENGINE = f"{A}rollout.expert_parallel_size=2"
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ([f"{A}rollout.name=hf"], "rollout.name=hf does not share experts. Leave it out, or use rollout.name=vllm"),
-    ([f"{A}rollout.name=vllm"], f"{A}rollout.tensor_model_parallel_size=1 is their number. Set both to the same"),
-    ([f"{A}rollout.name=vllm", f"{A}rollout.tensor_model_parallel_size=2"], "vLLM's kernel for CPUs"),
+    ([f"{A}rollout.name=hf"], "rollout.name=hf has no expert parallelism. Leave it out, or use rollout.name=vllm"),
+    ([f"{A}rollout.name=vllm"], f"{A}rollout.tensor_model_parallel_size=1. Set both to the same"),
+    ([f"{A}rollout.name=vllm", f"{A}rollout.tensor_model_parallel_size=2"], "vLLM's CPU kernel"),
 ])  # fmt: skip
 def test_engines_that_do_not_spread_experts_say_why(words, message):
     devices = ("trainer.device=cpu", "trainer.n_gpus_per_node=2")

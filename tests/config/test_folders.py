@@ -22,7 +22,7 @@ def test_one_folder_for_the_answers_of_both_is_refused_however_it_is_written(tmp
     (tmp_path / "link").symlink_to(tmp_path / "a")
     for spelling in ("a", "a/", "b/../a", "link"):
         (problem,) = problems(tmp_path, f"{TRAIN}={tmp_path}/a", f"{VAL}={tmp_path}/{spelling}")
-        assert problem.startswith(f"{TRAIN}={tmp_path}/a and {VAL}={tmp_path}/{spelling} are one folder")
+        assert problem.startswith(f"{TRAIN}={tmp_path}/a and {VAL}={tmp_path}/{spelling} are the same folder")
         assert problem.endswith(f"such as {VAL}={tmp_path}/{spelling.rstrip('/')}/val.")
         fix = problem.rpartition("such as ")[2].rstrip(".")
         assert problems(tmp_path, f"{TRAIN}={tmp_path}/a", fix) == []
@@ -38,7 +38,7 @@ def test_a_folder_that_nothing_is_written_to_clashes_with_none(tmp_path):
 @pytest.mark.parametrize("name", ["", "/samples", "/global_step_10", "/global_step_10/actor", "/earlier_1", "/logs"])
 def test_a_folder_of_the_run_itself_is_refused(tmp_path, key, name):
     (problem,) = problems(tmp_path, f"{key}={tmp_path}/run{name}")
-    assert problem.startswith(f"{key}={tmp_path}/run{name} is a folder that the run itself writes into")
+    assert problem.startswith(f"{key}={tmp_path}/run{name} is a folder that the run itself writes to")
     assert problems(tmp_path, problem.rpartition("such as ")[2].rstrip(".")) == []
 
 

@@ -56,7 +56,7 @@ def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
     [
         (
             "actor.policy_loss.loss_mode=gspo actor.loss_agg_mode=token-mean",
-            "followed",
+            "used as set",
             "actor.loss_agg_mode=token-mean",
         ),
         (f"actor.policy_loss.loss_mode=sapo {BYPASS}", "keeps it, as verl's workers do", BYPASS),
@@ -65,8 +65,8 @@ def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
         (f"{FLAT} algorithm.adv_estimator=grpo_vectorized", "divides", FLAT),
         (f"actor.optim.lr_warmup_steps=0 {RATIO}", "do not warm up", f"actor.optim.lr_warmup_steps=-1 {RATIO}"),
         (f"critic.optim.lr_warmup_steps=0 critic.optim.lr_warmup_steps_ratio=0.1 {GAE}", "do not warm up", GAE),
-        ("actor.optim.clip_grad=0.5", "read actor.grad_clip alone", "actor.grad_clip=0.5"),
-        (f"critic.optim.clip_grad=0.5 {GAE}", "read critic.grad_clip alone", "critic.optim.clip_grad=0.5"),
+        ("actor.optim.clip_grad=0.5", "read only actor.grad_clip", "actor.grad_clip=0.5"),
+        (f"critic.optim.clip_grad=0.5 {GAE}", "read only critic.grad_clip", "critic.optim.clip_grad=0.5"),
         ("actor.shuffle=True", "samples within a rank", "actor.shuffle=False"),
         (f"critic.shuffle=True {GAE}", "samples within a rank", "critic.shuffle=True"),
         (GROUPS, "seq_reward here", f"{GROUPS} algorithm.filter_groups.metric=acc"),
@@ -106,7 +106,7 @@ def test_a_reward_model_alone_decides_unless_rules_have_a_weight():
     assert "2 x the reward model's score + 0.5 x the scorer's\n" in both
     assert "scoring" in both
     assert notes(JUDGE, "reward.timeout_s=3") == [
-        "reward.timeout_s: no effect: the reward model alone decides unless reward_model.rule_weight is set"
+        "reward.timeout_s: no effect: only the reward model counts unless reward_model.rule_weight is set"
     ]
     assert notes(JUDGE, "reward.timeout_s=3 reward_model.rule_weight=1") == []
     for asking in ("reward.weights.acc=1", "data.sampler.name=solve_rate"):

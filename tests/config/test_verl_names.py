@@ -25,7 +25,7 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
     ("command", "message"),
     [
         # Another experiment.
-        ("rollout.agent.default_agent_loop=tool_agent", "there are no tools"),
+        ("rollout.agent.default_agent_loop=tool_agent", "needs tools"),
         (f"{A}hybrid_engine=0", "synchronous"),
         ("model_engine=veomni", "FSDP2"),
         ("rollout.multi_turn.max_user_turns=5 rollout.multi_turn.max_assistant_turns=6", "at most one turn more"),
@@ -40,8 +40,8 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("actor.tensor_parallel_size=2", f"Engines have it: {A}rollout.tensor_model_parallel_size"),
         ("critic.model.tensor_model_parallel_size=2", "no tensor parallelism: FSDP2"),
         # Weights that learn rest in float32; sizes of an engine that are not here.
-        ("actor.fsdp_config.model_dtype=fp16", "weights that learn rest in float32"),
-        ("algorithm.adv_estimator=gae critic.fsdp.model_dtype=float16", "weights that learn rest in float32"),
+        ("actor.fsdp_config.model_dtype=fp16", "trained weights are kept in float32"),
+        ("algorithm.adv_estimator=gae critic.fsdp.model_dtype=float16", "trained weights are kept in float32"),
         # Bounds of old that are none.
         (f"{C}rollout_token_veto_threshold=-1", "1e-4"),
         (f"{C}rollout_rs=token {C}rollout_rs_threshold=0.9", "0.5_2.0"),
@@ -127,7 +127,7 @@ def test_a_key_of_verl_without_an_answer_names_the_releases_that_have_it():
     answer = "verl 0.9.0-0.9.1 has this key, and rltrain does not. Leave it out."
     key = "critic.checkpoint.save_lora_only"
     assert problems(f"{key}=True") == [f"{key}: {answer}"]
-    assert notes(f"{key}=False") == [f"{key}: no effect: not known here, and turned off"]
+    assert notes(f"{key}=False") == [f"{key}: no effect: unknown, and turned off"]
     free_form = f"{A}actor.global_batch_info.any_name"
     assert problems(f"{free_form}=1") == [f"{free_form}: {answer.replace('0.9.0', '0.7.0')}"]
 
@@ -273,7 +273,10 @@ def test_where_a_file_and_a_command_have_two_names_of_a_key_the_command_counts(t
     [
         ("actor.grad_clip=0.5", f"{A}actor.grad_clip is called {A}actor.optim.clip_grad here"),
         ("actor.grad_clip=1.0 actor.optim.clip_grad=0.5", f"no effect: {A}actor.optim.clip_grad is set too"),
-        ("critic.fsdp.param_offload=True", "critic.fsdp.param_offload: no effect: there is no critic"),
+        (
+            "critic.fsdp.param_offload=True",
+            "critic.fsdp.param_offload: no effect: algorithm.adv_estimator has no critic",
+        ),
         ("model.override_config.attn_implementation=flash_attention_2", "attn_implementation: no effect"),
         ("model.override_config={attn_implementation:flash_attention_2}", "attn_implementation: no effect"),
         ("rollout.name=sglang_async", "rollout.name=sglang here: every engine"),
@@ -285,7 +288,7 @@ def test_where_a_file_and_a_command_have_two_names_of_a_key_the_command_counts(t
         ("rollout.multi_turn.format=qwen", "multi_turn.format=hermes here"),
         ("rollout.server.timeout=60", "not over a server"),
         ("+trainer.tensorboard_dir=x", "verl does not read it either"),
-        (f"{RS}geometric", "is what rejects here"),
+        (f"{RS}geometric", "defines the rejection here"),
         ("trainer.v1.trainer_mode=colocate_async", f"is {A}rollout.tail=carry_over here"),
         (
             "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=reward",

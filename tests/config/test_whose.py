@@ -32,7 +32,7 @@ def test_whose_a_file_is_stands_in_one_sentence(tmp_path, trainer):
                  lambda: port.__wrapped__([str(file)])):  # fmt: skip
         with pytest.raises(ConfigError) as raised:
             read()
-        assert f"this is a configuration of {trainer}, which rltrain does not read" in str(raised.value)
+        assert f"this is a configuration of {trainer}, which rltrain does not support" in str(raised.value)
         assert PAGES.get(trainer, "docs/from-others.md") in str(raised.value)
         assert "unknown key" not in str(raised.value)
         # Our names of the keys that have one, by section for the files that have sections.
@@ -59,7 +59,7 @@ def test_whose_a_file_is_stands_in_one_sentence(tmp_path, trainer):
 def test_a_launch_of_another_trainer_is_named_with_its_page(tmp_path, launch, trainer, name):
     script = tmp_path / "run.sh"
     script.write_text(f"pip install trl llamafactory\n{launch}\n")
-    with pytest.raises(ConfigError, match=f": this is a launch of {trainer}, which rltrain does not read") as raised:
+    with pytest.raises(ConfigError, match=f": this is a launch of {trainer}, which rltrain does not support") as raised:
         port.__wrapped__([str(script)])
     assert PAGES.get(trainer, "docs/from-others.md") in str(raised.value)
     assert name in str(raised.value)

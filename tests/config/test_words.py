@@ -160,8 +160,8 @@ def test_words_of_other_programs_are_answered_with_the_way_here(word, said):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.toml", "a = 1\n", "a.toml: TOML is not read"),
-        ("a.sh", "true\n", "rltrain port translates the launch scripts of verl"),
+        ("a.toml", "a = 1\n", "a.toml: TOML is not supported"),
+        ("a.sh", "true\n", "rltrain port translates launch scripts of verl"),
         ("none.yaml", None, "none.yaml: there is no such file"),
         ("a.yaml", "a: [1\n", "a.yaml is not valid YAML"),
         ("a.yaml", "defaults: [mine, _self_]\n", "there is no mine.yaml"),

@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path):
         models_of([str(saved)])
     shutil.rmtree(base)
     with pytest.raises(
-        CheckpointError, match=r"was trained from .*base.* there is no such folder.*model=.*huggingface"
+        CheckpointError, match=r"was trained from .*base.* the folder does not exist.*model=.*huggingface"
     ):
         models_of([str(saved)])
 

@@ -155,7 +155,7 @@ def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
         rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
         answers = [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)]
         return SimpleNamespace(
-            answers=answers, told=[text.told for text in texts], numbers=numbers.per_sample,
+            answers=answers, told=[text.trajectory_info for text in texts], numbers=numbers.per_sample,
             printed=log.read_text() if log.exists() else "", left=processes_of(tmp_path),
         )  # fmt: skip
 
@@ -218,7 +218,7 @@ def test_a_tool_does_its_worst(played, tmp_path, what):
     assert numbers[c.TOOL_TIMEOUTS] == (numbers[c.TOOL_CALLS] if words == LATE else 0)
     assert numbers[c.TOOL_ERRORS] == (numbers[c.TOOL_CALLS] if words.startswith("Error") else 0)
     assert len(hurt.printed) < 1 << 20
-    assert ("more bytes were printed here and are left out" in hurt.printed) == (what == "prints")
+    assert ("more bytes were printed here and are omitted" in hurt.printed) == (what == "prints")
 
 
 @pytest.mark.fault("An environment that never ends, or says 10 MB at once, ends its own answer alone")

@@ -28,7 +28,7 @@ from tests.tiny import small_run
 
 # The message about a killed worker is tested without a run in tests/runtime/test_group.py.
 @pytest.mark.long
-@pytest.mark.fault("A killed worker is named within seconds, exit 75; the same command goes on")
+@pytest.mark.fault("A killed worker is named within seconds, exit 75; the same command resumes")
 @pytest.mark.usefixtures("own_ray")
 def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=2)
@@ -42,7 +42,7 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     message = error_of(output)
     assert re.search(rf"rank 0 of 1 \(pid {victim} on .*the process died", message)
     assert "Run the same command again" in message
-    assert re.search(r"\n +Step \d+ of 100000 is saved: the same command goes on after it", message)
+    assert re.search(r"\n +Step \d+ of 100000 is saved: the same command resumes after it", message)
     said = (tmp_path / "train.log").read_text()
     assert said.index("starting Ray") < said.index("loading") < said.index("step 3/") < said.index("the process died")
     assert re.search(r"Ray's logs: \S+ on every node", message)
@@ -62,7 +62,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_75(start, tiny_model, arithme
     process.send_signal(signal.SIGTERM)  # as `timeout` does: to the process, and to its group
     output = over(process, 75)
     last = read_metrics(tmp_path)[-1]["step"]
-    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
+    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command resumes"
     assert "exported model" not in output
     assert [folder.name for folder in tmp_path.glob("global_step_*")] == [f"global_step_{last}"]
     assert (tmp_path / "samples" / f"train_{last:06d}.parquet").is_file()
@@ -113,19 +113,19 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(waiting, tmp_path, 
         SYSTEM.sleep(2 * ONE_REQUEST_S)  # two signals at once are one request
         process.send_signal(signal.SIGINT)
     output = over(process, 130)  # although the answer waits
-    assert output.splitlines()[-1] == "stopped after step 0 of 6; nothing is saved yet, so the same command starts anew"
+    assert output.splitlines()[-1] == "stopped after step 0 of 6; nothing is saved yet, so the same command starts over"
     assert not list(tmp_path.glob("run/global_step_*"))
 
 
 @pytest.mark.long
-@pytest.mark.fault("One Ctrl-C in a step finishes and saves it, exit 130; the same command goes on")
+@pytest.mark.fault("One Ctrl-C in a step finishes and saves it, exit 130; the same command resumes")
 @pytest.mark.usefixtures("joined")
 def test_one_ctrl_c_finishes_the_step_and_saves(start, waiting, tmp_path):
     words, process = waiting(3, range(24), later=True)
     wait_for_line(process, "SIGINT: finishing this step, saving, then stopping (again: stop at once)")
     (tmp_path / "go").touch()
     run, output = tmp_path / "run", over(process, 130)
-    assert output.splitlines()[-1] == "stopped after step 2 of 3; the same command goes on"
+    assert output.splitlines()[-1] == "stopped after step 2 of 3; the same command resumes"
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
     assert [folder.name for folder in run.glob("global_step_*")] == ["global_step_2"]
     assert not find_damage(run / "global_step_2")
@@ -158,7 +158,7 @@ def test_sigterm_while_a_checkpoint_is_written(start, tiny_model, arithmetic_fil
     output = over(process, 75)
     last = read_metrics(run)[-1]["step"]
     assert last in ((1, 2) if beside else (1,)), "the next one may have begun"
-    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
+    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command resumes"
     saved = sorted(run.glob("global_step_*"))
     assert [folder.name for folder in saved] == [f"global_step_{step}" for step in range(1, last + 1)]
     assert not any(map(find_damage, saved))
@@ -175,12 +175,12 @@ def test_sigterm_while_ray_starts_says_so_and_leaves_no_process(start, tiny_mode
     eventually(lambda: pids(process.pid, "gcs_server"))
     process.send_signal(signal.SIGTERM)
     output = over(process, 75)
-    assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts anew"
+    assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts over"
     gone(tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.fault("kill -9 of the driver leaves no process and frees the folder; the same command goes on")
+@pytest.mark.fault("kill -9 of the driver leaves no process and frees the folder; the same command resumes")
 @pytest.mark.usefixtures("own_ray")
 def test_kill_nine_of_the_driver_frees_the_folder(start, tiny_model, arithmetic_files, tmp_path):
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=1)

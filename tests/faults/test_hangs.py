@@ -34,7 +34,7 @@ def hung(process, started) -> str:
     ended(started)
     # Nothing has told these runs to save, and half an hour has not gone by.
     assert "continues" not in output
-    assert ("Nothing is saved yet: the same command starts anew" in output) == ("starting Ray" in output)
+    assert ("Nothing is saved yet: the same command starts over" in output) == ("starting Ray" in output)
     return error_of(output)
 
 
@@ -48,7 +48,7 @@ def test_a_stopped_worker_ends_the_run_and_stacks_are_kept(start, command, tmp_p
     os.kill(victim, signal.SIGSTOP)
     message = hung(process, started)
     assert re.search(
-        rf"rank \d of 2 \(pid {victim} on .*\), in [\w.]+: not done after \d+ s \(and not answering", message
+        rf"rank \d of 2 \(pid {victim} on .*\), in [\w.]+: not done after \d+ s \(and not responding", message
     )
     assert f"trainer.hang_timeout_s={LIMIT_S}" in message
     (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
@@ -86,7 +86,7 @@ def test_a_worker_that_stops_in_a_phase_is_told(start, command, trap, tmp_path, 
     started, world = below(process.pid), changes.get("trainer__n_gpus_per_node", 1)
     message = hung(process, started)
     assert re.search(rf"rank \d of {world} \(pid {trap.caught} on .*\), in {call}: not done after", message), message
-    assert "and not answering" in message
+    assert "and not responding" in message
     (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
     assert "runtime/slots/child.py" in file.read_text()
     assert seen in file.read_text()
@@ -101,7 +101,7 @@ def test_an_engine_that_never_starts_is_told(start, command, trap, tmp_path):
     trap.wait(process)
     started = below(process.pid)
     message = hung(process, started)
-    late = r"rank 0 of 1 \(pid \d+ on .*\), in Models.init_models: not done after .*though answering"
+    late = r"rank 0 of 1 \(pid \d+ on .*\), in Models.init_models: not done after .*but responding"
     assert re.search(late, message), message
     (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
     assert re.search(rf"process {trap.caught} \(.*registry.*\) is stopped by a signal", file.read_text())
@@ -132,7 +132,7 @@ def test_a_driver_that_hangs_before_ray_ends_itself(start, command, tmp_path):
     template = {"actor_rollout_ref__model__custom_chat_template": tmp_path / "template"}
     process = start(command(**template, trainer__hang_timeout_s=5), whole=True)
     message = hung(process, {})
-    assert re.match(r"error: the driver \(pid \d+ on .*\) hangs: for \d s it has done nothing else than open", message)
+    assert re.match(r"error: the driver \(pid \d+ on .*\) hangs: for \d s it has been in open", message)
     assert " in template_text (" in message
     (file,) = (tmp_path / "run" / "incidents").glob("hang_driver_*.txt")
     assert str(file) in message

@@ -51,7 +51,7 @@ FAILURES = {
         "No space left on device. Mend that, and run the same command",
     ),
     "no folder": (below_a_file, 74, "Not a directory: '"),
-    "no memory": (lambda folder: np.empty(1 << 50), 75, "the host has no memory left: Unable to allocate"),
+    "no memory": (lambda folder: np.empty(1 << 50), 75, "the host is out of memory: Unable to allocate"),
 }
 
 
@@ -115,6 +115,6 @@ def test_a_driver_without_memory_calls_nothing_damaged(tmp_path):
     (tmp_path / "samples" / "train_000001.parquet").symlink_to(tmp_path / "big.parquet")
     (tmp_path / ".metadata").write_bytes(bytes(64 << 20))
     process = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
-    said = re.findall(r"(?m)^error: the host has no memory left: .*\ncode 75$", process.stderr)
+    said = re.findall(r"(?m)^error: the host is out of memory: .*\ncode 75$", process.stderr)
     assert len(said) == 4, process.stderr
     assert "Traceback" not in process.stderr

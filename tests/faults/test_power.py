@@ -18,7 +18,7 @@ import pytest
 
 from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
 from rltrain.run.checkpoints.manifest import large_files
-from rltrain.workers.diagnostics.node import altered
+from rltrain.workers.diagnostics.node import checksum_mismatches
 from tests.trainer.test_saving import saver_of
 
 CALLS = ("fsync", "rename", "replace", "unlink", "rmdir")
@@ -115,7 +115,7 @@ def test_power_may_fail_at_any_point_of_a_save(tiny_trainer, tmp_path):
         found = Checkpoints(str(run))
         newest = found.newest()  # raises where none is whole
         assert found.steps()[-1] == int(newest.name.rpartition("_")[2]), "a checkpoint that is there is whole"
-        assert not altered(large_files(newest))
+        assert not checksum_mismatches(large_files(newest))
         return found.steps()[-1], said
 
     def finish_until(call: int):

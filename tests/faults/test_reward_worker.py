@@ -33,7 +33,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     ("how", "words"),
     [
         (signal.SIGKILL, r"the process is gone: killed, or memory ran out\. "),
-        (signal.SIGSTOP, r"not done after \d+ s \(and not answering: stopped, or .*\)\. Stacks of those that answer: "),
+        (
+            signal.SIGSTOP,
+            r"not done after \d+ s \(and not answering: stopped, or .*\)\. Stacks of the responding processes: ",
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else "",
 )

@@ -47,9 +47,9 @@ def test_a_step_longer_than_the_notice_is_left(start, tiny_model, arithmetic_fil
     output = over(process, 75)
     last = read_metrics(run)[-1]["step"]
     assert saved(run) == [on_demand, last]
-    assert "SIGUSR1: saving after this step, then going on" in output
+    assert "SIGUSR1: saving after this step, then continuing" in output
     assert f"step {last + 1} needs about " in output
-    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command goes on"
+    assert output.splitlines()[-1] == f"stopped after step {last} of 100000; the same command resumes"
     (tmp_path / "slow").unlink()
     again = start([*args, f"trainer.total_training_steps={last + 1}"])
     output = over(again)
@@ -70,5 +70,5 @@ def test_a_generation_longer_than_the_notice_is_given_up(start, trap, tiny_model
     process.send_signal(signal.SIGTERM)
     output = over(process, 75)
     assert "how long step 1 takes is not known yet" in output
-    assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts anew"
+    assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts over"
     assert os.path.exists(tmp_path / "train.log")

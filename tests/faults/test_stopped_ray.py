@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_ray")]
 
 PROGRAM = """
 import os, signal, sys, ray
-from rltrain.runtime import lifeline
+from rltrain.runtime import ray_watchdog
 from rltrain.runtime.hang import Deadlines
 from rltrain.common.errors import WorkerLost
-lifeline._GOODBYE_S = 2
+ray_watchdog._SHUTDOWN_S = 2
 ray.init(num_cpus=1, include_dashboard=False, address="local", log_to_driver=False)
 node = ray._private.worker._global_node
 kept = ray.put(bytearray(1 << 20))
@@ -27,16 +27,16 @@ kept = ray.put(bytearray(1 << 20))
 print("pids:", raylet.process.pid, gcs.process.pid, flush=True)
 """
 GOODBYE = """
-with lifeline.ended_after_us(local=True):
+with ray_watchdog.cleanup_after_exit(local=True):
     os.kill(raylet.process.pid, signal.SIGSTOP)
-    lifeline.stop_ray()
+    ray_watchdog.stop_ray()
 print("over", flush=True)
 os._exit(3)
 """
 CUT_OFF = """
-with lifeline.ended_after_us(local=True), lifeline.watching(Deadlines(), local=True):
+with ray_watchdog.cleanup_after_exit(local=True), ray_watchdog.watch_ray(Deadlines(), local=True):
     try:
-        with lifeline.working():
+        with ray_watchdog.require_heartbeat():
             raise WorkerLost("rank 1 of 2 hangs")
     except WorkerLost:
         os._exit(1)  # as Ray's library may at any call

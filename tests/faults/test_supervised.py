@@ -47,7 +47,7 @@ def supervised(start, tiny_model, arithmetic_files, tmp_path):
         os.kill(supervisor, signal.SIGTERM)  # as `docker stop` and the kubelet do, from outside
         output = over(process, 75)
         last = read_metrics(tmp_path)[-1]["step"]
-        assert f"stopped after step {last} of 100000; the same command goes on" in output
+        assert f"stopped after step {last} of 100000; the same command resumes" in output
         assert not find_damage(tmp_path / f"global_step_{last}")
         assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, last + 1))
         gone(tmp_path)

@@ -13,7 +13,7 @@ from rltrain.common.errors import RltrainError
 from rltrain.config.load import load_config
 from rltrain.runtime.cluster import ray_logs, reserve, start_ray
 from rltrain.runtime.group import WorkerGroup
-from rltrain.runtime.lifeline import stop_ray
+from rltrain.runtime.ray_watchdog import stop_ray
 
 PREFIXES = ("GLOO_", "HCCL_", "HF_", "NCCL_", "OMP_NUM", "PYTORCH_", "VLLM_", "WANDB_", "MINE")
 

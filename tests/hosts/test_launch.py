@@ -36,16 +36,16 @@ def ray_of(host):
 def test_a_cluster_without_shared_files_gathers_and_ends_alone(hosts):
     head, worker, third = hosts
     log = head.check(f"{SCRIPT} head --num-cpus=1")
-    assert f"host1: the head answers at {head.address}:6379\n" in log
+    assert f"host1: the head is running at {head.address}:6379\n" in log
     token = head.check("cat ~/.ray/auth_token").strip()
     assert head.check("stat -c %a ~/.ray/auth_token") == "600\n"
 
     # Without the token, and with another Python: neither is let in, and both say why.
     named = {"HEAD_ADDRESS": head.address, "WAIT_S": 0}
     job = worker.run(f"{SCRIPT} worker --num-cpus=1", named)
-    assert (job.returncode, "the head's token, which this node has not" in job.output) == (75, True)
+    assert (job.returncode, "the head's token, which this node does not have" in job.output) == (75, True)
     job = worker.run(f"{SCRIPT} worker --num-cpus=1", named | {"RAY_AUTH_TOKEN": "0" * 64})
-    assert (job.returncode, "the token of this node is not the head's" in job.output) == (75, True)
+    assert (job.returncode, "this node's token differs from the head's" in job.output) == (75, True)
     (third.shared / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.9.0'\n")
     own = named | {"PYTHONPATH": f"{third.shared}:{ROOT}", "RAY_AUTH_TOKEN": token}
     job = third.run(f"{SCRIPT} worker --num-cpus=1", own)
@@ -57,9 +57,9 @@ def test_a_cluster_without_shared_files_gathers_and_ends_alone(hosts):
     log = worker.check(f"{SCRIPT} worker --num-cpus=1", named | {"RAY_AUTH_TOKEN": token})
     assert f"host2: joined {head.address}:6379 as {worker.address}" in log
     job = worker.run(f"{SCRIPT} worker --num-cpus=1", named | {"RAY_AUTH_TOKEN": token})
-    assert (job.returncode, "this node has joined 192.0.2.1:6379 already" in job.output) == (2, True)
+    assert (job.returncode, "this node has already joined 192.0.2.1:6379" in job.output) == (2, True)
     job = head.run(f"{SCRIPT} head --num-cpus=1")
-    assert (job.returncode, "port 6379 of this node is taken" in job.output) == (2, True)
+    assert (job.returncode, "port 6379 of this node is in use" in job.output) == (2, True)
 
     stranger = worker.start("exec -a raylet sleep 100")
     for host in (worker, head):
@@ -78,7 +78,7 @@ def test_one_line_on_every_node_runs_the_command_once(hosts):
     (head.shared / ".ray_head.token").write_text("of an older run\n")
     line = f"exec {SCRIPT} --num-cpus=1 -- python {head.shared}/driver.py"
     second = worker.start(line, {"SLURM_NODEID": 1, "SLURM_NNODES": 2}, cwd=head.shared)
-    second.wait_for("waiting for the head: nobody answers at 192.0.2.3:6379")
+    second.wait_for("waiting for the head: 192.0.2.3:6379 (from")
     first = head.start(line, {"RANK": 0, "NNODES": 2}, cwd=head.shared)
     first.wait_for("driver sees ['192.0.2.1', '192.0.2.2']", LIMIT_S)
     assert "host2 (rank 1, 192.0.2.2): 1 CPU" in first.output
@@ -107,5 +107,5 @@ def test_a_supervised_launch_gathers_again_and_ends_together(hosts):
     worker.check(f"kill -TERM {worker.pids('-m rltrain.supervise')[0]}")
     assert (first.wait(LIMIT_S), second.wait(LIMIT_S)) == (75, 75)
     assert "attempt 2 ended with exit code 75" in first.output
-    assert "stopped: another node was asked to" in first.output
+    assert "stopped: requested on another node" in first.output
     assert not ray_of(head) + ray_of(worker)

@@ -149,8 +149,8 @@ def test_a_lost_host_is_named_and_the_command_goes_on(run, which):
     # A scorer of the host may be missed before its workers are.
     missed = r"(rank|reward worker) \d of \d \(pid \d+ on host2\), in [\w. ]+"
     assert re.search(rf"{missed}: the node host2 \(192.0.2.2\) has left", message)
-    assert "If scripts/ray_start.sh ran this command, type that line again on every node." in message
-    assert "If it has started Ray alone, start it there again, or lower trainer.nnodes." in message
+    assert "If scripts/ray_start.sh ran this command, run it again on every node." in message
+    assert "If it only started Ray, start Ray again on that node, or lower trainer.nnodes." in message
     assert "Run the same command again" in message
     assert "Traceback" not in job.output
     assert "state-dump" not in job.output

@@ -114,7 +114,7 @@ def test_other_models_are_refused_by_what_differs(models, other, tmp_path, capsy
             lambda weights: weights.update({"score.weight": torch.ones(1, 32)}),
             "different weights: score.weight is None and floating point [1, 32]",
         ),
-        (lambda weights: weights.update({"model.norm.weight": torch.ones(8)}), "not of one size"),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(8)}), "do not have the sizes of config.json"),
         (lambda weights: weights["model.norm.weight"].fill_(1e6), "the average in float16: model.norm.weight"),
     ],
 )
@@ -129,7 +129,7 @@ def test_weights_that_cannot_be_averaged_are_named(models, other, tmp_path, caps
     ("words", "said"),
     [
         (["{0}"], "nothing to average with"),
-        (["{0}", "{0}/nothing"], "there is no such folder"),
+        (["{0}", "{0}/nothing"], "the folder does not exist"),
         (["{0}", "{1}", "--weights", "1"], "give 2 numbers above 0"),
         (["{0}", "{1}", "--weights", "1,x"], "give 2 numbers above 0"),
         (["{0}", "{1}", "--weights", "1,-1"], "give 2 numbers above 0"),

@@ -229,7 +229,7 @@ def test_layers_are_chosen_by_name_or_pattern(qwen2, changes, layers):
         ({"target_modules": r"decoder\..*"}, r"no linear layer below the head matches 'decoder"),
         ({"target_modules": "*_proj"}, "neither a name nor a pattern"),
         ({"exclude_modules": ["self_attn"]}, "exclude_modules=.*no linear layer below the head matches 'self_attn'"),
-        ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "leaves no layer"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "excludes all layers"),
         ({"path": "/nowhere"}, "lora_adapter_path=/nowhere is not a peft adapter"),
         ({"target_modules": ["lm_head", "q_proj"]}, "no linear layer below the head matches 'lm_head'"),
     ],

@@ -133,7 +133,7 @@ def test_what_cannot_be_sliced_rank_0_hands_out(tmp_path):
     torch.save(weights, tmp_path / "model" / "pytorch_model.bin")
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
-    with pytest.raises(NotSliceable, match=r"its files are no safetensors"):
+    with pytest.raises(NotSliceable, match=r"its files are not safetensors"):
         SlicedCheckpoint(str(tmp_path / "model"), plain)
     run_on_ranks(whole, 2, tmp_path / "model", tmp_path / "model")
 

@@ -84,14 +84,14 @@ def changed(file: Path, **values) -> None:
     ("damage", "said"),
     [
         (lambda shard, config: shard(1).unlink(), "lacks model_world_size_3_rank_1.pt (1 of 3 files)"),
-        (lambda shard, config: os.truncate(shard(1), 1000), "cannot be read as tensors alone"),
-        (lambda shard, config: torch.save({"a": Payload("it_ran")}, shard(1)), "cannot be read as tensors alone"),
+        (lambda shard, config: os.truncate(shard(1), 1000), "cannot be read as tensors only"),
+        (lambda shard, config: torch.save({"a": Payload("it_ran")}, shard(1)), "cannot be read as tensors only"),
         (lambda shard, config: shutil.copy(shard(0), shard(2)), "the parts of model.embed_tokens.weight make [21, 32]"),
-        (lambda shard, config: shutil.copy(shard(0), shard(0, 4)), "holds shards of 3 and 4 ranks"),
+        (lambda shard, config: shutil.copy(shard(0), shard(0, 4)), "has shards of 3 and 4 ranks"),
         (lambda shard, config: shutil.rmtree(config.parent), "has no huggingface/config.json"),
-        (lambda shard, config: changed(config, intermediate_size=65), "are not of one size"),
+        (lambda shard, config: changed(config, intermediate_size=65), "do not have the sizes of config.json"),
         (lambda shard, config: changed(config, num_hidden_layers=3), "is not a Hugging Face model"),
-        (lambda shard, config: torch.save({"epoch": 1}, shard(0)), "does not hold tensors by name alone"),
+        (lambda shard, config: torch.save({"epoch": 1}, shard(0)), "has other content than named tensors"),
     ],
 )
 def test_shards_that_make_no_model_are_refused_by_what_is_wrong(step, tmp_path, monkeypatch, capsys, damage, said):

@@ -14,7 +14,7 @@ import torch
 
 from rltrain.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from rltrain.common.device import DEVICES
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 
 
 @policy_loss(silent_at_zero=True)
@@ -24,11 +24,11 @@ def usual(inputs, cfg):
 
 
 DEVICES["cpu"] = dataclasses.replace(DEVICES["cpu"], attention="npu")
-_enter = Residency.enter
+_enter = OffloadManager.enter_phase
 
 
 def _reported(self, phase, **how):
-    """`Residency.enter`, with the bytes before, in and after it, and the largest since the last one."""
+    """`OffloadManager.enter_phase`, with the bytes before, in and after it, and the largest since the last one."""
     torch.npu.empty_cache()
     before, peak = torch.npu.memory_allocated(), torch.npu.max_memory_allocated()
     torch.npu.reset_peak_memory_stats()
@@ -43,4 +43,4 @@ def _reported(self, phase, **how):
 
 if "RLTRAIN_STANDIN_REPORT" in os.environ and "npu" in dir(torch):
     os.environ["RANK_OF_REPORT"] = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "none")
-    Residency.enter = _reported
+    OffloadManager.enter_phase = _reported

@@ -30,7 +30,7 @@ from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.interface.tasks import MiniBatch, SaveTask, UpdateTask
 from rltrain.workers.rollout.embedded.kv import KeyValues
-from rltrain.workers.state.residency import Residency, local
+from rltrain.workers.state.offload_manager import OffloadManager, local
 from tests.distance import distance
 from tests.tiny import save_tiny_model, write_arithmetic
 from tests.workers.test_actor import TASK, denominators_of, make_worker, scored
@@ -119,23 +119,23 @@ def offloads(folder: str) -> None:
         assert torch.equal(found, expected)
     assert early[0] == early[1]
     saves_move_nothing(*all_workers, Path(folder))
-    worker.residency.enter("gen")
+    worker.offloader.enter_phase("gen")
     moved = [*worker.policy.parameters(), *worker.reference.parameters(), *states(worker)]
     assert {each.to_local().device.type for each in moved} == {"cpu"}
     assert all(each.to_local().is_pinned() for each in moved)
     addresses = [each.to_local().data_ptr() for each in moved]
     with waits() as found:
-        worker.residency.enter("ref")
+        worker.offloader.enter_phase("ref")
         assert {parameter.to_local().device.type for parameter in worker.reference.parameters()} == {"npu"}
     assert found == [], "weights come back while the host goes on"
-    copies = count_copies_to_host(worker.residency, "gen")
+    copies = count_copies_to_host(worker.offloader, "gen")
     assert copies == 0, "a frozen model is not copied out again"
-    worker.residency.enter("old_log_prob", whole=True)
+    worker.offloader.enter_phase("old_log_prob", whole=True)
     worker.policy.unshard()  # as a forward may leave it
-    assert count_copies_to_host(worker.residency, "ref") == 0, "nor are weights that nothing has written to"
-    worker.residency.enter("gen")
-    worker.residency.enter("update_actor")
-    assert count_copies_to_host(worker.residency, "gen") > 0
+    assert count_copies_to_host(worker.offloader, "ref") == 0, "nor are weights that nothing has written to"
+    worker.offloader.enter_phase("gen")
+    worker.offloader.enter_phase("update_actor")
+    assert count_copies_to_host(worker.offloader, "gen") > 0
     assert [each.to_local().data_ptr() for each in moved] == addresses, "host memory is kept"
     assert all(map(torch.equal, trained(worker), results[-1][1:])), "what a checkpoint reads has arrived"
 
@@ -147,7 +147,7 @@ def states(worker: Any) -> list[torch.Tensor]:
 
 def trained(worker: Any) -> list[torch.Tensor]:
     """Weights and moments, on the host."""
-    worker.residency.enter("update_actor", whole=True)
+    worker.offloader.enter_phase("update_actor", whole=True)
     return [each.full_tensor().cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
 
 
@@ -172,14 +172,14 @@ def save(role: Any, folder: Path, copies: bool = True, export: bool = True, mean
 
 def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
     """A save reads everything where it is, in whatever phase, and takes no memory of the device for that."""
-    standin, residency = torch_npu.npu.standin, worker.residency
+    standin, offloader = torch_npu.npu.standin, worker.offloader
     expected = save(plain, folder / "expected") | save(plain, folder / "at once", False, False)
     worker.generate(TASK)
     version = worker.rollout.weight_sync.version
     assert version == worker.num_updates
     for phase in ("gen", "old_log_prob", "update_actor"):
         for copies in (True, False):
-            residency.enter(phase)  # what comes is still under way
+            offloader.enter_phase(phase)  # what comes is still under way
             kept = [*worker.policy.parameters(), *states(worker)]
             before = [local(each).clone() for each in kept] if copies and phase == "gen" else []
             places = [local(each).data_ptr() for each in kept]
@@ -195,7 +195,7 @@ def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
             assert standin.num_allocations(0) == count, "a save takes no memory of the device"
             assert standin.allocated(0) <= held
             assert [local(each).data_ptr() for each in [*worker.policy.parameters(), *states(worker)]] == places
-            assert residency.phase == phase
+            assert offloader.phase == phase
             for name, values in found.items():  # files with tensors
                 wanted = expected[name]
                 assert values == ({file: wanted[file] for file in values} if name == "digests" else wanted), name
@@ -205,10 +205,10 @@ def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
             assert worker.rollout.weight_sync.version == version, "the engine stays awake"
         if phase != "old_log_prob":
             assert save(worker, folder / f"{phase} with export")["digests"] == expected["digests"]
-    assert residency.phase == "update_actor"
+    assert offloader.phase == "update_actor"
 
 
-def count_copies_to_host(residency: Any, phase: str) -> int:
+def count_copies_to_host(offloader: Any, phase: str) -> int:
     """Copies from the device to the host while a phase is entered."""
 
     class Counting(TorchDispatchMode):
@@ -219,7 +219,7 @@ def count_copies_to_host(residency: Any, phase: str) -> int:
             return op(*args, **(kwargs or {}))
 
     with Counting() as counting:
-        residency.enter(phase)
+        offloader.enter_phase(phase)
     return counting.count
 
 
@@ -254,11 +254,11 @@ def tells_a_full_device(folder: str) -> None:
     cfg = load_config(bench.arguments(Path(folder), "gae, all offloaded")).config
     prompts = {"train": encode_prompts(read_rows(f"{folder}/train.parquet"), chat_encoder(cfg), bench.PROMPT, True)}
     passes = make_plan(cfg, len(prompts["train"])).passes
-    standin, enter, decode = torch_npu.npu.standin, Residency.enter, KeyValues.decode
+    standin, enter, decode = torch_npu.npu.standin, OffloadManager.enter_phase, KeyValues.decode
     absent = {"reward", "judge", "teacher"}  # models that this run lacks
     for phase in ("start", *(name for name in device_phases() if name not in absent)):
 
-        def entered(self: Residency, entering: str, *, whole: bool = False, phase: str = phase) -> None:
+        def entered(self: OffloadManager, entering: str, *, whole: bool = False, phase: str = phase) -> None:
             if entering == phase != "gen":
                 standin.set_cap(0, standin.allocated(0))
             enter(self, entering, whole=whole)
@@ -272,7 +272,7 @@ def tells_a_full_device(folder: str) -> None:
         standin.set_cap(0, standin.allocated(0) if phase == "start" else 4 << 30)
         try:
             worker.init_models(passes)
-            Residency.enter, KeyValues.decode = entered, decoded
+            OffloadManager.enter_phase, KeyValues.decode = entered, decoded
             bench.make_step(worker, cfg, 0)
             worker.actor.stage(SaveTask(f"{folder}/{phase}", export=f"{folder}/{phase} export"))
             raise AssertionError(f"{phase} takes no memory of the device")
@@ -281,6 +281,6 @@ def tells_a_full_device(folder: str) -> None:
         assert isinstance(told, WorkerLost)
         assert re.match(rf"rank 0, {phase}: the device \(.*\) is out of memory", str(told)), told
         assert re.search("Make room with one of\n  (.*=|.* less than |more devices)", str(told)), told
-        Residency.enter, KeyValues.decode = enter, decode
+        OffloadManager.enter_phase, KeyValues.decode = enter, decode
         del told, worker
         gc.collect()

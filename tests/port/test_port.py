@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rltrain.__main__ import main as rltrain
-from rltrain.common.errors import plain
+from rltrain.common.errors import sanitize
 from rltrain.config.check import check
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.schema.keys import all_keys
@@ -122,7 +122,7 @@ def test_sequences_of_a_script_do_not_steer_the_terminal_that_shows_the_new_one(
     )
     _, [settings], written = ported(tmp_path, text)
     assert "trainer.experiment_name=a\x1b]0;t\x07'\\" in settings
-    assert plain(written) == written
+    assert sanitize(written) == written
 
 
 def test_arguments_of_the_script_reach_its_launch(tmp_path):

@@ -332,12 +332,12 @@ def test_the_key_goes_to_the_server_and_nowhere_else(double, judged, monkeypatch
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["url=host:80"], r"reward\.judge\.url='host:80' is no address"),
+        (["url=host:80"], r"reward\.judge\.url='host:80' is not a URL"),
         (["model=null"], r"needs reward\.judge\.model"),
         (["rule=beside"], r"needs reward\.weights"),
-        (["request.messages=1"], r"reward\.judge\.request\.messages is decided by rltrain"),
-        (["api_key_env=sk-Secret123"], r"no name of an environment variable"),
-        (["custom=x.py"], r"custom_reward_function\.path=x\.py is called by nobody"),
+        (["request.messages=1"], r"reward\.judge\.request\.messages is set by rltrain"),
+        (["api_key_env=sk-Secret123"], r"not the name of an environment variable"),
+        (["custom=x.py"], r"custom_reward_function\.path=x\.py is not called"),
         (["scorer=http://h:1/"], r"reward\.url and reward\.judge\.url"),
     ],
 )

@@ -74,5 +74,5 @@ def test_waiting_for_a_process_that_could_not_start_is_an_error_and_no_timeout(c
     with ScoringSlot(custom(code), timeout_s=5.0) as slot:
         score = slot.score_truth(CALL)
     assert score.status == "crashed"
-    assert score.error.startswith("no score after 5 s (reward.timeout_s); a process that it started by multiproc")
+    assert score.error.startswith("no score after 5 s (reward.timeout_s); a process that it started with multiproc")
     assert score.error.endswith("ModuleNotFoundError: No module named 'no_such_module'")

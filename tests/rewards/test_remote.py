@@ -130,9 +130,9 @@ def test_answers_are_scored_several_at_a_time_and_never_more(serve, remote):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["reward.url=ftp://host/x"], r"reward\.url=.*is no address"),
-        (["reward.url=host:80"], r"reward\.url=.*is no address"),
-        (["reward.url=http://host:x/"], r"reward\.url=.*is no address"),
+        (["reward.url=ftp://host/x"], r"reward\.url=.*is not a URL"),
+        (["reward.url=host:80"], r"reward\.url=.*is not a URL"),
+        (["reward.url=http://host:x/"], r"reward\.url=.*is not a URL"),
         (["custom_reward_function.path=x.py", "reward.url=http://localhost:1/"], "reward.url and custom_reward_func"),
         (["reward.memory_limit_mb=5"], "reward.memory_limit_mb=5"),
     ],

@@ -122,7 +122,7 @@ def test_a_hanging_answer_is_killed_at_its_deadline(slot, body):
     printed = made.take_printed()
     assert printed.startswith("first words\n")
     assert len(printed) < 300_000
-    assert ("more bytes were printed here and are left out" in printed) == ("write" in body)
+    assert ("more bytes were printed here and are omitted" in printed) == ("write" in body)
     assert made.pid != pid
 
 

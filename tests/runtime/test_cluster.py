@@ -54,10 +54,12 @@ def test_each_node_gives_its_own_devices():
 
 def test_missing_nodes_are_counted_while_they_are_waited_for(caplog):
     caplog.set_level("INFO")
-    with pytest.raises(NodesMissing, match="1 of 3 nodes with 2 free NPU slots each did not come up in 3 s") as caught:
+    with pytest.raises(
+        NodesMissing, match="1 of 3 nodes with 2 free NPU slots each did not become available in 3 s"
+    ) as caught:
         reserve(settings(3), get_device("npu"), within_s=3)
     assert caught.value.passing  # the supervisor does not take it for a crash loop
-    assert "2 nodes with 2 + 2 NPU slots; 3 x 2 on one node each are asked for, so 1 more" in str(caught.value)
+    assert "2 nodes with 2 + 2 NPU slots; the run needs 3 nodes with 2 each, so 1 more" in str(caught.value)
     assert "waiting for devices: the cluster has 2 nodes" in caplog.text
     assert "s left)" in caplog.text
 
@@ -73,7 +75,7 @@ def test_a_local_ray_without_the_devices_is_told_at_once():
     ("nodes", "keys", "words"),
     [
         (1, {"_temp_dir": "/tmp", "num_cpu": 3}, ["ray_init.num_cpu'", "Did you mean ray_kwargs.ray_init.num_cpus?"]),
-        (1, {"address": "127.0.0.1:1"}, ["address=127.0.0.1:1 (or RAY_ADDRESS): nobody answers there"]),
+        (1, {"address": "127.0.0.1:1"}, ["address=127.0.0.1:1 (or RAY_ADDRESS) does not accept connections"]),
         (2, {}, ["trainer.nnodes=2 needs a running Ray cluster"]),
     ],
 )
@@ -90,9 +92,9 @@ def test_problems_of_ray_kwargs_are_named_at_once(monkeypatch, nodes, keys, word
     ("address", "cause", "said"),
     [
         ("10.0.0.1:6379", "Unauthenticated: InvalidAuthToken: Authentication token is missing", "RAY_AUTH_TOKEN"),
-        ("10.0.0.1:6379", "No node info found", "make this one a node (ray_start.sh worker), or set"),
-        ("auto", "Could not find any running Ray instance", "This machine is no node of a cluster: start Ray with"),
-        ("ray://10.0.0.1:6379", "ray client connection timeout", "Its port is that of Ray's client server (10001"),
+        ("10.0.0.1:6379", "No node info found", "add this machine with `ray_start.sh worker`"),
+        ("auto", "Could not find any running Ray instance", "This machine is not a node of a cluster. Start Ray with"),
+        ("ray://10.0.0.1:6379", "ray client connection timeout", "Use the port of Ray's client server (10001"),
     ],
 )
 def test_an_error_of_ray_says_how_to_join(address, cause, said):

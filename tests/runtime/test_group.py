@@ -203,26 +203,26 @@ def test_two_calls_in_flight_are_collected_in_any_order(group, tmp_path):
 
 def test_a_deadline_of_a_call_ends_the_workers(group, passing, tmp_path):
     handle, passing[0] = group.submit([bind(Toy.wait, tmp_path / "never")]), 1.0
-    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 11 s \(though answering"):
+    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 11 s \(but responding"):
         handle.collect(deadline_s=10.0)
 
 
 def test_a_call_beside_others_is_timed_from_when_it_was_sent(group, tmp_path):
-    quick = group.submit([bind(Toy.wait, tmp_path / "go")], beside=True)
+    quick = group.submit([bind(Toy.wait, tmp_path / "go")], concurrent=True)
     (tmp_path / "go").touch()
     eventually(quick.ready)
     group.clock.advance(100)
     assert quick.collect(), "it was done in time, although it was not asked then"
     assert group.deadlines.limit_s("Toy.wait") == 5 * 100
-    late = group.submit([bind(Toy.wait, tmp_path / "never")], beside=True)
+    late = group.submit([bind(Toy.wait, tmp_path / "never")], concurrent=True)
     assert not late.ready()
     group.clock.advance(501)
-    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 501 s \(though answering"):
+    with pytest.raises(WorkerLost, match=r"in Toy\.wait: not done after 501 s \(but responding"):
         late.ready()
 
 
 def test_a_call_beside_others_may_end_before_an_error_ends_all(group, at_end, tmp_path):
-    writing, written = group.submit([bind(Toy.wait, tmp_path / "go")], beside=True), []
+    writing, written = group.submit([bind(Toy.wait, tmp_path / "go")], concurrent=True), []
     at_end.append((tmp_path / "go").touch)
     at_end.append(lambda: written.extend(writing.collect()))
     with pytest.raises(WorkerError, match="the answer was 41") as caught:
@@ -263,7 +263,7 @@ def test_a_full_host_is_told_apart_from_a_full_device(words, died):
         error.error_msg = f"The actor died unexpectedly.\n{words}"
     found = explain({0: error}, lambda ranks: f"ranks {ranks}", lambda seconds: ([], ""))
     assert isinstance(found, WorkerLost)
-    assert "the host has no memory left: Memory on the node (IP: 10.0.0.1) was 22.85GB" in str(found)
+    assert "the host is out of memory: Memory on the node (IP: 10.0.0.1) was 22.85GB" in str(found)
     assert "param_offload=False" in str(found)
     assert "ppo_max_token_len_per_gpu" not in str(found)
 
@@ -283,7 +283,7 @@ def test_a_process_that_dies_of_no_memory_is_told_by_its_last_words(words):
         ray.get(dying.run.remote())
     found = explain({0: died.value}, lambda ranks: f"ranks {ranks}", lambda seconds: ([], ""))
     assert isinstance(found, WorkerLost)
-    assert "ranks [0]: the host has no memory left: " in str(found)
+    assert "ranks [0]: the host is out of memory: " in str(found)
 
 
 @pytest.mark.fault("Data that was on a node which is gone ends the run as lost, exit 75")
@@ -368,7 +368,7 @@ def test_a_stopped_worker_is_named_and_all_stacks_are_kept(group, passing, tmp_p
 @pytest.mark.fault("A model that never finishes loading ends the run")
 def test_a_hang_before_the_first_call_is_noticed_too(make, tmp_path):
     group = make(lambda: 100.0 * (tmp_path / "here").exists())  # connecting takes no time
-    with pytest.raises(WorkerLost, match=r"rank 0 of 2 .*, rank 1 of 2 .*, in build: .*though answering"):
+    with pytest.raises(WorkerLost, match=r"rank 0 of 2 .*, rank 1 of 2 .*, in build: .*but responding"):
         group.start("tests.runtime.test_group:SlowToBuild", {"here": tmp_path / "here"})
     (file,) = (tmp_path / "incidents").glob("hang_build_*.txt")
     assert file.read_text().count("most recent call first") >= 2

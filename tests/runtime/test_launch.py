@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.common.attempt import ATTEMPT, tell_supervisor, told_supervisor
+from rltrain.common.attempt import ATTEMPT, read_reports, report_to_supervisor
 from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, WorkerLost
-from rltrain.runtime.launch import gather as module
 from rltrain.runtime.launch import ray_node as launch_ray
-from rltrain.runtime.launch.board import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
+from rltrain.runtime.launch import rendezvous as module
+from rltrain.runtime.launch.arguments import read_launch
 from rltrain.runtime.launch.command import run_command
-from rltrain.runtime.launch.files import announce, own_token, take_token, token_file, withdraw, write
-from rltrain.runtime.launch.words import read
+from rltrain.runtime.launch.files import head_token, publish, token_file, unpublish, use_head_token, write
+from rltrain.runtime.launch.store import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
 from tests.clock import VirtualClock, eventually
 
 ENV = (
@@ -29,8 +29,8 @@ ENV = (
 
 
 @pytest.fixture
-def say(monkeypatch, tmp_path):
-    """say("worker 10.0.0.1", RANK=1): a `Launch`; nothing else is set."""
+def make_launch(monkeypatch, tmp_path):
+    """make_launch("worker 10.0.0.1", RANK=1): a `Launch`; nothing else is set."""
     for name in ENV:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -39,7 +39,7 @@ def say(monkeypatch, tmp_path):
     def node(words="", **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
-        return read(words.split())
+        return read_launch(words.split())
 
     return node
 
@@ -59,24 +59,24 @@ def say(monkeypatch, tmp_path):
         ("stop 10.0.0.1:6379", {"HEAD_ADDRESS": "10.0.0.2"}, {"role": "stop", "address": "10.0.0.1:6379"}),
     ],
 )  # fmt: skip
-def test_a_node_learns_who_it_is(say, words, variables, expected):
-    found = vars(say(words, **variables))
+def test_a_node_learns_who_it_is(make_launch, words, variables, expected):
+    found = vars(make_launch(words, **variables))
     assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
-        ("", {}, "say head or worker, or set RANK"),
-        ("head", {"RAY_PORT": 10500}, "the head's port 10500 .* is one that Ray uses itself: .* Set RAY_PORT=6379"),
+        ("", {}, "give head or worker, or set RANK"),
+        ("head", {"RAY_PORT": 10500}, "the head's port 10500 .* is used by Ray itself: .* Set RAY_PORT=6379"),
         ("", {"RANK": "one"}, "RANK=one: 'one' is not a whole number"),
-        ("head -- run", {}, r"say how many there are, by NNODES=4 or --nodes=4"),
-        ("head -- run trainer.nnodes=4", {"NNODES": 2}, "NNODES=2, but the command says trainer.nnodes=4"),
+        ("head -- run", {}, r"with NNODES=4 or --nodes=4"),
+        ("head -- run trainer.nnodes=4", {"NNODES": 2}, "NNODES=2, but the command has trainer.nnodes=4"),
     ],
 )
-def test_a_node_says_which_word_is_wrong(say, words, variables, message):
+def test_a_node_says_which_word_is_wrong(make_launch, words, variables, message):
     with pytest.raises(ConfigError, match=message):
-        say(words, **variables)
+        make_launch(words, **variables)
 
 
 def missing(launch, *nodes):
@@ -88,87 +88,87 @@ def node(rank, npus=8, **changes):
     return Node(f"10.0.0.{rank}", f"n{rank}", rank, resources=resources, **changes)
 
 
-def test_the_head_names_the_nodes_and_devices_it_waits_for(say):
-    launch = say("head --nodes=4", RANK=0)
-    assert missing(launch, node(0), node(2)) == "rank 1, 3 (2 of 4 nodes are here)"
-    assert missing(launch, node(0), node(1, left=True), node(2), node(3)) == "rank 1 (3 of 4 nodes are here)"
+def test_the_head_names_the_nodes_and_devices_it_waits_for(make_launch):
+    launch = make_launch("head --nodes=4", RANK=0)
+    assert missing(launch, node(0), node(2)) == "rank 1, 3 (2 of 4 nodes have joined)"
+    assert missing(launch, node(0), node(1, left=True), node(2), node(3)) == "rank 1 (3 of 4 nodes have joined)"
     assert missing(launch, node(0), node(1, 7), node(2), node(3)) == "8 NPUs on n1 (rank 1, 10.0.0.1), which has 7"
     assert missing(launch, *map(node, range(4))) == ""
     with pytest.raises(ConfigError, match=r"two nodes have the same RANK: n1 .* and n9"):
         missing(launch, node(0), node(1), Node("10.0.0.9", "n9", 1, resources={"CPU": 1}))
-    unnamed = say("head --nodes=2 --devices=9", RANK=0)
+    unnamed = make_launch("head --nodes=2 --devices=9", RANK=0)
     alone = Node("10.0.0.5", "n5", None, resources={"CPU": 9})
-    assert missing(unnamed, alone) == "1 more node; here are n5 (10.0.0.5)"
+    assert missing(unnamed, alone) == "1 more node; joined: n5 (10.0.0.5)"
     assert missing(unnamed, alone, node(1, 0)) == "9 CPUs on n1 (rank 1, 10.0.0.1), which has 4"
 
 
-def test_waiting_ends_with_the_missing_nodes(say, capsys):
+def test_waiting_ends_with_the_missing_nodes(make_launch, capsys):
     with pytest.raises(WorkerLost, match=r"waited 3 s \(WAIT_S\) for rank 1"):
-        module.wait_until(lambda: "rank 1", say("head", WAIT_S=3), [], "all nodes", VirtualClock())
+        module.wait_for(lambda: "rank 1", make_launch("head", WAIT_S=3), [], "all nodes", VirtualClock())
     assert "waiting for rank 1 (0 s left)" in capsys.readouterr().out
 
 
-def test_a_head_makes_a_token_for_its_user_alone(say, tmp_path):
+def test_a_head_makes_a_token_for_its_user_alone(make_launch, tmp_path):
     file, own = tmp_path / "shared" / "head", tmp_path / "home/.ray/auth_token"
-    own_token(None)
+    head_token(None)
     token = own.read_text().strip()
     assert len(token) == 64
     write(file, "127.0.0.1:1")  # an earlier head, where nobody answers
     write(token_file(file), "of an earlier head")
     own.chmod(0o644)  # as Ray's own command leaves it
-    assert own_token(file) == token
+    assert head_token(file) == token
     assert not file.exists() | token_file(file).exists()
-    announce(file, "10.0.0.1:6379", token)
+    publish(file, "10.0.0.1:6379", token)
     assert own.read_text() == token_file(file).read_text() == f"{token}\n"
     assert [each.stat().st_mode & 0o777 for each in (own, token_file(file))] == [0o600, 0o600]
-    withdraw(file, "10.0.0.2:6379")
+    unpublish(file, "10.0.0.2:6379")
     assert file.exists() & token_file(file).exists()
-    withdraw(file, "10.0.0.1:6379")
+    unpublish(file, "10.0.0.1:6379")
     assert not file.exists() | token_file(file).exists()
     # A user's own stands before it.
-    say("head", RAY_AUTH_TOKEN="abc")
-    assert own_token(file) == "abc"
+    make_launch("head", RAY_AUTH_TOKEN="abc")
+    assert head_token(file) == "abc"
 
 
-def test_a_token_that_is_there_is_never_replaced(say, tmp_path):
+def test_a_token_that_is_there_is_never_replaced(make_launch, tmp_path):
     own = tmp_path / "home/.ray/auth_token"
     write(own, "mine")
-    say("head", RAY_AUTH_TOKEN_PATH=tmp_path / "typo")
-    with pytest.raises(ConfigError, match=r"typo cannot be read .*RAY_AUTH_TOKEN_PATH names it"):
-        own_token(None)
+    make_launch("head", RAY_AUTH_TOKEN_PATH=tmp_path / "typo")
+    with pytest.raises(ConfigError, match=r"typo cannot be read .*RAY_AUTH_TOKEN_PATH points to it"):
+        head_token(None)
     assert own.read_text() == "mine\n"
-    say("head", RAY_AUTH_TOKEN_PATH="")
+    make_launch("head", RAY_AUTH_TOKEN_PATH="")
     own.unlink()
     own.mkdir()  # one that cannot be read, be it by root
     with pytest.raises(ConfigError, match=r"auth_token cannot be read .*remove it"):
-        own_token(None)
+        head_token(None)
 
 
-def test_what_another_user_has_laid_down_is_not_read(say, tmp_path, monkeypatch):
+def test_what_another_user_has_laid_down_is_not_read(make_launch, tmp_path, monkeypatch):
     write(tmp_path / "head.token", "of another user")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4711)
     os.chown(tmp_path / "head.token", os.getuid() or 4712, -1)
-    with pytest.raises(ConfigError, match=r"head.token is another user's"):
-        take_token(tmp_path / "head")
+    with pytest.raises(ConfigError, match=r"head.token belongs to another user"):
+        use_head_token(tmp_path / "head")
 
 
-def test_a_worker_takes_the_heads_token_before_its_own(say, tmp_path, monkeypatch):
+def test_a_worker_takes_the_heads_token_before_its_own(make_launch, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "")
-    assert not take_token(tmp_path / "head")
+    assert not use_head_token(tmp_path / "head")
     write(tmp_path / "home/.ray/auth_token", "mine")
-    assert take_token(tmp_path / "head") == tmp_path / "home/.ray/auth_token"
+    assert use_head_token(tmp_path / "head") == tmp_path / "home/.ray/auth_token"
     assert not os.environ["RAY_AUTH_TOKEN"]
     write(tmp_path / "head.token", "of the head")
-    assert take_token(tmp_path / "head")
+    assert use_head_token(tmp_path / "head")
     assert os.environ["RAY_AUTH_TOKEN"] == "of the head"
 
 
-def test_a_file_of_a_head_that_answers_is_not_taken_over(say, tmp_path):
+def test_a_file_of_a_head_that_answers_is_not_taken_over(make_launch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         write(tmp_path / "head", address)
-        with pytest.raises(ConfigError, match=rf"names {address}, where another head answers"):
-            own_token(tmp_path / "head")
+        with pytest.raises(ConfigError, match=rf"contains {address}, where another head is running"):
+            head_token(tmp_path / "head")
 
 
 def sleeper(**environment):
@@ -179,17 +179,17 @@ def sleeper(**environment):
     )
 
 
-def test_stop_ends_the_processes_of_one_cluster_alone(say):
+def test_stop_ends_the_processes_of_one_cluster_alone(make_launch):
     addresses = "127.0.0.1:1", "127.0.0.1:2"  # where no head answers
     one, other, stranger = (*(sleeper(**{MARK: address}) for address in addresses), sleeper())
     try:
         eventually(lambda: [len(clusters_here().get(address, [])) for address in addresses] == [2, 2])
-        with pytest.raises(ConfigError, match=r"in \d+ clusters: say which, stop .*127.0.0.1:1 or 127.0.0.1:2"):
-            module.stop(say("stop"))
+        with pytest.raises(ConfigError, match=r"in \d+ clusters\. Give the address: stop .*127.0.0.1:1 or 127.0.0.1:2"):
+            module.stop(make_launch("stop"))
         assert end_processes(addresses[0]) == 2
         assert one.wait() == -signal.SIGTERM
         assert addresses[1] in clusters_here()
-        assert module.stop(say(f"stop {addresses[1]}")) == 0
+        assert module.stop(make_launch(f"stop {addresses[1]}")) == 0
         assert other.wait() == -signal.SIGTERM
         assert stranger.poll() is None
     finally:
@@ -199,13 +199,13 @@ def test_stop_ends_the_processes_of_one_cluster_alone(say):
             process.wait()
 
 
-class Paper:
-    """A board on which nothing has to run."""
+class StoreDouble:
+    """A store without Ray."""
 
     address = "10.0.0.1:6379"
 
-    def __init__(self, *nodes, **told):
-        self.told, self.listed = told, nodes
+    def __init__(self, *nodes, **values):
+        self.values, self.listed = values, nodes
 
     def nodes(self):
         return list(self.listed)
@@ -213,14 +213,14 @@ class Paper:
     def alive(self):
         return {node.address: node.resources for node in self.listed}
 
-    def tell_of(self, node):
-        self.told["node"] = dict(vars(node))
+    def publish_node(self, node):
+        self.values["node"] = dict(vars(node))
 
-    def read(self, name):
-        return self.told.get(name)
+    def get(self, name):
+        return self.values.get(name)
 
-    def tell(self, name, value):
-        self.told[name] = value
+    def put(self, name, value):
+        self.values[name] = value
 
 
 HERE = Node("10.0.0.2", "n2", 1)
@@ -240,58 +240,58 @@ signal.pause()"; true
 
 
 @pytest.mark.parametrize("by", ["a signal here", "a signal on another node"])
-def test_a_request_to_end_reaches_the_run_and_waits_for_it(say, tmp_path, monkeypatch, by):
+def test_a_request_to_end_reaches_the_run_and_waits_for_it(make_launch, tmp_path, monkeypatch, by):
     monkeypatch.setenv(ATTEMPT, str(tmp_path / "told"))
-    board, asked = Paper(), []
+    store, signals = StoreDouble(), []
 
     def ask():
         eventually((tmp_path / "begun").exists)
-        asked.append(signal.SIGTERM) if by == "a signal here" else board.tell(STOP, "n1")
+        signals.append(signal.SIGTERM) if by == "a signal here" else store.put(STOP, "n1")
 
     thread = threading.Thread(target=ask)
-    launch = say("head --nodes=1 -- x")
+    launch = make_launch("head --nodes=1 -- x")
     launch.command[:] = ["bash", "-c", SAVES]
     thread.start()
-    assert run_command(launch, board.address, asked, lambda: module.heed(board, asked)) == 75
+    assert run_command(launch, store.address, signals, lambda: module.poll_signals(store, signals)) == 75
     assert (tmp_path / "saved").exists()
     thread.join()
     # So that no supervisor runs it again, here or on the other nodes.
     assert json.loads((tmp_path / "told").read_text()) == {"stopped": True}
     (tmp_path / "told").unlink()
-    board.told[END] = 75
-    assert module.stay_until_the_end(board, HERE, [], VirtualClock()) == 75
+    store.values[END] = 75
+    assert module.wait_for_end(store, HERE, [], VirtualClock()) == 75
     assert json.loads((tmp_path / "told").read_text()) == {"stopped": True}
 
 
-def test_the_command_learns_where_ray_is_and_its_code_is_kept(say, tmp_path, monkeypatch):
-    launch = say("head --nodes=3 -- x")
+def test_the_command_learns_where_ray_is_and_its_code_is_kept(make_launch, tmp_path, monkeypatch):
+    launch = make_launch("head --nodes=3 -- x")
     launch.command[:] = ["bash", "-c", "echo $RAY_ADDRESS $RLTRAIN_NNODES $(type -P python) >said; exit 7"]
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert run_command(launch, Paper().address, [], lambda: None) == 7
+    assert run_command(launch, StoreDouble().address, [], lambda: None) == 7
     assert (tmp_path / "said").read_text() == f"10.0.0.1:6379 3 {Path(sys.executable).parent}/python\n"
     launch.command[:] = ["/no/such/program"]
     with pytest.raises(ConfigError, match=r"the command cannot be started: .*'/no/such/program'"):
-        run_command(launch, Paper().address, [], lambda: None)
+        run_command(launch, StoreDouble().address, [], lambda: None)
 
 
 @pytest.mark.parametrize(
     ("last", "code"), [("ended=1", 1), ("error='a bug'", 1), ("error='a hang', ends=75", 75), ("folder='run'", 75)]
 )
 @pytest.mark.parametrize("supervised", [True, False])
-def test_a_run_that_ray_has_ended_may_be_run_again(say, tmp_path, monkeypatch, last, code, supervised):
+def test_a_run_that_ray_has_ended_may_be_run_again(make_launch, tmp_path, monkeypatch, last, code, supervised):
     if supervised:
         monkeypatch.setenv(ATTEMPT, str(tmp_path / "told"))
-        tell_supervisor(pid=os.getpid())
-    launch = say("head --nodes=1 -- x")
-    told = "import os; from rltrain.common.attempt import tell_supervisor as tell; tell(pid=os.getpid()); "
-    told += f"tell({last}); os._exit(1)"
-    launch.command[:] = [sys.executable, "-c", told]
-    assert run_command(launch, Paper().address, [], lambda: None) == code
+        report_to_supervisor(pid=os.getpid())
+    launch = make_launch("head --nodes=1 -- x")
+    values = "import os; from rltrain.common.attempt import report_to_supervisor as tell; tell(pid=os.getpid()); "
+    values += f"tell({last}); os._exit(1)"
+    launch.command[:] = [sys.executable, "-c", values]
+    assert run_command(launch, StoreDouble().address, [], lambda: None) == code
     if supervised and code == 75:
-        assert ("a hang" if "a hang" in last else "without a word") in told_supervisor(tmp_path / "told")["error"]
+        assert ("a hang" if "a hang" in last else "without a report") in read_reports(tmp_path / "told")["error"]
 
 
-def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(say, monkeypatch):
+def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(make_launch, monkeypatch):
     started = []
 
     def run(words, *, env, stdout, **_):
@@ -302,13 +302,13 @@ def test_ray_is_told_of_npus_and_its_words_are_shown_when_it_fails(say, monkeypa
 
     monkeypatch.setattr(launch_ray.subprocess, "run", run)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,3")
-    launch_ray.ray_start(say("head --temp-dir=/x"), "10.0.0.1:6379", "--head")
+    launch_ray.ray_start(make_launch("head --temp-dir=/x"), "10.0.0.1:6379", "--head")
     assert started == [(["--head", "--temp-dir=/x", "--resources", '{"NPU": 3}'], "10.0.0.1:6379")]
     with pytest.raises(ConfigError, match=r"ray start --head --resources=1 failed:\nno room in /dev/shm"):
-        launch_ray.ray_start(say("head --resources=1"), "10.0.0.1:6379", "--head")
+        launch_ray.ray_start(make_launch("head --resources=1"), "10.0.0.1:6379", "--head")
     # As where the head ended while this node joined it.
     with pytest.raises(NodesMissing, match=r"ray start .* failed:\nno room in /dev/shm"):
-        launch_ray.ray_start(say("worker"), "10.0.0.1:6379", "--address=10.0.0.1:6379")
+        launch_ray.ray_start(make_launch("worker"), "10.0.0.1:6379", "--address=10.0.0.1:6379")
 
 
 def test_the_dashboard_is_off_unless_it_and_its_host_are_named(monkeypatch):
@@ -323,48 +323,48 @@ def test_the_dashboard_is_off_unless_it_and_its_host_are_named(monkeypatch):
 
 
 def test_a_worker_leaves_a_head_that_is_silent():
-    board, silent = Paper(**{END: 7}), iter([True, True])
+    store, silent = StoreDouble(**{END: 7}), iter([True, True])
 
-    def read(name):
+    def get(name):
         if next(silent, False):
-            raise ConnectionRefusedError("nobody answers at 10.0.0.1:6379")
-        return board.told.get(name)
+            raise ConnectionRefusedError("10.0.0.1:6379 does not accept connections")
+        return store.values.get(name)
 
-    board.read = read
-    assert module.stay_until_the_end(board, HERE, [], VirtualClock()) == 7  # not at once
+    store.get = get
+    assert module.wait_for_end(store, HERE, [], VirtualClock()) == 7  # not at once
     silent, clock = iter([True] * 1000), VirtualClock()
     with pytest.raises(ConnectionRefusedError):
-        module.stay_until_the_end(board, HERE, [], clock)
+        module.wait_for_end(store, HERE, [], clock)
     assert 45 < sum(clock.asked) < 60
 
 
 def test_a_worker_stays_until_the_command_has_ended():
-    assert module.stay_until_the_end(Paper(**{END: 7}), HERE, [], VirtualClock()) == 7
-    board = Paper()
-    board.tell = lambda name, value: board.told.update({name: value, END: 75})
-    assert module.stay_until_the_end(board, HERE, [signal.SIGTERM], VirtualClock()) == 75
-    assert board.told[STOP] == "n2 (rank 1, 10.0.0.2)"
+    assert module.wait_for_end(StoreDouble(**{END: 7}), HERE, [], VirtualClock()) == 7
+    store = StoreDouble()
+    store.put = lambda name, value: store.values.update({name: value, END: 75})
+    assert module.wait_for_end(store, HERE, [signal.SIGTERM], VirtualClock()) == 75
+    assert store.values[STOP] == "n2 (rank 1, 10.0.0.2)"
 
 
 def test_a_worker_leaves_a_head_whose_script_was_killed():
     clock = VirtualClock()
-    with pytest.raises(ConnectionError, match=r"Ray answers at 10.0.0.1:6379, but the script there has been killed"):
-        module.stay_until_the_end(Paper(**{BEAT: 1.0}), HERE, [], clock)
+    with pytest.raises(ConnectionError, match=r"Ray is running at 10.0.0.1:6379, but its ray_start.sh was killed"):
+        module.wait_for_end(StoreDouble(**{BEAT: 1.0}), HERE, [], clock)
     assert 180 < sum(clock.asked) < 190
 
 
-def test_processes_that_a_command_leaves_behind_are_not_waited_for(say, capsys):
-    launch = say("head --nodes=1 -- x")
+def test_processes_that_a_command_leaves_behind_are_not_waited_for(make_launch, capsys):
+    launch = make_launch("head --nodes=1 -- x")
     launch.command[:] = ["bash", "-c", "sleep inf & echo $! >left; exit 3"]
-    assert run_command(launch, Paper().address, [], lambda: None) == 3
+    assert run_command(launch, StoreDouble().address, [], lambda: None) == 3
     os.kill(int(Path("left").read_text()), signal.SIGKILL)
-    assert "left processes behind" in capsys.readouterr().out
+    assert "terminating the processes that it has left" in capsys.readouterr().out
 
 
-def test_a_request_to_end_is_obeyed_while_nodes_gather(say, capsys):
+def test_a_request_to_end_is_obeyed_while_nodes_gather(make_launch, capsys):
     with pytest.raises(Interrupted, match=r"stopped while waiting for all 2 nodes"):
-        module.wait_for_nodes(Paper(node(0), **{STOP: "n1"}), say("head --nodes=2 -- x"), [])
-    assert "n1 asks for an end" in capsys.readouterr().out
+        module.wait_for_nodes(StoreDouble(node(0), **{STOP: "n1"}), make_launch("head --nodes=2 -- x"), [])
+    assert "stop requested by n1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -373,49 +373,49 @@ def test_a_request_to_end_is_obeyed_while_nodes_gather(say, capsys):
         (
             "-- x",
             {"RANK": 1, "SLURM_JOB_ID": "8"},
-            "is of another run: its job is 7, this node's 8. Two runs in one folder",
+            "belongs to another run: its job is 7, and this node's is 8. Two runs in one folder",
         ),
-        ("--nodes=3 -- x", {"RANK": 1}, "is of another run: its NNODES is 2, this node's 3"),
+        ("--nodes=3 -- x", {"RANK": 1}, "belongs to another run: its NNODES is 2, and this node's is 3"),
         ("-- x", {"RANK": 2}, "RANK=2, but the ranks of 2 nodes are 0 to 1"),
-        ("-- x", {"RANK": 0}, "n0 .rank 0, 10.0.0.0. is there already: set another RANK, or another HEAD_FILE"),
+        ("-- x", {"RANK": 0}, "n0 .rank 0, 10.0.0.0. has already joined. Set another RANK, or another HEAD_FILE"),
     ],
 )
-def test_a_node_of_another_run_is_refused_and_breaks_nothing(say, words, variables, message):
-    board = Paper(node(0), **{HEAD: {"versions": "", "stays": True, "run": {"job": "7", "NNODES": 2}}})
+def test_a_node_of_another_run_is_refused_and_breaks_nothing(make_launch, words, variables, message):
+    store = StoreDouble(node(0), **{HEAD: {"versions": "", "stays": True, "run": {"job": "7", "NNODES": 2}}})
     with pytest.raises(ConfigError, match=message):
-        module.be_worker(say(f"worker {words}", NODE_IP="10.0.0.7", **variables), [], board)
-    assert board.told["node"]["stranger"]
-    board.listed += (Node(**board.told["node"]),)
-    with pytest.raises(WorkerLost, match=rf"rank 1 \(1 of 2 nodes are here\); \w+ .* was refused: .*{message}"):
-        module.wait_for_nodes(board, say("head --nodes=2 -- x", WAIT_S=0), [])
+        module.run_worker(make_launch(f"worker {words}", NODE_IP="10.0.0.7", **variables), [], store)
+    assert store.values["node"]["stranger"]
+    store.listed += (Node(**store.values["node"]),)
+    with pytest.raises(WorkerLost, match=rf"rank 1 \(1 of 2 nodes have joined\); \w+ .* was rejected: .*{message}"):
+        module.wait_for_nodes(store, make_launch("head --nodes=2 -- x", WAIT_S=0), [])
 
 
 @pytest.mark.parametrize(
     ("versions", "words", "message"),
     [
         ("Python 3.10.1 and Ray 2.6", "-- x", "the head Python 3.10.1 and Ray 2.6. Install the same"),
-        (module.VERSIONS, "", "the head was given a command behind --, this node was not"),
+        (module.VERSIONS, "", "the head has a command after --, this node does not"),
     ],
 )
-def test_a_node_that_cannot_take_part_is_named_by_both(say, versions, words, message):
-    board = Paper(node(0), **{HEAD: {"versions": versions, "stays": True, "run": {}}})
+def test_a_node_that_cannot_take_part_is_named_by_both(make_launch, versions, words, message):
+    store = StoreDouble(node(0), **{HEAD: {"versions": versions, "stays": True, "run": {}}})
     with pytest.raises(ConfigError, match=message):
-        module.be_worker(say(f"worker {words}", RANK=1, NODE_IP="10.0.0.7"), [], board)
-    board.listed += (Node(**board.told["node"]),)
-    with pytest.raises(ConfigError, match=rf"rank 1.* cannot take part: .*{message}"):
-        module.wait_for_nodes(board, say("head --nodes=2 -- x"), [])
+        module.run_worker(make_launch(f"worker {words}", RANK=1, NODE_IP="10.0.0.7"), [], store)
+    store.listed += (Node(**store.values["node"]),)
+    with pytest.raises(ConfigError, match=rf"rank 1.* cannot join: .*{message}"):
+        module.wait_for_nodes(store, make_launch("head --nodes=2 -- x"), [])
 
 
 def test_stop_lets_a_run_save_and_a_second_one_does_not_wait():
-    board = Paper(**{HEAD: {"stays": True}})
-    assert module.ask_to_end(board)
-    assert "stop` on" in board.told[STOP]
-    assert not module.ask_to_end(board)
+    store = StoreDouble(**{HEAD: {"stays": True}})
+    assert module.request_stop(store)
+    assert "stop` on" in store.values[STOP]
+    assert not module.request_stop(store)
 
 
-def test_rank_0_leaves_its_exit_code_for_the_scheduler(say, tmp_path):
+def test_rank_0_leaves_its_exit_code_for_the_scheduler(make_launch, tmp_path):
     for rank, left in (("1", False), ("0", True)):
-        say("head", RANK=rank, EXIT_CODE_FILE=tmp_path / "code")
+        make_launch("head", RANK=rank, EXIT_CODE_FILE=tmp_path / "code")
         assert module.main(["haed"]) == 2
         assert (tmp_path / "code").exists() == left
     assert (tmp_path / "code").read_text() == "2\n"

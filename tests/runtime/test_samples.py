@@ -41,7 +41,7 @@ def test_a_request_brings_the_wanted_rows_in_the_wanted_order(samples):
 
 def test_a_column_that_is_not_there_for_all_is_named(samples):
     samples.attach([whole(None, ("ref_log_probs",), np.array([0, 1]))])
-    with pytest.raises(KeyError, match="'ref_log_probs' is there for 2 of 3 samples"):
+    with pytest.raises(KeyError, match="'ref_log_probs' exists for 2 of 3 samples"):
         samples.request(np.array([0, 1, 2]), ["ref_log_probs"])
 
 

@@ -144,7 +144,7 @@ def test_a_result_that_is_no_json_or_too_long_is_rejected_alone_with_the_reason(
     outcomes = slot.call_all(tools("page"), [(10,)] * 15 + [(2_000_000,)])
     assert [outcome.status for outcome in outcomes] == ["ok"] * 15 + ["rejected"]
     assert slot.call(tools("deep"), 100).status == "ok"
-    assert slot.call(tools("deep"), 50_000).error == "the tool returned what is nested too deeply"
+    assert slot.call(tools("deep"), 50_000).error == "the tool returned a too deeply nested value"
     assert slot.call_all(tools("page"), []) == []
     assert slot.pid == pid
     assert slot.call(tools("imported")).value == [], "the process has nothing heavy"

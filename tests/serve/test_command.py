@@ -65,7 +65,7 @@ def test_wrong_arguments_are_named_with_their_fix(tmp_path, model, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert f"model={empty} has no config.json" in error_of(capsys, f"model={empty}")
-    assert "there is no such folder" in error_of(capsys, f"model={tmp_path}/none")
+    assert "the folder does not exist" in error_of(capsys, f"model={tmp_path}/none")
     assert "model= is not given" in error_of(capsys)
     assert "not of the form KEY=VALUE" in error_of(capsys, str(model))
     assert "Did you mean port=?" in error_of(capsys, f"model={model}", "prot=1")

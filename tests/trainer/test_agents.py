@@ -56,17 +56,21 @@ def test_an_environment_answers_and_scores(process_group, tiny_trainer, settings
     assert turns.max() == 3
     for (answer, mask), text, count in zip(answers, texts, turns.tolist(), strict=True):
         assert mask[0], mask[-1]
-        assert [message["role"] for message in text.told["messages"]] == ["assistant", "user"] * (count - 1) + [
-            "assistant"
-        ]
-        assert text.told["agent_score"] == 0.25 * sum(bool(end) for end in text.told["tool_rewards"])
+        assert [message["role"] for message in text.trajectory_info["messages"]] == ["assistant", "user"] * (
+            count - 1
+        ) + ["assistant"]
+        info = text.trajectory_info
+        assert info["agent_score"] == 0.25 * sum(bool(end) for end in info["tool_rewards"])
         assert answer.count(END_ID) >= count - 1
-    said = [text.told["messages"][1]["content"] for text in texts if len(text.told["messages"]) > 1]
+    all_messages = [text.trajectory_info["messages"] for text in texts]
+    said = [messages[1]["content"] for messages in all_messages if len(messages) > 1]
     assert said[0].startswith("1 rltrain/arithmetic ")
     # One seed for all answers to a prompt, so that they begin alike.
     n = len(answers) // 4
-    of_prompt = [{text.told["messages"][1]["content"] for text in texts[at : at + n] if text.told["num_turns"] > 2}
-                 for at in range(0, 4 * n, n)]  # fmt: skip
+    infos, starts = [text.trajectory_info for text in texts], range(0, 4 * n, n)
+    of_prompt = [
+        {info["messages"][1]["content"] for info in infos[at : at + n] if info["num_turns"] > 2} for at in starts
+    ]
     assert all(len(each) <= 1 for each in of_prompt)
     assert len(set().union(*of_prompt)) > 1
     metrics = trainer.step(1).metrics
@@ -82,8 +86,8 @@ def test_an_agent_leads_the_answers(process_group, tiny_trainer, settings):
     assert numbers[c.NUM_TURNS].max() == 2
     for text, count in zip(texts, numbers[c.NUM_TURNS].tolist(), strict=True):
         if count == 2:
-            assert text.told["agent_score"] == 0.5
-            assert text.told["agent_numbers"]["turns"] == 2
+            assert text.trajectory_info["agent_score"] == 0.5
+            assert text.trajectory_info["agent_numbers"]["turns"] == 2
 
 
 def test_an_agent_of_a_library_leads_the_answers_token_for_token(process_group, tiny_trainer, settings):
@@ -101,7 +105,7 @@ async def agent(chat, row, seed):
     assert answers == expected
     assert numbers[c.NUM_TURNS].max() == 2
     assert not numbers[c.AGENT_FAILED].any()  # those without room for a second turn among them
-    assert all("agent_score" not in text.told for text in texts)
+    assert all("agent_score" not in text.trajectory_info for text in texts)
 
 
 def self_check_words(code):

@@ -15,7 +15,7 @@ from tests.tiny import SPECIALS
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def damage(trainer, token=None, log_prob=None, place=0, sample=3):
+def damage(trainer, token=None, log_prob=None, prompt_index=0, sample=3):
     """The engine writes ``token``, or says ``log_prob``, at the first place of one answer of every generation."""
     engine = trainer.worker.rollout.engine
     generate = engine.generate
@@ -24,7 +24,7 @@ def damage(trainer, token=None, log_prob=None, place=0, sample=3):
         ended = source.ended
 
         def damage_one(turn):
-            if (turn.place, turn.sample) == (place, sample):
+            if (turn.prompt_index, turn.sample) == (prompt_index, sample):
                 turn.tokens[:1] = [turn.tokens[0] if token is None else token]
                 turn.log_probs[:1] = [turn.log_probs[0] if log_prob is None else log_prob]
             ended(turn)

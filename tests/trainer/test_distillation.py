@@ -66,7 +66,7 @@ def test_an_exact_distance_is_that_of_the_whole_distributions(taught, teacher, t
     # Whole distributions are compared within the update, so no pass is made.
     assert "timing_s/teacher" not in metrics
     assert "actor/pg_loss" not in metrics
-    assert not trainer.worker.actor.frozen.models["teacher"].training
+    assert not trainer.worker.actor.inference_models.models["teacher"].training
 
 
 def test_an_estimate_has_a_pass_that_reads_the_teacher(taught, teacher):

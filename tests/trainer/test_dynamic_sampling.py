@@ -22,7 +22,7 @@ def test_dynamic_sampling_is_bounded_and_fills_up(make, caplog):
                    algorithm__filter_groups__metric="score", twist=lambda row, score: 1.0)  # fmt: skip
     metrics = trainer.step(1).metrics
     assert (metrics["filter_groups/rounds"], metrics["filter_groups/prompts_filled_up"]) == (2, 4)
-    assert "0 of 4 groups differ after 2 rounds" in caplog.text
+    assert "0 of 4 groups are informative after 2 rounds" in caplog.text
     assert metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-6)
 
 

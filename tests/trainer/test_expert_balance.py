@@ -98,9 +98,9 @@ def test_a_skewed_router_is_balanced_and_engine_and_export_have_its_bias(process
 def test_what_cannot_be_balanced_is_refused(tiny_trainer, tiny_model, moe, biased, arithmetic_files, tmp_path):
     compiled = {A + "fsdp_config__use_torch_compile": True}
     for model, changes, words in (
-        (moe, {COEF: 0.1, **compiled}, "layers that are compiled do not show"),
-        (biased, {RATE: 0.1, **compiled}, "layers that are compiled do not show"),
-        (biased, {RATE: 0.1, LORA + "lora_rank": 2}, "the bias belongs to the model under"),
+        (moe, {COEF: 0.1, **compiled}, "compiled layers do not expose"),
+        (biased, {RATE: 0.1, **compiled}, "compiled layers do not expose"),
+        (biased, {RATE: 0.1, LORA + "lora_rank": 2}, "the bias belongs to the base model under"),
     ):
         with pytest.raises(ConfigError, match=words):
             tiny_trainer(**{PATH: model}, **changes)

@@ -55,7 +55,7 @@ def test_an_expert_that_dies_is_told_of_once_and_counted(caplog):
     (told,) = caplog.records
     assert told.levelno == logging.WARNING
     assert told.getMessage().startswith(
-        "1 of the policy's experts had tokens before and none in the last 5 updates, such as expert 2 of layer 1 of "
+        "1 of the policy's experts got tokens before but none in the last 5 updates, such as expert 2 of MoE layer 1, "
     )
     assert "actor_rollout_ref.actor.router_replay.mode=R2 or R3" in told.getMessage()
     again = ExpertLoad(4, compiled=False)

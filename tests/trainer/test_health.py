@@ -38,7 +38,7 @@ class Hosts:
 
     def ask(self, function, questions):
         name = function.__name__
-        changed = [self.asked(each) if at == 2 and name == "look" else each for at, each in enumerate(questions)]
+        changed = [self.asked(each) if at == 2 and name == "probe_node" else each for at, each in enumerate(questions)]
         found = [function(each) for each in changed]
         found[2] = self.answered.get(name, lambda found: found)(found[2])
         return Answered(found)
@@ -64,7 +64,7 @@ def run(model, tmp_path, monkeypatch):
         checks = check_nodes(hosts, cfg.trainer, specs_of(cfg, get_device("cpu")), tmp_path / "run")
         found = {check.name: check for check in checks}
         assert list((tmp_path / "run").iterdir()) == []
-        assert not node.open_doors
+        assert not node.open_ports
         return found
 
     return run
@@ -105,7 +105,7 @@ def test_a_node_that_cannot_write_is_named(run):
         (question.proof / "rank_2").mkdir()  # root may write anywhere, but not over a folder
         return question
 
-    assert "b sees it and cannot write beside it (Is a directory)" in problems(run(Hosts(asked)))
+    assert "b sees it but cannot write next to it (Is a directory)" in problems(run(Hosts(asked)))
 
 
 def test_a_run_that_saves_nothing_needs_no_shared_folder(run, tmp_path):
@@ -115,14 +115,14 @@ def test_a_run_that_saves_nothing_needs_no_shared_folder(run, tmp_path):
 
 
 def test_a_node_that_nobody_reaches_is_told_once(run):
-    said = problems(run(Hosts(look=changed(port=1))))
+    said = problems(run(Hosts(probe_node=changed(port=1))))
     assert said.startswith("b: no node can connect to it (Connection refused). Is this the address")
     assert "NODE_IP" in said
 
 
 def test_other_versions_and_other_code_are_named(run):
     versions = fingerprint() | {"torch": "2.1.0", "rltrain/common/stop.py": "0123"}
-    said = problems(run(Hosts(look=changed(versions=versions))))
+    said = problems(run(Hosts(probe_node=changed(versions=versions))))
     assert said.startswith("b has other versions than this command (torch 2.1.0, here 2.")
     assert "other code: rltrain/common/stop.py). Install the same" in said
 
@@ -133,24 +133,24 @@ def test_a_model_that_one_node_lacks_is_named(run, tmp_path):
 
     said = problems(run(Hosts(asked)))
     assert said.startswith("b: actor_rollout_ref.model.path=")
-    assert "there is no such folder" in said
+    assert "the folder does not exist" in said
 
 
 def test_a_clock_that_is_wrong_is_a_note(run):
-    (note,) = run(Hosts(part=lambda found: found - 90))["clocks"].notes
+    (note,) = run(Hosts(close=lambda found: found - 90))["clocks"].notes
     assert note.startswith("b: its clock is 90 s behind")
 
 
 def test_a_broken_device_is_refused_and_a_full_one_noted(run):
-    said = problems(run(Hosts(look=changed(device_error="torch sees no NPU device"))))
+    said = problems(run(Hosts(probe_node=changed(device_error="torch sees no NPU device"))))
     assert said.startswith("b, rank 2: torch sees no NPU device.")
     busy = changed(device="Ascend910B3", memory=(20 << 30, 64 << 30))
-    full, _ = run(Hosts(look=busy))["devices"].notes
+    full, _ = run(Hosts(probe_node=busy))["devices"].notes
     assert full.startswith("b, rank 2: 20.0 of 64.0 GiB of the device are free. Another process has the rest: npu-smi")
 
 
 def test_small_memory_disks_and_limits_are_notes(run):
-    found = run(Hosts(look=changed(room={"/dev/shm": 0.0625, "local disk": -2.0, "open files": 1024})))
+    found = run(Hosts(probe_node=changed(room={"/dev/shm": 0.0625, "local disk": -2.0, "open files": 1024})))
     assert "b: /dev/shm: 0.1 GiB. Ray and NCCL want more: --shm-size=64g" in found["/dev/shm"].notes[0]
     assert "b: local disk: -2 GiB for Ray. Free some" in found["local disk"].notes[0]
     assert "b: open files: 1,024 per process. Type `ulimit -n 65536`" in found["open files"].notes[0]

@@ -44,7 +44,7 @@ def make(vision_models, picture_files, tmp_path):
 
 def expected_log_probs(model, batch):
     """Of the policy's tokens of each answer, by transformers' own forward over ids and pixels of the whole sample."""
-    prompts, images, own_images = batch.dictionary(c.PROMPT), batch.dictionary(c.IMAGES), batch[c.OWN_IMAGES]
+    prompts, images, own_images = batch.dictionary(c.PROMPT), batch.dictionary(c.IMAGES), batch[c.RESPONSE_IMAGES]
     rows = zip(
         prompts.index.tolist(), images.index.tolist(), own_images,
         batch.ragged(c.RESPONSE).rows(), batch.ragged(c.RESPONSE_MASK).rows(), strict=True,
@@ -78,7 +78,7 @@ def test_log_probs_of_trajectories_with_images_equal_transformers(make, vision_m
     per_sample = numbers.per_sample
     assert not per_sample[c.AGENT_FAILED].any()
     assert per_sample[c.ANSWER_IMAGES].max() >= 2
-    own_images = batch[c.OWN_IMAGES]
+    own_images = batch[c.RESPONSE_IMAGES]
     assert [len(each) if each else 0 for each in own_images] == per_sample[c.ANSWER_IMAGES].tolist()
     for answer, mask, own in zip(
         batch.ragged(c.RESPONSE).rows(), batch.ragged(c.RESPONSE_MASK).rows(), own_images, strict=True
@@ -94,7 +94,7 @@ def test_log_probs_of_trajectories_with_images_equal_transformers(make, vision_m
         learnt, _ = trainer.worker.actor.log_probs(batch, sizes)
         assert distance(learnt.ragged(c.OLD_LOG_PROBS).values, expected) < 1e-5
     # What a scorer is told, and what is kept, has no file in it.
-    told = next(text.told["messages"] for text in texts if len(text.told["messages"]) > 1)
+    told = next(text.trajectory_info["messages"] for text in texts if len(text.trajectory_info["messages"]) > 1)
     assert {"type": "image"} in told[1]["content"]
     assert len(json.dumps(told[1])) < 200
     (kept,) = _bounded(told[1:2])
@@ -144,11 +144,16 @@ def test_an_image_that_cannot_be_shown_is_text_for_the_policy(make, images, show
     code = OWN.replace("return [image, ", f"return [{shown}, ")
     trainer = make("qwen3_vl", "Room", code, **FEW, **{TURNS + "images": images})
     batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
-    results = [message["content"] for text in texts for message in text.told["messages"] if message["role"] == "tool"]
+    results = [
+        message["content"]
+        for text in texts
+        for message in text.trajectory_info["messages"]
+        if message["role"] == "tool"
+    ]
     assert results
     assert all(result.startswith(words) for result in results)
     assert numbers.per_sample[c.TOOL_ERRORS].sum() == len(results)
-    assert not any(batch[c.OWN_IMAGES])
+    assert not any(batch[c.RESPONSE_IMAGES])
 
 
 def test_what_takes_no_image_is_told_before_the_run(vision_models, tiny_model, picture_files, tmp_path):

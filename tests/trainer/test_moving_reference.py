@@ -79,7 +79,9 @@ def settings(tmp_path, **changes):
 
 def test_adapters_cannot_move_and_without_a_reference_nothing_does(tmp_path):
     (problem,) = broken_rules(settings(tmp_path, actor_rollout_ref__model__lora_rank=2))
-    assert problem.startswith(f"{KEY}=2: with LoRA the reference is the policy without its adapters, which cannot move")
+    assert problem.startswith(
+        f"{KEY}=2: with LoRA the reference is the policy without its adapters, which does not change"
+    )
     alone = settings(tmp_path, actor_rollout_ref__actor__use_kl_loss=False)
     assert broken_rules(alone) == []
     assert any(note.startswith(f"{KEY}: no effect") for note in without_effect(alone))

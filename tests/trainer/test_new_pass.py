@@ -98,11 +98,11 @@ def test_workers_load_it_and_measure_with_it(process_group, tutor, tiny_trainer,
     trainer = tiny_trainer(**changes)
     samples = trainer.step(1).samples
     worker = trainer.worker
-    assert worker.residency.models["tutor"] is worker.actor.frozen.models["tutor"]
-    assert not any(weight.requires_grad for weight in worker.residency.models["tutor"].parameters())
+    assert worker.offloader.models["tutor"] is worker.actor.inference_models.models["tutor"]
+    assert not any(weight.requires_grad for weight in worker.offloader.models["tutor"].parameters())
     assert trainer.model_sizes["tutor_matmul_parameters"] > trainer.model_sizes["matmul_parameters"]
-    moments = trainer.frozen.log_probs("tutor", c.REF_LOG_PROBS, samples, Layout([np.arange(16)], [[(16,)]]))
-    assert worker.residency.phase == "tutor"
+    moments = trainer.inference_models.log_probs("tutor", c.REF_LOG_PROBS, samples, Layout([np.arange(16)], [[(16,)]]))
+    assert worker.offloader.phase == "tutor"
     assert moments["tutor"].count == samples[c.POLICY_TOKENS].sum()
     assert moments["tutor"].mean < 0
     samples.request(np.arange(len(samples)), [c.REF_LOG_PROBS])  # raises KeyError if a sample lacks the column

@@ -48,8 +48,8 @@ def test_what_spans_nodes_spans_whole_ones(key, what):
     for size in (4, 8):
         with pytest.raises(ConfigError) as caught:
             plan("trainer.nnodes=4", "trainer.n_gpus_per_node=6", f"{key}={size}")
-        said = f"{key}={size} does not divide trainer.n_gpus_per_node=6: some {what} would span nodes, and others not."
-        assert f"{said} Use one of 1, 2, 3, 6, or a multiple of 6." in str(caught.value)
+        said = f"{key}={size} does not divide trainer.n_gpus_per_node=6: some {what} would span nodes and others would"
+        assert f"{said} not. Use one of 1, 2, 3, 6, or a multiple of 6." in str(caught.value)
     for size in (3, 12):
         plan("trainer.nnodes=4", "trainer.n_gpus_per_node=6", f"{key}={size}")
 
@@ -135,7 +135,7 @@ def test_nothing_is_rounded_in_silence(overrides):
 
 
 def test_fewer_prompts_than_a_batch_is_an_error_that_proposes_longer_ones():
-    with pytest.raises(ConfigError, match=r"data.train_batch_size=8 is more than the 7 prompts"):
+    with pytest.raises(ConfigError, match=r"data.train_batch_size=8 is more than the 7 training prompts"):
         plan(*EIGHT, num_prompts=7)
     config = load_config(EIGHT).config
     with pytest.raises(ConfigError, match=r"raise data.max_prompt_length \(3 are too long\)"):

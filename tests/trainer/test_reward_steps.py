@@ -104,7 +104,7 @@ def test_the_rule_reward_may_be_a_weighted_sum_of_numbers(make):
     assert samples["rule_score"][~failed] == pytest.approx(2.0 * samples["scorer/acc"][~failed] + 0.125)
     assert samples["rule_score"][failed].tolist() == [0.0], "what the failure is worth"
     trainer.pool.score = lambda *given: {k: v for k, v in score(*given).items() if k != "scorer/acc"}
-    with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer returned no number"):
+    with pytest.raises(RewardError, match=r"reward.weights.acc: the scorer did not return the number"):
         trainer.step(2)
 
 

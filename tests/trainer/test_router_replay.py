@@ -83,7 +83,7 @@ def test_turns_go_on_where_the_row_was_kept(process_group, tiny_trainer, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({MODE: "R2", "algorithm__rollout_correction__bypass_mode": True}, "makes none. Use R3"),
+        ({MODE: "R2", "algorithm__rollout_correction__bypass_mode": True}, "skips it. Use R3"),
         ({MODE: "R3", R + "name": "sglang"}, "rollout.name=hf or rollout.name=vllm, or R2"),
         ({MODE: "R3", R + "name": "vllm"}, "enable_prefix_caching=False"),
         ({MODE: "R3", R + "name": "vllm"}, "Set actor_rollout_ref.rollout.enforce_eager=True"),

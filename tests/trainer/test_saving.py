@@ -46,7 +46,9 @@ class Later(LocalHandle):
 def saver_of(trainer, folder: RunFolder) -> Saver:
     """A saver of a trainer whose saves are written when they are waited for."""
     group, submit = trainer.group, LocalGroup.submit
-    group.submit = lambda calls, ranks=None, beside=False: Later(group, calls) if beside else submit(group, calls)
+    group.submit = lambda calls, ranks=None, concurrent=False: (
+        Later(group, calls) if concurrent else submit(group, calls)
+    )
     return Saver(trainer.cfg, folder, trainer.actor, trainer.critic, "rows:1", 16)
 
 

@@ -15,7 +15,7 @@ from rltrain.config.schema.algorithm import AlgorithmConfig
 from rltrain.models.attention.packing import pack
 from rltrain.models.weights import shard
 from rltrain.run.preflight.settings import check_plugins
-from rltrain.trainer.advantage import whole_groups
+from rltrain.trainer.advantage import regroup_by_prompt
 from rltrain.trainer.batching.balance import Layout
 from rltrain.trainer.batching.mini_batches import cut_prompts
 from rltrain.trainer.progress import Progress
@@ -84,7 +84,7 @@ def test_without_a_kl_there_is_no_reference_and_no_pass(make):
         trainer = make(**keys)
         trainer.step(1)
         assert trainer.group.calls.count("Actor.ref_log_probs") == calls
-        assert ("ref" in trainer.worker.residency.models) == (keys != NO_KL)
+        assert ("ref" in trainer.worker.offloader.models) == (keys != NO_KL)
 
 
 def test_remax_compares_with_the_greedy_answer_to_the_prompt(make):
@@ -214,9 +214,9 @@ def test_a_validation_temperature_samples(make, keys, temperature, num_samples):
 def test_whole_groups_lie_on_one_rank_each_and_their_baselines_are_those_of_one_rank():
     groups = np.array([0, 0, 0, 1, 1, 2, 2])
     layout = Layout([np.array([0, 3, 5]), np.array([1, 4, 2]), np.array([6])], [[(2, 1)], [(3,)], [(1,)]])
-    whole = whole_groups(layout, groups)
-    assert [sorted(ids.tolist()) for ids in whole.ids] == [[3, 4, 5, 6], [0, 1, 2], []]
-    assert whole.micro_sizes == [[(4,)], [(3,)], [(0,)]]
+    regrouped = regroup_by_prompt(layout, groups)
+    assert [sorted(ids.tolist()) for ids in regrouped.ids] == [[3, 4, 5, 6], [0, 1, 2], []]
+    assert regrouped.micro_sizes == [[(4,)], [(3,)], [(0,)]]
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([3, 0, 2, 4, 1, 2, 5])
     columns = [
@@ -230,6 +230,6 @@ def test_whole_groups_lie_on_one_rank_each_and_their_baselines_are_those_of_one_
         return ESTIMATORS["optimal_token_baseline"](inputs, AlgorithmConfig()).advantages.rows()
 
     together = list(estimated(np.arange(7)))
-    for ids in whole.ids[:2]:
+    for ids in regrouped.ids[:2]:
         for number, row in zip(ids, estimated(ids), strict=True):
             assert row.tolist() == pytest.approx(together[number].tolist(), abs=1e-12)

@@ -51,7 +51,7 @@ def test_an_answer_goes_on_behind_the_tools(process_group, tiny_trainer, tools, 
     assert context[0] == END_ID
     assert (calls >= turns - 1).all()
     # What a scorer is told of each, and it goes with the text from process to process.
-    told = [pickle.loads(pickle.dumps(text)).told for text in texts]
+    told = [pickle.loads(pickle.dumps(text)).trajectory_info for text in texts]
     assert [each["num_turns"] for each in told] == (2 * turns).tolist()
     assert [len(each["tool_rewards"]) for each in told] == calls.tolist()
     answered = trainer.step(1)
@@ -135,7 +135,7 @@ def test_an_answer_whose_tool_ends_the_process_is_left_out(process_group, tiny_t
     _, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
     failed = numbers.per_sample[c.AGENT_FAILED]
     assert failed.any()
-    told = [text.told.get("agent_failed", "") for text in texts]
+    told = [text.trajectory_info.get("agent_failed", "") for text in texts]
     assert [bool(each) for each in told] == failed.tolist()
     assert next(filter(None, told)) == "the agent's process ended with exit code 1"
     assert numbers.failure == "the agent's process ended with exit code 1"

@@ -82,6 +82,6 @@ def test_a_tool_of_verls_keeps_its_sum_for_an_answer_and_starts_as_the_row_says(
     assert numbers[c.TOOL_CALLS].max() > 1
     assert not numbers[c.TOOL_ERRORS].any()
     for place, text in enumerate(texts):
-        results = [message["content"] for message in text.told["messages"] if message["role"] == "tool"]
+        results = [message["content"] for message in text.trajectory_info["messages"] if message["role"] == "tool"]
         assert results == [str(100 * (place // n) + 5 * (call + 1)) for call in range(len(results))]
-        assert [reward for reward in text.told["tool_rewards"] if reward] == [0.5] * len(results)
+        assert [reward for reward in text.trajectory_info["tool_rewards"] if reward] == [0.5] * len(results)

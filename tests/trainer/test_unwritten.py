@@ -8,8 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from rltrain.common.attempt import ATTEMPT, told_supervisor
-from rltrain.common.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, unwritten
+from rltrain.common.attempt import ATTEMPT, read_reports
+from rltrain.common.errors import DiskError, NodesMissing, StorageError, WorkerLost, command, write_error
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.main_ppo import main
 from rltrain.models.files.hashed import hashed
@@ -46,7 +46,7 @@ def test_storage_that_fails_a_write_is_no_full_disk(tmp_path):
     with pytest.raises(StorageError, match=said), hashed(tmp_path / "shard", {}) as file:
         file.write(bytes(100))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(StorageError, match=r"Input/output error. The storage does not answer: see to it"):
+    with pytest.raises(StorageError, match=r"Input/output error. The storage does not respond. Check it"):
         archive_outputs(TrainerConfig(), tmp_path, 1)
 
 
@@ -60,9 +60,9 @@ def test_the_supervisor_is_told_what_waiting_may_mend(tmp_path, monkeypatch):
 
         file.write_text("")
         command(main)([])
-        return told_supervisor(file)["passing"]
+        return read_reports(file)["passing"]
 
-    assert ends(unwritten("x", OSError(errno.EIO, "")))
+    assert ends(write_error("x", OSError(errno.EIO, "")))
     assert ends(NodesMissing("waited 600 s (WAIT_S) for a node"))
     assert not ends(DiskError("full"))
     assert not ends(WorkerLost("rank 0 died"))
@@ -72,4 +72,4 @@ def test_the_supervisor_is_told_what_waiting_may_mend(tmp_path, monkeypatch):
 
     file.write_text("")
     assert main([], fails) == 75
-    assert told_supervisor(file)["passing"]
+    assert read_reports(file)["passing"]

@@ -142,11 +142,16 @@ def rollout_of(**keys) -> RolloutConfig:
 def jobs_of(prompts: Sequence[np.ndarray], num_samples: int, step: int = 1, seed: int = 7) -> list[Job]:
     """One job a prompt."""
     seeds = sample_seeds(seed, step, range(len(prompts)), num_samples).reshape(-1, num_samples)
-    return [Job(place, np.arange(num_samples), prompt, seeds[place]) for place, prompt in enumerate(prompts)]
+    return [
+        Job(prompt_index, np.arange(num_samples), prompt, seeds[prompt_index])
+        for prompt_index, prompt in enumerate(prompts)
+    ]
 
 
-def queue_of(jobs: Sequence[Job], num_dealt: int = 0, enough: int | None = None, must: int = 0) -> JobQueue:
-    return JobQueue(jobs, num_dealt, ALONE, _STORE, f"test/{next(_CALLS)}", enough, must)
+def queue_of(
+    jobs: Sequence[Job], num_dealt: int = 0, target_complete: int | None = None, num_required: int = 0
+) -> JobQueue:
+    return JobQueue(jobs, num_dealt, ALONE, _STORE, f"test/{next(_CALLS)}", target_complete, num_required)
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,8 @@ def generate(engine, sampling: Sampling, prompts: Sequence[np.ndarray], num_samp
 
 
 class Talk:
-    """Conversations of up to four turns: behind each an answer waits for a few calls of `take`, and is told something.
+    """Conversations of up to four turns: behind each an answer waits for a few calls of `next_jobs`, and is told
+    something.
 
     keeps: whether it says so of those that wait; most: tokens of an answer.
     """
@@ -202,7 +208,7 @@ class Talk:
         self.tokens: dict[Key, list[int]] = {}
         """Behind the prompt, what was said to the answer among them."""
         self.turns: dict[Key, list[Turn]] = {}
-        self._jobs = {job.place: job for job in jobs}
+        self._jobs = {job.prompt_index: job for job in jobs}
         self._new, self._most, self._keeps = list(jobs), most, keeps
         self._calls = 0
         self._due: dict[Key, int] = {}
@@ -211,11 +217,11 @@ class Talk:
         """What the answer is told behind each turn: of 1 to 4 tokens."""
         return [2 + (7 * key[0] + 3 * key[1] + number) % 18 for number in range(1 + sum(key) % 4)]
 
-    def take(self, most: int) -> list[Job]:
+    def next_jobs(self, most: int) -> list[Job]:
         self._calls += 1
         taken = [self._next_turn(key) for key, due in list(self._due.items()) if due <= self._calls][:most]
         for job in taken:
-            del self._due[job.place, int(job.samples[0])]
+            del self._due[job.prompt_index, int(job.samples[0])]
         room = most - len(taken)
         while self._new and len(self._new[0].samples) <= room:
             taken.append(self._new.pop(0))
@@ -223,12 +229,12 @@ class Talk:
         return taken
 
     def _next_turn(self, key: Key) -> Job:
-        job, (place, sample) = self._jobs[key[0]], key
+        job, (prompt_index, sample) = self._jobs[key[0]], key
         given = np.array(self.tokens[key], dtype=np.int32)
-        return Job(place, np.array([sample]), job.prompt, job.seeds[job.samples == sample], (given,), job.images)
+        return Job(prompt_index, np.array([sample]), job.prompt, job.seeds[job.samples == sample], (given,), job.images)
 
-    def ended(self, turn: Turn) -> None:
-        key = turn.place, turn.sample
+    def on_turn_end(self, turn: Turn) -> None:
+        key = turn.prompt_index, turn.sample
         turns = self.turns.setdefault(key, [])
         turns.append(turn)
         tokens = self.tokens.setdefault(key, self._given(key))
@@ -241,8 +247,8 @@ class Talk:
         job = self._jobs[key[0]]
         return job.given[job.samples.tolist().index(key[1])].tolist() if job.given else []
 
-    def goes_on(self, place: int, sample: int) -> bool:
-        return self._keeps and (place, sample) in self._due
+    def is_pending(self, prompt_index: int, sample: int) -> bool:
+        return self._keeps and (prompt_index, sample) in self._due
 
     def wait(self) -> bool:
         self._calls = max(self._calls, min(self._due.values(), default=0))

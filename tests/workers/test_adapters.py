@@ -144,7 +144,7 @@ def test_old_or_wrong_weights_are_noticed_by_the_canary(policy, engine, sync, mo
         sync()
         move(policy, 1)
     monkeypatch.setattr(engine, "load_weights", lost if which == "adapters" else wrong)
-    with pytest.raises(SyncError, match="answers otherwise than the trainer"):
+    with pytest.raises(SyncError, match="differs from the trainer"):
         sync()
 
 
@@ -198,10 +198,10 @@ def test_what_vllm_cannot_hold_is_refused_before_a_run(tiny_model):
     refuse_adapters(adapted, [], config, "cpu", torch.float32)
     for refused, match in (
         ((adapted, [], config, "npu", torch.bfloat16), "vllm-ascend"),
-        ((adapted, [], config, "cuda", torch.float32), r"half precision alone \(rollout.dtype=bfloat16\)"),
+        ((adapted, [], config, "cuda", torch.float32), r"need half precision \(rollout.dtype=bfloat16\)"),
         ((adapted, [], DeepseekV3Config(kv_lora_rank=64), "cpu", torch.float32), "latent attention"),
         ((adapted, ["visual.a"], config, "cpu", torch.float32), "visual.a is no part of the language model"),
     ):
         with pytest.raises(ConfigError, match=match) as error:
             refuse_adapters(*refused)
-        assert str(error.value).endswith("Leave it out: adapters then come merged into the weights.")
+        assert str(error.value).endswith("Leave it out: adapters are then merged into the weights.")

@@ -235,8 +235,8 @@ def test_samples_differ_and_repeat_however_they_are_spread(seeded, ready):
     # As two replicas would be served: other neighbours, another order.
     jobs = jobs_of(PROMPTS, 4)
     for share in ([3, 1], [2, 0]):
-        generated = answers(serve(ready, queue_of([jobs[place] for place in share]), Sampling(16)))
-        assert generated == [together[4 * place + number] for place in share for number in range(4)]
+        generated = answers(serve(ready, queue_of([jobs[prompt_index] for prompt_index in share]), Sampling(16)))
+        assert generated == [together[4 * prompt_index + number] for prompt_index in share for number in range(4)]
 
 
 def test_sampled_answers_are_those_of_the_embedded_engine(ready, plain, tiny_model, request):
@@ -255,10 +255,10 @@ def test_sampled_answers_are_those_of_the_embedded_engine(ready, plain, tiny_mod
 def test_a_job_is_handed_out_as_soon_as_it_has_ended(ready):
     jobs = jobs_of(PROMPTS, 4)
     told = []
-    found = serve(ready, queue_of(jobs), Sampling(12), lambda job, texts: told.append((job.place, texts)))
-    assert sorted(place for place, _ in told) == [0, 1, 2, 3]
-    for place, texts in told:
-        assert texts == answers(found)[4 * place : 4 * place + 4]
+    found = serve(ready, queue_of(jobs), Sampling(12), lambda job, texts: told.append((job.prompt_index, texts)))
+    assert sorted(prompt_index for prompt_index, _ in told) == [0, 1, 2, 3]
+    for prompt_index, texts in told:
+        assert texts == answers(found)[4 * prompt_index : 4 * prompt_index + 4]
 
 
 def test_no_prompts_and_the_longest_prompt(ready, plain):
@@ -272,7 +272,7 @@ def test_no_prompts_and_the_longest_prompt(ready, plain):
 def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
     """One of four jobs is enough: the others come back as far as they are, and the engine goes on afterwards."""
     jobs = jobs_of(PROMPTS, 2)
-    queue = queue_of(jobs, enough=1)
+    queue = queue_of(jobs, target_complete=1)
     found = serve(ready, queue, Sampling(40))
     whole = answers(generate(ready, Sampling(40), PROMPTS, 2))
     assert bool(found.aborted.any())
@@ -291,9 +291,9 @@ def test_a_begun_answer_continues_as_if_never_stopped(ready, sampling):
     begun[3] = 0  # a sample that has no token yet, beside others of its prompt that have some
     given = [answer[:count].numpy() for answer, count in zip(all_of_it, begun, strict=True)]
     told = {}
-    parts = [tuple(given[3 * place : 3 * place + 3]) for place in range(3)]
+    parts = [tuple(given[3 * prompt_index : 3 * prompt_index + 3]) for prompt_index in range(3)]
     queue = queue_of([replace(job, given=part) for job, part in zip(jobs, parts, strict=False)] + jobs[3:])
-    rest = serve(ready, queue, sampling, lambda job, found: told.update({job.place: found}))
+    rest = serve(ready, queue, sampling, lambda job, found: told.update({job.prompt_index: found}))
     begun[9:] = [0, 0, 0]
     assert [row.tolist() for row in rest.tokens.rows()] == [
         answer[count:].tolist() for answer, count in zip(all_of_it, begun, strict=True)
@@ -310,18 +310,18 @@ def test_a_later_turn_sees_the_whole_conversation(ready, plain):
     source = Talk(jobs_of(PROMPTS, 4), 30)
     ready.generate(source, Sampling(30))
     assert sum(len(turns) > 1 for turns in source.turns.values()) > 4
-    for (place, sample), turns in source.turns.items():
-        text = PROMPTS[place].tolist()
+    for (prompt_index, sample), turns in source.turns.items():
+        text = PROMPTS[prompt_index].tolist()
         for turn in turns:
             expected = log_probs_of(plain, np.array(text, dtype=np.int32), turn.tokens)
             assert distance(torch.tensor(turn.log_probs), expected) < 1e-5
-            text += [*turn.tokens, *source.said((place, sample))]
+            text += [*turn.tokens, *source.said((prompt_index, sample))]
 
 
 def test_after_the_stop_no_further_job_is_begun(ready):
-    queue = queue_of(jobs_of(PROMPTS, 8), enough=1)
+    queue = queue_of(jobs_of(PROMPTS, 8), target_complete=1)
     serve(ready, queue, Sampling(40))
-    assert [job.place for job in queue.taken] == [0]
+    assert [job.prompt_index for job in queue.taken] == [0]
 
 
 def test_a_text_is_scored_as_by_the_trainer(ready, plain):

@@ -65,8 +65,15 @@ def ready(made):
 def jobs_of(asked, num_samples: int, given=None) -> list[Job]:
     seeds = sample_seeds(7, 1, range(len(asked)), num_samples).reshape(-1, num_samples)
     return [
-        Job(place, np.arange(num_samples), each.tokens, seeds[place], given and given[place], each.images)
-        for place, each in enumerate(asked)
+        Job(
+            prompt_index,
+            np.arange(num_samples),
+            each.tokens,
+            seeds[prompt_index],
+            given and given[prompt_index],
+            each.images,
+        )
+        for prompt_index, each in enumerate(asked)
     ]
 
 
@@ -122,7 +129,10 @@ def test_answers_go_on_where_they_were_left(ready):
     engine, _, asked = ready
     sampling = Sampling(12, ignore_eos=True)
     whole = answers(run(engine, asked, sampling, 2))
-    given = [tuple(np.array(whole[2 * place + k][:5], dtype=np.int32) for k in (0, 1)) for place in range(len(asked))]
+    given = [
+        tuple(np.array(whole[2 * prompt_index + k][:5], dtype=np.int32) for k in (0, 1))
+        for prompt_index in range(len(asked))
+    ]
     rest = answers(serve(engine, queue_of(jobs_of(asked, 2, given)), sampling))
     assert [[*part, *more] for part, more in zip([one for pair in given for one in pair], rest, strict=True)] == whole
 

@@ -137,7 +137,7 @@ def test_prompt_and_answer_together_stay_within_max_model_len(plain):
     generated = generate(engine, 1, LONG)
     assert generated.tokens.lengths.tolist() == [24 - len(prompt) for prompt in PROMPTS]
     assert generated.truncated.all()
-    with pytest.raises(DataError, match=r"prompt of 23 tokens leaves no room .*max_model_len=23"):
+    with pytest.raises(DataError, match=r"prompt of 23 tokens leaves no space .*max_model_len=23"):
         generate(make_engine(plain, max_model_len=23), 1, LONG)
 
 

@@ -12,7 +12,7 @@ from rltrain.config.passes import JUDGE_PHASE
 from rltrain.config.step_passes import make_step_passes
 from rltrain.models.weights.spec import specs_of
 from rltrain.workers.judge import JudgeWorker
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 from tests.tiny import save_scripted_judge, small_run
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -33,7 +33,7 @@ def judge(tiny_model, arithmetic_files, tmp_path):
         passes = make_step_passes(cfg)
         assert {"judge"} <= passes.roles
         assert "reward_model" not in passes.roles
-        return JudgeWorker(cfg, specs_of(cfg, get_device("cpu"), passes), passes, Residency(get_device("cpu")))
+        return JudgeWorker(cfg, specs_of(cfg, get_device("cpu"), passes), passes, OffloadManager(get_device("cpu")))
 
     return make
 
@@ -74,12 +74,12 @@ def test_its_engine_has_weights_in_its_own_phase_alone(judge, scripted):
     replies(worker, "7")
     engine = worker.engine.model
     assert not any(weight.is_meta for weight in engine.parameters())
-    worker.residency.enter("update_actor")
+    worker.offloader.enter_phase("update_actor")
     assert all(weight.is_meta for weight in engine.parameters())
-    assert worker.residency.models["judge"] is worker.model
+    assert worker.offloader.models["judge"] is worker.model
     assert not any(weight.requires_grad for weight in worker.model.parameters())
     assert replies(worker, "7")[0][0].text == "yes"
-    assert worker.residency.phase == JUDGE_PHASE
+    assert worker.offloader.phase == JUDGE_PHASE
 
 
 def test_weights_that_do_not_arrive_end_the_run(judge, scripted):

@@ -125,6 +125,6 @@ def test_weights_that_vllm_did_not_get_are_named(engine, model):
 
 
 def test_derived_weights_are_refused_on_the_npu(family):
-    with pytest.raises(ConfigError, match=r"rollout.name=vllm on an NPU does not take over .* Use rollout.name=hf"):
+    with pytest.raises(ConfigError, match=r"rollout.name=vllm on an NPU cannot load .* Use rollout.name=hf"):
         refuse_on_npu(CONFIGS[family])
     assert not derived_weights(Qwen3MoeConfig(num_experts=0))

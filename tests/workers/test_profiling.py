@@ -83,9 +83,9 @@ def test_chosen_phases_of_chosen_steps_are_profiled_on_chosen_ranks():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trainer.profile_steps=[0]"], "there is no step 0. Steps are counted from 1"),
-        (["trainer.profile_phases=[generate]"], "there is no phase 'generate'. A step"),
-        (["trainer.profile_ranks=[2]"], "there is no rank 2. With 2 devices"),
+        (["trainer.profile_steps=[0]"], "step 0 does not exist. Steps are counted from 1"),
+        (["trainer.profile_phases=[generate]"], "phase 'generate' does not exist. A step"),
+        (["trainer.profile_ranks=[2]"], "rank 2 does not exist. With 2 devices"),
     ],
 )
 def test_what_a_run_does_not_have_is_named(words, said):

@@ -12,18 +12,18 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.workers.rollout.answering import Reply
 from rltrain.workers.rollout.contract import Job, Turn, turns_of
 from rltrain.workers.rollout.conversations import Conversations, begun_conversations, payload_of
-from rltrain.workers.rollout.queue import JobQueue, Replica, give_up
+from rltrain.workers.rollout.queue import JobQueue, Replica, abort
 from tests.workers.engines import ALONE, queue_of
 
 PROMPT = np.array([2, 5], dtype=np.int32)
 
 
-def job(place, *samples):
-    return Job(place, np.array(samples), PROMPT, np.zeros(len(samples), dtype=np.uint64))
+def job(prompt_index, *samples):
+    return Job(prompt_index, np.array(samples), PROMPT, np.zeros(len(samples), dtype=np.uint64))
 
 
-def turn_of(place, sample, tokens, reason="stop"):
-    return Turn(place, sample, tokens, [-0.5] * len(tokens), reason, 2.0)
+def turn_of(prompt_index, sample, tokens, reason="stop"):
+    return Turn(prompt_index, sample, tokens, [-0.5] * len(tokens), reason, 2.0)
 
 
 class SeeingQueue:
@@ -32,11 +32,11 @@ class SeeingQueue:
     def __init__(self, asked):
         self.jobs, self.ended_jobs = [asked], []
 
-    def take(self, most):
+    def next_jobs(self, most):
         jobs, self.jobs = self.jobs, []
         return jobs
 
-    def ended(self, asked):
+    def on_job_end(self, asked):
         self.ended_jobs.append(asked)
 
 
@@ -44,11 +44,11 @@ def test_a_job_is_over_with_its_last_conversation_and_reported_without_its_pixel
     reported = []
     queue = SeeingQueue(replace(job(0, 1, 2), images="pixels"))
     source = Conversations(queue, 20, finished=lambda asked, answers: reported.append((asked, answers)))
-    (taken,) = source.take(9)
+    (taken,) = source.next_jobs(9)
     assert taken.images == "pixels"
-    source.ended(turn_of(0, 2, [5, 1]))
+    source.on_turn_end(turn_of(0, 2, [5, 1]))
     assert not reported
-    source.ended(turn_of(0, 1, [7], "length"))
+    source.on_turn_end(turn_of(0, 1, [7], "length"))
     ((asked, answers),) = reported
     assert asked.images is None
     assert queue.ended_jobs == [asked]
@@ -63,9 +63,9 @@ def test_a_job_with_a_turn_that_was_given_up_is_not_reported():
     reported = []
     queue = SeeingQueue(job(0, 1, 2))
     source = Conversations(queue, 20, finished=lambda asked, answers: reported.append(asked))
-    source.take(9)
-    source.ended(turn_of(0, 1, [7]))
-    source.ended(turn_of(0, 2, [7], "abort"))
+    source.next_jobs(9)
+    source.on_turn_end(turn_of(0, 1, [7]))
+    source.on_turn_end(turn_of(0, 2, [7], "abort"))
     assert (reported, queue.ended_jobs) == ([], [])
     assert [(answer.aborted, answer.tokens.tolist()) for answer in source.all] == [(False, [7]), (True, [7])]
 
@@ -81,11 +81,11 @@ def test_a_conversation_goes_on_behind_the_tokens_that_it_has():
         }
     )
     (known,) = begun_conversations(begun, [PROMPT] * 3, 2)
-    assert (known.place, known.sample) == (2, 1)
+    assert (known.prompt_index, known.sample) == (2, 1)
     source = Conversations(SeeingQueue(job(2, 0, 1)), 20, {(2, 1): known})
-    source.take(9)
-    source.ended(turn_of(2, 1, [3, 1]))
-    source.ended(turn_of(2, 0, [8]))
+    source.next_jobs(9)
+    source.on_turn_end(turn_of(2, 1, [3, 1]))
+    source.on_turn_end(turn_of(2, 0, [8]))
     payload = payload_of(source.all)
     assert [row.tolist() for row in payload.ragged(c.RESPONSE).rows()] == [[8], [4, 9, 6, 3, 1]]
     assert [row.tolist() for row in payload.ragged(c.RESPONSE_MASK).rows()] == [[True], [True, False, True, True, True]]
@@ -99,7 +99,7 @@ class Answers:
 
     max_model_len = 32
 
-    def ask(self, key, conversation, reason):
+    def request_reply(self, key, conversation, reason):
         self.key = key
         return True
 
@@ -111,9 +111,9 @@ class Answers:
 
 def test_the_job_of_a_next_turn_says_that_it_begins_after_its_given_tokens():
     source = Conversations(SeeingQueue(job(0, 0)), 20, answering=(Answers(), 9))
-    (first,) = source.take(9)
-    source.ended(turn_of(0, 0, [4]))
-    (second,) = source.take(9)
+    (first,) = source.next_jobs(9)
+    source.on_turn_end(turn_of(0, 0, [4]))
+    (second,) = source.next_jobs(9)
     assert (first.begins_turn, second.begins_turn, second.given[0].tolist()) == (False, True, [4, 7])
     assert [len(turn.earlier) for turn in (*turns_of(second), *turns_of(replace(second, begins_turn=False)))] == [0, 2]
 
@@ -121,32 +121,32 @@ def test_the_job_of_a_next_turn_says_that_it_begins_after_its_given_tokens():
 @pytest.mark.parametrize("damage", [{"tokens": [4, 20]}, {"tokens": [-1, 4]}, {"log_probs": [-1.0, float("nan")]}])
 def test_a_damaged_turn_is_left_out_and_counted(damage):
     source = Conversations(SeeingQueue(job(0, 0, 1)), 20)
-    source.take(9)
-    source.ended(replace(turn_of(0, 0, [4, 4]), **damage))
-    source.ended(turn_of(0, 1, [4, 4]))
+    source.next_jobs(9)
+    source.on_turn_end(replace(turn_of(0, 0, [4, 4]), **damage))
+    source.on_turn_end(turn_of(0, 1, [4, 4]))
     assert [answer.tokens.tolist() for answer in source.all] == [[], [4, 4]]
     assert (source.num_damaged, source.num_unknown) == (1, int("tokens" in damage))
 
 
 def test_a_prompt_counts_when_all_its_jobs_have_ended():
     jobs = [job(0, 0, 1), job(0, 2), job(1, 0, 1), job(1, 2), job(2, 0, 1, 2)]
-    queue = queue_of(jobs, enough=2)
+    queue = queue_of(jobs, target_complete=2)
     stopped = []
     for each in (0, 2, 4, 3):
-        queue.ended(jobs[each])
+        queue.on_job_end(jobs[each])
         stopped.append(queue.stopped())
     assert stopped == [False, False, False, True]
-    assert queue.take(100) == []
+    assert queue.next_jobs(100) == []
     assert not queue_of(jobs).stopped()
 
 
 def test_the_stop_waits_for_the_first_prompts():
-    jobs = [job(place, 0) for place in (0, 2, 3, 4)]  # the prompt at place 1 has nothing to be done
-    queue = queue_of(jobs, enough=1, must=2)
+    jobs = [job(prompt_index, 0) for prompt_index in (0, 2, 3, 4)]  # the prompt at place 1 has nothing to be done
+    queue = queue_of(jobs, target_complete=1, num_required=2)
     for each in (3, 1, 2):
-        queue.ended(jobs[each])
+        queue.on_job_end(jobs[each])
         assert not queue.stopped()
-    queue.ended(jobs[0])
+    queue.on_job_end(jobs[0])
     assert queue.stopped()
 
 
@@ -154,12 +154,12 @@ def test_the_stop_waits_for_the_first_prompts():
 def test_replicas_count_together(tmp_path, kind):
     """Jobs of one prompt are served by different replicas at the same time."""
     store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1)
-    jobs = [job(place, sample) for place in range(40) for sample in range(4)]
-    queues = [JobQueue(jobs, 8, Replica(number, 4, 0, 1), store, "call", enough=40) for number in range(4)]
+    jobs = [job(prompt_index, sample) for prompt_index in range(40) for sample in range(4)]
+    queues = [JobQueue(jobs, 8, Replica(number, 4, 0, 1), store, "call", target_complete=40) for number in range(4)]
 
     def serve(queue):
-        while taken := queue.take(1):
-            queue.ended(taken[0])
+        while taken := queue.next_jobs(1):
+            queue.on_job_end(taken[0])
 
     threads = [threading.Thread(target=serve, args=(queue,)) for queue in queues]
     for thread in threads:
@@ -176,11 +176,11 @@ def test_replicas_count_together(tmp_path, kind):
 
 def test_a_queue_whose_answers_nobody_wants_any_more_ends():
     store = dist.HashStore()
-    jobs = [job(place, 0) for place in range(3)]
+    jobs = [job(prompt_index, 0) for prompt_index in range(3)]
     ends, other = (JobQueue(jobs, 1, ALONE, store, name, can_end=name == "a") for name in "ab")
-    assert ends.take(1) == jobs[:1]
+    assert ends.next_jobs(1) == jobs[:1]
     assert (ends.may_stop, ends.stopped(), other.may_stop) == (True, False, False)
-    give_up(store)
+    abort(store)
     assert ends.stopped()
-    assert ends.take(1) == []
-    assert (other.stopped(), other.take(1)) == (False, jobs[:1])
+    assert ends.next_jobs(1) == []
+    assert (other.stopped(), other.next_jobs(1)) == (False, jobs[:1])

@@ -9,7 +9,7 @@ from rltrain.common.device import DEVICES
 from rltrain.common.errors import ConfigError
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.workers.hybrid import check_room
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 
 VLLM = RolloutConfig(name="vllm", gpu_memory_utilization=0.5)
 
@@ -30,9 +30,9 @@ class Card:
         return 100 << 20
 
 
-def room(free: int, *, offload: bool = False) -> Residency:
+def room(free: int, *, offload: bool = False) -> OffloadManager:
     """With an optimizer over 4 MiB of weights, which will need 8."""
-    found = Residency(Card())
+    found = OffloadManager(Card())
     found.device.free = free
     weights = torch.nn.Parameter(torch.zeros(1 << 20))
     found.add_optimizer(torch.optim.AdamW([weights]), "update_actor", offload=offload)
@@ -50,4 +50,4 @@ def test_the_optimizer_to_come_counts_at_the_engines_start():
     with pytest.raises(ConfigError, match=r"generate: .* Set actor_rollout_ref"):
         check_room(replace(VLLM, free_cache_engine=False), room(free=7))
     check_room(replace(VLLM, name="hf"), room(free=0))
-    assert Residency(DEVICES["cpu"]).bytes_to_come() == 0
+    assert OffloadManager(DEVICES["cpu"]).future_optimizer_bytes() == 0

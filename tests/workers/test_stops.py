@@ -51,7 +51,7 @@ def test_it_is_found_with_the_token_that_completes_it(given, tokens, known, end)
 def test_a_stop_text_begins_in_the_same_turn_and_not_in_the_result_of_a_tool(begins_turn):
     given = (np.array([1, 2, 3], dtype=np.int32),)
     job = Job(0, np.arange(1), np.array([8]), np.zeros(1, dtype=np.uint64), given, begins_turn=begins_turn)
-    turns = RunningTurns(8, 32, SimpleNamespace(ended=lambda turn: None), StopTexts(["</answer>"], text))
+    turns = RunningTurns(8, 32, SimpleNamespace(on_turn_end=lambda turn: None), StopTexts(["</answer>"], text))
     ended = turns.write(turns.add([job]), np.array([4]), np.zeros(1, dtype=np.float32), np.zeros(1, dtype=bool))
     assert bool(ended) == (not begins_turn)
 
@@ -72,7 +72,7 @@ def test_what_an_engine_has_not_is_refused(tmp_path):
     (line,) = problems(**sglang, **{R + "val_kwargs__repetition_penalty": 1.2})
     assert line.startswith("actor_rollout_ref.rollout.val_kwargs.repetition_penalty=1.2: rollout.name=sglang would")
     (line,) = problems(**{R + "name": "vllm", R + "tail": "exact", R + "repetition_penalty": 1.2})
-    assert "tail=exact guesses several tokens at once" in line
+    assert "tail=exact proposes several tokens at once" in line
 
 
 def test_validation_has_its_own_limit_and_the_run_s_stop_texts(tmp_path):

@@ -6,13 +6,13 @@ from typing import Any
 
 
 class AnswerText(str):
-    """Response text with additional data: ``told`` is added to the ``extra_info`` of a scorer."""
+    """Response text with additional data: ``trajectory_info`` is added to the ``extra_info`` of a scorer."""
 
-    told: dict[str, Any]
+    trajectory_info: dict[str, Any]
 
     @classmethod
-    def of(cls, text: str, **told: Any) -> AnswerText:
+    def of(cls, text: str, **trajectory_info: Any) -> AnswerText:
         """Return ``text`` with additional data for the scorer."""
         answer = cls(text)
-        answer.told = told
+        answer.trajectory_info = trajectory_info
         return answer

@@ -76,14 +76,14 @@ TURN_REWARDS, TURN_TOKENS, TURN_STATES = PER_TURN = tuple(
     for name in ("turn_rewards", "turn_tokens", "turn_states")
 )
 # Images after the prompt (a `data.images.PromptImages` or None) and their patches or tiles.
-OWN_IMAGES = _add("own_images", PER_SAMPLE, "object", "rollout", "every pass, update")
+RESPONSE_IMAGES = _add("own_images", PER_SAMPLE, "object", "rollout", "every pass, update")
 ANSWER_IMAGES = _add("answer_images", PER_SAMPLE, "int64", "rollout", "balance, metrics, files")
 ANSWER_IMAGE_ROWS = _add("answer_image_rows", PER_SAMPLE, "int64", "rollout", "balance")
 OF_SEVERAL_TURNS = (*OF_TURNS, AGENT_FAILED, TOOL_S, *PER_TURN, ANSWER_IMAGES, ANSWER_IMAGE_ROWS)
 ENDED_S = _add("ended_s", PER_SAMPLE, "float32", "rollout", "metrics")
 ABORTED = _add("aborted", PER_SAMPLE, "bool", "rollout", "driver: becomes `complete`")
 # Index of the response in its task: prompt index * responses per prompt + sample.
-SLOT = _add("slot", PER_SAMPLE, "int64", "rollout; prompt line", "driver; rollout")
+SLOT = _add("slot", PER_SAMPLE, "int64", "rollout; pending prompts", "driver; rollout")
 
 # -- known to the driver -----------------------------------------------------------------------------------------------
 
@@ -93,12 +93,12 @@ GROUP = _add("group", PER_SAMPLE, "int64", "driver", "balance, estimators, metri
 SAMPLE_ID = _add("sample_id", PER_SAMPLE, "int64", "update of the actor", "random part of a selection")
 ENGINE = _add("engine", PER_SAMPLE, "int64", "driver: the replica that answered", "metrics")
 # served: a replica generated part of the response in this step; complete: the response has ended.
-SERVED = _add("served", PER_SAMPLE, "bool", "driver", "prompt line, metrics")
-COMPLETE = _add("complete", PER_SAMPLE, "bool", "driver", "prompt line, metrics, files")
+SERVED = _add("served", PER_SAMPLE, "bool", "driver", "pending prompts, metrics")
+COMPLETE = _add("complete", PER_SAMPLE, "bool", "driver", "pending prompts, metrics, files")
 # Number of tokens from earlier policies, sum of all tokens' ages in steps, and age of the oldest token (carry_over).
-CARRIED_LENGTH = _add("carried_length", PER_SAMPLE, "int64", "prompt line", "correction, metrics")
-TOKEN_AGES = _add("token_ages", PER_SAMPLE, "int64", "prompt line", "metrics")
-OLDEST = _add("oldest", PER_SAMPLE, "int64", "prompt line", "metrics")
+CARRIED_LENGTH = _add("carried_length", PER_SAMPLE, "int64", "pending prompts", "correction, metrics")
+TOKEN_AGES = _add("token_ages", PER_SAMPLE, "int64", "pending prompts", "metrics")
+OLDEST = _add("oldest", PER_SAMPLE, "int64", "pending prompts", "metrics")
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
@@ -157,12 +157,12 @@ RETURNS = _add("returns", PER_POLICY_TOKEN, "float32", "token estimators", "crit
 SIGNAL = _add(
     "signal", PER_SAMPLE, "bool", "estimators of tokens and turns: 1 = some advantage is not 0", "driver: what to skip"
 )
-LEFT_OUT = _add("left_out", PER_SAMPLE, "bool", "driver: no loss knows of it", "advantages, update")
-UNCOMPARED = _add("uncompared", PER_SAMPLE, "bool", "driver: no baseline knows of it (failed)", "advantages")
-SILENT = _add("silent", PER_SAMPLE, "bool", "driver: no gradient, so not computed", "callbacks")
+MASKED = _add("left_out", PER_SAMPLE, "bool", "driver: masked in the loss", "advantages, update")
+EXCLUDED_FROM_BASELINE = _add("uncompared", PER_SAMPLE, "bool", "driver: not in the baseline (failed)", "advantages")
+ZERO_ADVANTAGE = _add("silent", PER_SAMPLE, "bool", "driver: no gradient, so not computed", "callbacks")
 SELECTED = _add("selected", PER_POLICY_TOKEN, "bool", "update: tokens a loss treats differently", "actor loss")
 GROUP_WEIGHT = _add("group_weight", PER_SAMPLE, "float32", "update: weight by the others of the group", "actor loss")
-UNCERTAIN = _add("uncertain", PER_POLICY_TOKEN, "bool", "update: tokens of high entropy", "actor loss")
+HIGH_ENTROPY = _add("uncertain", PER_POLICY_TOKEN, "bool", "update: tokens of high entropy", "actor loss")
 
 # Inputs of passes, and outputs of a rollout.
 PROMPT_AND_ANSWER = (PROMPT, RESPONSE, RESPONSE_MASK)

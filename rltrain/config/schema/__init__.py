@@ -40,7 +40,7 @@ _WHOLE = {
 _REFERENCE_PASS = {
     "algorithm.use_kl_in_reward or actor.kl_loss_type!=full": "kl_loss_type=full runs the reference inside the update"
 }
-_WITH_SCORER = {"reward_model.runs_scorers": "the reward model alone decides unless reward_model.rule_weight is set"}
+_WITH_SCORER = {"reward_model.runs_scorers": "only the reward model counts unless reward_model.rule_weight is set"}
 
 
 @dataclass
@@ -70,7 +70,7 @@ class DataConfig:
         None,
         least=1,
         only_with={
-            "algorithm.filter_groups.enable or trainer.verl_version!=0.9": "it is the size of a fetch in verl 0.9"
+            "algorithm.filter_groups.enable or trainer.verl_version!=0.9": "in verl 0.9 it is the size of a fetch"
         },
     )
     """Prompts per round of generation with algorithm.filter_groups. Without it: prompts per step, instead of
@@ -291,11 +291,11 @@ class RefConfig(SharesSequences):
     update_every_steps: int | None = key(None, least=1)
     """Interval in steps at which the reference is updated from the policy (update_mix); null: never. A reference that
     is updated is part of the checkpoint."""
-    update_mix: float = key(1.0, over=0, most=1, only_with={"update_every_steps": "the reference never moves"})
+    update_mix: float = key(1.0, over=0, most=1, only_with={"update_every_steps": "the reference is never updated"})
     """Share a of the policy in the update: reference = a * policy + (1 - a) * reference. Below 1 the reference is
     stored in float32."""
 
-    def moves_after(self, step: int) -> bool:
+    def updates_after(self, step: int) -> bool:
         """Return whether the reference is updated at the end of ``step`` (from 1)."""
         return bool(self.update_every_steps) and step % (self.update_every_steps or 1) == 0
 

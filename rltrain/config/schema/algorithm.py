@@ -20,12 +20,12 @@ _DEFAULT_ROUNDS = 100
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 _ADAPTIVE = "type=adaptive"
 REWARDED = {
-    "distillation.is_alone=False": "distillation.distillation_loss.use_task_rewards=False learns from the teacher only",
+    "distillation.is_alone=False": "distillation.distillation_loss.use_task_rewards=False trains on the teacher only",
     "sft.enabled=False": "sft.enabled=True learns from the responses in the data",
 }
 _WEIGHS = {
     "bypass_mode=False or loss_type=reinforce": (
-        "with bypass_mode and loss_type=ppo_clip the ratio itself is taken against the engine"
+        "with bypass_mode and loss_type=ppo_clip the ratio is computed against the engine"
     )
 }
 
@@ -108,7 +108,7 @@ class RolloutCorrectionConfig:
         False,
         only_with={
             "rollout_is": "rollout_is is null",
-            "bypass_mode=False": "with bypass_mode weights follow from each micro-batch as it is computed",
+            "bypass_mode=False": "with bypass_mode weights are computed per micro-batch in the update",
         },
     )
     """Divide the weights by their mean over the batch."""
@@ -143,7 +143,7 @@ class RolloutCorrectionConfig:
             over, measure = found.groups()
             # k1 has a sign, and its largest value says nothing about tokens that differ in the other direction.
             if (over, measure) == ("seq_max", "k1"):
-                raise ValueError("seq_max goes with k2 or k3")
+                raise ValueError("seq_max needs k2 or k3")
             low, high = bounds(limit)
             # k1 is measured as log(pi_engine / pi_trainer), so bounds on the ratio become bounds on its logarithm.
             if measure == "k1":
@@ -216,7 +216,7 @@ def bounds(text: str) -> tuple[float | None, float]:
     try:
         numbers = (float(low) if low else None, float(high))
     except ValueError:
-        raise ValueError(f"'{text}' is neither a number nor low_high, such as 2.0 or 0.5_2.0") from None
+        raise ValueError(f"'{text}' is not a number or low_high, such as 2.0 or 0.5_2.0") from None
     if not float("inf") > numbers[1] > (numbers[0] or 0.0) >= 0:
         raise ValueError(f"'{text}': bounds are positive and finite, the lower one first")
     return numbers

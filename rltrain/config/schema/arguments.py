@@ -41,7 +41,7 @@ def read_arguments(
     unless they look like a misspelt field of it or of ``elsewhere``, the names that a later reader knows. problems:
     earlier problems, which are reported too.
     """
-    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    known = {known_field.name: known_field for known_field in fields(kind)}  # type: ignore[arg-type]
     kinds = typing.get_type_hints(kind)
     wrong, values = list(problems), dict[str, Any]()
     for argument in arguments:
@@ -65,15 +65,15 @@ def read_arguments(
         rules = known[name].metadata.get("rules")
         if rules and rules.among and value not in rules.among:
             wrong.append(f"{shown}: use one of {', '.join(rules.among)}.")
-        numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int | float)]
+        numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
         if rules and not all(map(rules.within, numbers)):
             finite = all(map(math.isfinite, numbers))
             wrong.append(f"{shown}: it must be {rules.bounds() if finite else 'finite'}.")
     named = {argument.partition("=")[0] for argument in arguments}
-    for name, each in known.items():
+    for name, known_field in known.items():
         is_missing = name not in named or values.get(name) in ("", [])
-        if "meaning" in each.metadata and is_missing:
-            wrong.append(f"{where} {name}= is not given: {each.metadata['meaning']}.".strip())
+        if "meaning" in known_field.metadata and is_missing:
+            wrong.append(f"{where} {name}= is not given: {known_field.metadata['meaning']}.".strip())
     if wrong:
         raise ConfigError("\n".join([*wrong, *filter(None, [hint])]))
     return kind(**values)

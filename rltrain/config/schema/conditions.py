@@ -68,7 +68,7 @@ def unmet(config: Config, section: str, text: str) -> str:
     values = " and ".join(f"{key}={as_text(get(config, key))}" for key in keys)
     if not any(condition.operator for condition in conditions):
         return values
-    return f"{values}; it counts with {text.replace('|', ' or ')}"
+    return f"{values}; it has an effect with {text.replace('|', ' or ')}"
 
 
 def _full_name(config: Config, section: str, name: str) -> str:

@@ -74,10 +74,10 @@ class Engine:
         return {name: given[name] for name in given if name not in {*self.outdated_arguments, *self.refused_arguments}}
 
 
-FULL_PRECISION = "the engine is given the trainer's weights every step, and a quantised one does not take them"
-_SPANS = "an engine spans devices by rollout.tensor_model_parallel_size alone"
+FULL_PRECISION = "the engine loads the trainer's weights every step, and a quantised engine cannot load them"
+_SPANS = "an engine spans devices only through rollout.tensor_model_parallel_size"
 _ADAPTERS = "the engine gets adapters from the trainer, by actor_rollout_ref.model.lora.merge=False"
-_LOG_PROBS = "log-probs are those of the sampling temperature, as the trainer computes them"
+_LOG_PROBS = "log-probs are computed at the sampling temperature, as in the trainer"
 ENGINES = {
     "hf": Engine(
         factory="rltrain.workers.rollout.embedded.engine:HFRollout",
@@ -127,18 +127,16 @@ ENGINES = {
             "max_loras": _ADAPTERS,
             "max_lora_rank": _ADAPTERS,
             "lora_target_modules": _ADAPTERS,
-            "mm_device_do_normalize": "images come as the trainer sees them",
+            "mm_device_do_normalize": "images are processed by the trainer",
             # With these, vLLM would refuse an image in the middle of a run.
             "limit_mm_per_prompt": "the most images of a prompt are actor_rollout_ref.rollout.limit_images=N, which "
             "every row is checked against before the start, and vLLM gets it from there",
-            "mm_processor_kwargs": "vLLM gets finished pixels, the trainer's, and data.min_pixels and data.max_pixels "
-            "bound them for both",
-            "language_model_only": "where no prompt has images, vLLM leaves the vision tower out by itself",
+            "mm_processor_kwargs": "vLLM gets the trainer's pixels, limited by data.min_pixels and data.max_pixels",
+            "language_model_only": "if no prompt has images, vLLM does not load the vision tower",
             "tensor_parallel_size": _SPANS,
             "pipeline_parallel_size": _SPANS,
             "data_parallel_size": _SPANS,
-            "enable_expert_parallel": "that each device of an engine has experts of its own is "
-            "rollout.expert_parallel_size",
+            "enable_expert_parallel": "rollout.expert_parallel_size divides the experts over the devices of an engine",
         },
     ),
     "sglang": Engine(

@@ -16,7 +16,7 @@ class Family:
 
     images: bool = False
     """Its image tokens and positions have been compared with transformers, so prompts may have images."""
-    why_no_images: str = "nobody has compared its image tokens and positions with transformers'"
+    why_no_images: str = "its image tokens and positions have not been compared with transformers'"
     """Reason for the error if prompts have images anyway."""
     mrope: bool = False
     """Positions of prompts with images have three rows (time, height, width)."""
@@ -31,8 +31,7 @@ class Family:
 
 
 _BOTH_WAYS = Family(
-    why_no_images="the tokens of an image see each other in both directions, and the attention of packed prompts is "
-    "causal"
+    why_no_images="the tokens of an image attend to each other in both directions, but packed attention is causal"
 )
 _DELTA = Family(gated_delta_nets=True)
 _MROPE = Family(images=True, mrope=True, takes_max_pixels=True)

@@ -14,7 +14,7 @@ from rltrain.config.schema.fields import key
 # Forms of `parse`: the scorer, a user's function, or else a regular expression reads the reply.
 BY_RULE = "rule"
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
-_SERVED = {"url": "the judge is on the run's devices (reward_model.model.type=generative), and no server is asked"}
+_SERVED = {"url": "the judge runs on the run's devices (reward_model.model.type=generative), so no server is used"}
 
 
 @dataclass

@@ -14,8 +14,8 @@ ACTOR = "${actor_rollout_ref.actor."
 Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
 HALF = ("float16", "fp16")
 NO_MASTER = (
-    "weights that learn rest in float32, as AdamW's eps and small steps are 0 in float16: leave it out, and compute in "
-    "float16 by compute_dtype"
+    "trained weights are kept in float32, because AdamW's eps and small steps are 0 in float16. Leave it out, and set "
+    "compute_dtype to compute in float16"
 )
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -30,7 +30,7 @@ _CLASSIFIES = {
     "reward_model.model.type=discriminative": "a generative reward model is a judge: reward.judge.rule and "
     "reward.weights put its number beside the scorer's, and it writes as reward_model.rollout says",
 }
-_GENERATES = {_SCORED: "", "reward_model.model.type=generative": "the reward model is a classifier and writes nothing"}
+_GENERATES = {_SCORED: "", "reward_model.model.type=generative": "the reward model is a classifier: no text"}
 _RECOMPUTED = {"enable_gradient_checkpointing": "what rests on the host is what a layer is recomputed from"}
 
 

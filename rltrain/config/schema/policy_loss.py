@@ -11,7 +11,7 @@ from rltrain.config.schema.fields import key, section
 # Condition of the keys of `loss_mode`; a policy that learns only from a teacher has no policy loss.
 POLICY_LOSS = REWARDED | {
     "algorithm.rollout_correction.bypass_mode=False or algorithm.rollout_correction.loss_type=ppo_clip": (
-        "rollout_correction.loss_type=reinforce is a policy loss of its own"
+        "rollout_correction.loss_type=reinforce is a separate policy loss"
     )
 }
 

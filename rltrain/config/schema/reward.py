@@ -108,7 +108,7 @@ def reward_terms(config: ScoringConfig, algorithm: AlgorithmConfig) -> Iterator[
         "reward_model.overlong_buffer.enable": model.reward_manager == "dapo" and model.overlong_buffer.enable,
     }
     for term in (term for term, on in other_terms.items() if on):
-        yield f"{chosen} compares gdpo_reward_keys alone, and {term} would be lost. Leave it out, or use grpo."
+        yield f"{chosen} uses gdpo_reward_keys only, so {term} would be ignored. Leave it out, or use grpo."
 
 
 def asked_of_scorers(model: RewardModelConfig, algorithm: AlgorithmConfig, sampler: str) -> Iterator[str]:
@@ -125,8 +125,8 @@ def asked_of_scorers(model: RewardModelConfig, algorithm: AlgorithmConfig, sampl
 
 def _needs_scorer(model: RewardModelConfig, setting: str) -> str:
     return (
-        f"{setting} needs a scorer, and beside a reward model none runs unless reward_model.rule_weight is set "
-        f"(got {'null' if model.rule_weight is None else model.rule_weight})."
+        f"{setting} needs a scorer, but with a reward model no scorer runs unless reward_model.rule_weight is set (got "
+        f"{'null' if model.rule_weight is None else model.rule_weight})."
     )
 
 
@@ -136,14 +136,14 @@ def _reward_model(config: ScoringConfig, max_response_length: int) -> Iterator[s
         # verl 0.5 takes the model's score. Its main branch takes the function's, which calls the model over HTTP.
         yield (
             f"reward_model.enable=True and custom_reward_function.path={config.custom_reward_function.path} both score "
-            "answers, and which one decides depends on the version of verl. Set reward_model.rule_weight=0 for the "
-            "model alone, reward_model.rule_weight=1 for the sum, or leave reward_model.enable out for the function. A "
+            "answers, and verl's versions differ in which one counts. Set reward_model.rule_weight=0 for the model "
+            "only, reward_model.rule_weight=1 for the sum, or leave reward_model.enable out for the function. A "
             "function that asks the model to judge in words becomes reward_model.model.type=generative with "
             "reward.judge.prompt and reward.judge.parse."
         )
     if not model.runs_scorers:
         if model.weight == 0:
-            yield "reward_model.weight=0 and no reward_model.rule_weight leave no reward at all."
+            yield "reward_model.weight=0 without reward_model.rule_weight means no reward. Set one of them."
         if config.reward.weights:
             yield _needs_scorer(model, f"reward.weights={config.reward.weights}")
     if model.reward_manager == "batch" and not config.custom_reward_function.path:
@@ -167,9 +167,9 @@ def _scorers(config: ScoringConfig) -> Iterator[str]:
     if reward.url is None:
         return
     if config.custom_reward_function.path:
-        yield "reward.url and custom_reward_function.path both say how to score; give one of them."
+        yield "reward.url and custom_reward_function.path both define the score. Keep one of them."
     if not _is_address(reward.url):
-        yield f"reward.url={reward.url!r} is no address; write http://host:port/path."
+        yield f"reward.url={reward.url!r} is not a URL. Use the form http://host:port/path."
 
 
 def _judge(config: ScoringConfig) -> Iterator[str]:
@@ -182,18 +182,18 @@ def _judge(config: ScoringConfig) -> Iterator[str]:
         return
     if custom and not judge.runs_rule:
         yield (
-            f"custom_reward_function.path={custom} is called by nobody: with reward.judge.rule=none the judge alone "
-            "decides. Set reward.judge.rule=first or beside, or leave the function out."
+            f"custom_reward_function.path={custom} is not called: with reward.judge.rule=none only the judge scores. "
+            "Set reward.judge.rule=first or beside, or leave the function out."
         )
     if judge.rule == "beside" and "judge" not in config.reward.weights:
         yield (
-            "reward.judge.rule=beside needs reward.weights, which say what the judge counts beside the scorer, such as "
+            "reward.judge.rule=beside needs reward.weights for the scores of judge and scorer, such as "
             "reward.weights.score=0.5 reward.weights.judge=0.5."
         )
     if judge.rule == "first" and "judge" in config.reward.weights:
         yield (
-            "reward.weights.judge weighs a number that answers have not which the scorer calls right: with "
-            "reward.judge.rule=first they are not judged. Set reward.judge.rule=beside, or leave the weight out."
+            "reward.weights.judge needs a judge score for every answer, but with reward.judge.rule=first the judge "
+            "skips answers that the scorer accepts. Set reward.judge.rule=beside, or leave the weight out."
         )
 
 
@@ -201,31 +201,31 @@ def _judge_on_devices(config: ScoringConfig) -> Iterator[str]:
     generative, rollout = "reward_model.model.type=generative", config.reward_model.rollout
     for other_key, other in (("reward.judge.url", config.reward.judge.url), ("reward.url", config.reward.url)):
         if other is not None:
-            yield f"{other_key} and {generative} both say how to score; give one of them."
+            yield f"{other_key} and {generative} both define the score. Keep one of them."
     if not ENGINES[rollout.name].embedded:
         yield (
-            f"reward_model.rollout.name={rollout.name}: the judge's engine lives beside the policy's in every worker, "
-            "and only the embedded engine is built to be there a second time. Use reward_model.rollout.name=hf, or "
-            "serve the judge elsewhere and name it by reward.judge.url and reward.judge.model."
+            f"reward_model.rollout.name={rollout.name}: the judge's engine runs next to the policy's in every worker, "
+            "and only the embedded engine supports that. Use reward_model.rollout.name=hf, or serve the judge "
+            "elsewhere and set reward.judge.url and reward.judge.model."
         )
     if config.reward.judge.images:
         yield (
-            f"reward.judge.images=True: a judge on the run's devices ({generative}) reads texts alone. Leave it out, "
-            "or serve the judge elsewhere and name it by reward.judge.url and reward.judge.model."
+            f"reward.judge.images=True: a judge on the run's devices ({generative}) reads texts only. Leave it out, or "
+            "serve the judge elsewhere and set reward.judge.url and reward.judge.model."
         )
 
 
 def _served_judge(reward: RewardConfig, url: str) -> Iterator[str]:
     judge = reward.judge
     if not _is_address(url):
-        yield f"reward.judge.url={url!r} is no address; write http://host:port/v1."
+        yield f"reward.judge.url={url!r} is not a URL. Use the form http://host:port/v1."
     if not judge.model:
         yield "reward.judge.url needs reward.judge.model, the model's name at that server."
     if reward.url is not None:
-        yield "reward.url and reward.judge.url both say how to score; give one of them."
+        yield "reward.url and reward.judge.url both define the score. Keep one of them."
     taken = sorted({"model", "messages", "stream", "n"} & judge.request.keys())
     if taken:
-        yield f"reward.judge.request.{taken[0]} is decided by rltrain. Leave it out."
+        yield f"reward.judge.request.{taken[0]} is set by rltrain. Leave it out."
     if reward.num_workers is not None and reward.num_workers > judge.max_concurrency:
         yield (
             f"reward.num_workers={reward.num_workers} processes cannot share reward.judge.max_concurrency="
@@ -233,7 +233,7 @@ def _served_judge(reward: RewardConfig, url: str) -> Iterator[str]:
         )
     if judge.api_key_env is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", judge.api_key_env):
         # The key itself may be written here, so it is not printed.
-        yield "reward.judge.api_key_env is no name of an environment variable: write its name, such as JUDGE_API_KEY."
+        yield "reward.judge.api_key_env is not the name of an environment variable. Give a name such as JUDGE_API_KEY."
 
 
 def _is_address(url: str) -> bool:

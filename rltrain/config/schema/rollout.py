@@ -18,7 +18,7 @@ _SAMPLES = {
 }
 TOOLS = {
     "function_tool_path or tool_config_path or environment or enable or agent.default_agent_loop": (
-        "nobody answers a turn: see multi_turn.function_tool_path"
+        "there are no tools and no environment: see multi_turn.function_tool_path"
     )
 }
 _OLD_LOG_PROB_PASS = {
@@ -35,7 +35,7 @@ class ValKwargs:
     )
     """False: greedy, whatever the temperature. Otherwise only the temperature decides."""
     n: int = key(
-        1, least=1, only_with={f"n=1 or {when}": f"one answer says all: {why}" for when, why in _SAMPLES.items()}
+        1, least=1, only_with={f"n=1 or {when}": f"one answer is enough: {why}" for when, why in _SAMPLES.items()}
     )
     """Responses per validation prompt; one if they are greedy."""
     temperature: float = key(0.0, least=0, only_with={"temperature=0.0 or do_sample!=False": _NO_SAMPLING})
@@ -71,7 +71,7 @@ class MultiTurnConfig:
     """YAML file of tools that are classes, in verl's format: tools: with class_name, config and tool_schema of each."""
     environment: str | None = None
     """FILE.py:NAME of a class with one instance per response; its methods are tools, or it has a method step."""
-    environment_kwargs: dict[str, Any] = key({}, only_with={"environment": "multi_turn.environment names no class"})
+    environment_kwargs: dict[str, Any] = key({}, only_with={"environment": "multi_turn.environment is not set"})
     """Arguments of the instances."""
     format: str = key("auto", only_with=TOOLS)
     """Format of a tool call: a format by verl's name, or a user's function, FILE.py:NAME; auto: the format of the

@@ -18,7 +18,7 @@ LOGGERS = {
     "swanlab": "swanlab", "clearml": "clearml", "trackio": "trackio", "vemlp_wandb": "volcengine_ml_platform",
 }  # fmt: skip
 
-WITH_CRITIC = REWARDED | {"algorithm.needs_critic": "there is no critic: algorithm.adv_estimator needs none"}
+WITH_CRITIC = REWARDED | {"algorithm.needs_critic": "algorithm.adv_estimator has no critic"}
 EPOCH = "epoch"
 _SAVES = {
     "save_at_end or save_freq>0 or save_freq=epoch": "trainer.save_at_end and save_freq are off, so nothing is saved"
@@ -28,7 +28,7 @@ TRAINS = {"trainer.val_only=False": "trainer.val_only=True makes no step"}
 _OWN_HISTORY = {"hang_timeout_s=null": "trainer.hang_timeout_s is the deadline of every call"}
 _TIMED = {"hang_floor_s!=null": "trainer.hang_floor_s=null: no call is timed"}
 VALIDATES = {"data.val_files": "data.val_files is not set"}
-_BY_METRIC = {"keep_best": "trainer.keep_best names no metric"}
+_BY_METRIC = {"keep_best": "trainer.keep_best is not set"}
 
 _TRAIN, _VAL = "trainer.rollout_data_dir", "trainer.validation_data_dir"
 # Names in the run folder that the run moves, counts or removes.
@@ -106,7 +106,7 @@ class TrainerConfig:
     resume_from_path: str | None = key(None, only_with="resume_mode=resume_path")
     """Checkpoint folder (global_step_N) for resume_mode=resume_path."""
     resume_weights_only: bool = key(
-        False, only_with={"resume_mode!=disable": "trainer.resume_mode=disable begins from no checkpoint"}
+        False, only_with={"resume_mode!=disable": "trainer.resume_mode=disable does not resume"}
     )
     """Load only the weights of the checkpoint and start at step 0."""
     project_name: str = "rltrain"
@@ -203,14 +203,14 @@ def name_problems(trainer: TrainerConfig) -> Iterator[str]:
         parts = name.split("/")
         problems = {
             "it begins or ends with white space": name != name.strip(),
-            "it has a sign that is no text, such as the end of a line": any(
+            "it has a control character, such as the end of a line": any(
                 unicodedata.category(sign) in ("Cc", "Cs") for sign in name
             ),
             "'.' and '..' are other folders": "." in parts or ".." in parts,
             "a folder's name has at most 255 bytes": any(len(os.fsencode(part)) > 255 for part in parts),
         }
         for why in [why for why, is_so in problems.items() if is_so][:1]:
-            yield f"trainer.{part}={name!r}: {why}. The run folder is named by it; give another name."
+            yield f"trainer.{part}={name!r}: {why}. The run folder is named after it. Give another name."
 
 
 def profile_problems(trainer: TrainerConfig, phases: Sequence[str]) -> Iterator[str]:
@@ -219,19 +219,19 @@ def profile_problems(trainer: TrainerConfig, phases: Sequence[str]) -> Iterator[
     for step in trainer.profile_steps or ():
         if step < 1 or (last is not None and step > last):
             steps = f"from 1 to trainer.total_training_steps={last}" if last is not None else "counted from 1"
-            yield f"trainer.profile_steps={trainer.profile_steps}: there is no step {step}. Steps are {steps}."
+            yield f"trainer.profile_steps={trainer.profile_steps}: step {step} does not exist. Steps are {steps}."
     for name in trainer.profile_phases:
         if name not in phases:
             yield (
-                f"trainer.profile_phases={trainer.profile_phases}: there is no phase {name!r}. A step may have "
+                f"trainer.profile_phases={trainer.profile_phases}: phase {name!r} does not exist. A step may have "
                 f"{', '.join(phases)}."
             )
     devices = trainer.nnodes * trainer.n_gpus_per_node
     for rank in trainer.profile_ranks:
         if not 0 <= rank < devices:
             yield (
-                f"trainer.profile_ranks={trainer.profile_ranks}: there is no rank {rank}. With "
-                f"{devices} devices (trainer.nnodes x trainer.n_gpus_per_node) ranks are 0 to {devices - 1}."
+                f"trainer.profile_ranks={trainer.profile_ranks}: rank {rank} does not exist. With {devices} devices "
+                f"(trainer.nnodes x trainer.n_gpus_per_node) ranks are 0 to {devices - 1}."
             )
 
 
@@ -245,8 +245,8 @@ def folder_problems(trainer: TrainerConfig, validates: bool) -> Iterator[str]:
         named[_VAL] = trainer.validation_data_dir
     if len({_real(name) for name in named.values()}) < len(named):
         yield (
-            f"{_TRAIN}={named[_TRAIN]} and {_VAL}={named[_VAL]} are one folder, where the N.jsonl of a step and of its "
-            f"validation are one file. Give each a folder of its own, such as {_VAL}={named[_VAL].rstrip('/')}/val."
+            f"{_TRAIN}={named[_TRAIN]} and {_VAL}={named[_VAL]} are the same folder, so N.jsonl of a step and of its "
+            f"validation would be the same file. Use different folders, such as {_VAL}={named[_VAL].rstrip('/')}/val."
         )
         return
     run = _real(trainer.default_local_dir)
@@ -255,8 +255,8 @@ def folder_problems(trainer: TrainerConfig, validates: bool) -> Iterator[str]:
         inside = os.path.relpath(_real(name), run).split(os.sep)[0]
         if any(fnmatch(inside, pattern) for pattern in _OF_THE_RUN):
             yield (
-                f"{setting}={name} is a folder that the run itself writes into (trainer.default_local_dir="
-                f"{trainer.default_local_dir}). Give one of its own, such as "
+                f"{setting}={name} is a folder that the run itself writes to "
+                f"(trainer.default_local_dir={trainer.default_local_dir}). Use a separate folder, such as "
                 f"{setting}={os.path.join(trainer.default_local_dir, setting.removeprefix('trainer.'))}."
             )
 

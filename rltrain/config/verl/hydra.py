@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import ScalarToken, StreamEndToken, Token, YAMLError, scan
 
 from rltrain.common.errors import ConfigError
-from rltrain.config.verl.others import refusal, trainer_of
+from rltrain.config.verl.other_trainers import refusal, trainer_of
 from rltrain.config.verl.table import rows
 
 Tree = dict[str, Any]
@@ -49,8 +49,8 @@ _STOCK_GROUPS = (
 )
 
 _NOT_YAML = {
-    ".toml": "TOML is not read. Write the settings as YAML, into a file with the ending .yaml.",
-    ".sh": "a script is not read. rltrain port translates the launch scripts of verl.",
+    ".toml": "TOML is not supported. Write the settings as YAML into a .yaml file.",
+    ".sh": "scripts are not supported. rltrain port translates launch scripts of verl.",
 }
 
 
@@ -74,8 +74,8 @@ def compose(file: Path, roots: Sequence[Path] = ()) -> Tree:
 def _refuse_recipe(written: str, name: str) -> None:
     if recipe := next((row.to for row in rows("file") if row.key == name), ""):
         raise ConfigError(
-            f"{written}: {name}.yaml is the configuration of verl's recipe {recipe}, a trainer of its own that is not "
-            "in this version. Give a configuration of PPO or GRPO, or one of your own by another name."
+            f"{written}: {name}.yaml is the configuration of verl's recipe {recipe}, a separate trainer that is not in "
+            "this version. Give a configuration of PPO or GRPO, or rename your file."
         )
 
 
@@ -111,8 +111,8 @@ def parsed(text: str) -> Any:
     if not word.startswith(OPENINGS):
         return _scalar(word)
     tokens = [token for token in scan(flow(word)) if not isinstance(token, StreamEndToken)]
-    if odd := next(_odd_numbers(tokens), None):
-        raise YAMLError(odd[1])
+    if odd_number := next(_odd_numbers(tokens), None):
+        raise YAMLError(odd_number[1])
     if rest := flow(word)[tokens[-1].end_mark.index :].strip():
         raise YAMLError(f"{rest} would be a comment")
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(word)}"]), resolve=False)
@@ -167,8 +167,8 @@ def named(config_path: str | None, config_name: str | None, config_dir: str | No
     written = " ".join(f"{flag} {value}" for flag, value in flags.items() if value)
     _refuse_recipe(written, name)
     raise ConfigError(
-        f"{written}: there is no file {name}.yaml in {' or '.join(map(str, folders)) or 'this folder'}, and it is none "
-        "of verl's own. Give the folder that it is in, or --config FILE."
+        f"{written}: there is no file {name}.yaml in {' or '.join(map(str, folders)) or 'this folder'}, and it is not "
+        "one of verl's files. Give its folder, or --config FILE."
     )
 
 
@@ -238,8 +238,8 @@ def read_yaml(file: Path) -> tuple[str, Tree]:
         raise ConfigError(f"--config {file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: expected a mapping of keys to values.")
-    if odd := [f"--config {file}, line {line + 1}: {why}." for line, why in _odd_numbers(scan(text))]:
-        raise ConfigError("\n".join(odd))
+    if odd_numbers := [f"--config {file}, line {line + 1}: {why}." for line, why in _odd_numbers(scan(text))]:
+        raise ConfigError("\n".join(odd_numbers))
     return text, {str(key): value for key, value in content.items()}
 
 

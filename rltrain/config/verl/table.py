@@ -9,7 +9,7 @@ same        the schema has the key
 renamed     the schema has it as ``to``; a ``*`` at the end stands for the rest of the name
 value       ``to`` is the new name of the value ``when`` of a key of the schema
 path, name  path and name of a class that ``to`` holds as PATH:NAME
-translated  `spellings.translate_old_keys` translates it, together with others, to keys of the schema
+translated  `old_keys.translate_old_keys` translates it, together with others, to keys of the schema
 turns on    a switch for the keys ``to`` of the same section
 refused     an error: the run would be another experiment
 section     an error for every key of a section, or only for the key ``to`` that turns the section on
@@ -67,13 +67,13 @@ def read(lines: Iterable[str]) -> list[Row]:
 @cache
 def table() -> tuple[Row, ...]:
     """Return all rows, with sentences inserted into their notes."""
-    found = read(FILE.read_text(encoding="utf-8").splitlines())
-    sentences = {row.key: row.note for row in found if row.action == "sentence"}
+    rows_read = read(FILE.read_text(encoding="utf-8").splitlines())
+    sentences = {row.key: row.note for row in rows_read if row.action == "sentence"}
 
     def whole(note: str) -> str:
         return re.sub(r"@\w+", lambda name: sentences[name[0]], note)
 
-    return tuple(row._replace(note=whole(row.note)) if "@" in row.note else row for row in found)
+    return tuple(row._replace(note=whole(row.note)) if "@" in row.note else row for row in rows_read)
 
 
 @cache

@@ -86,13 +86,13 @@ def packed_attention(
     """
     if rltrain_plan is None:
         raise NotImplementedError(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention, so packed sequences "
-            "cannot be trained"
+            f"{type(module).__name__} does not pass keyword arguments to its attention, so packed sequences cannot be "
+            "trained"
         )
     if dropout or attention_mask is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} asks for {'dropout' if dropout else 'a custom mask'}, which packed "
-            "sequences do not get"
+            f"{type(module).__name__} needs {'dropout' if dropout else 'a custom mask'}, which packed sequences do not "
+            "support"
         )
     kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)
     group = rltrain_group if rltrain_ring is None else rltrain_ring.heads

@@ -225,7 +225,8 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     sharing = Counter(
         prompt for prompt, _, length in samples if share and pays_to_share(prompt_lengths[prompt], length)
     )
-    images, own_images = _images_by_prompt(batch), batch[c.OWN_IMAGES] if c.OWN_IMAGES in batch else [None] * len(batch)
+    images = _images_by_prompt(batch)
+    own_images = batch[c.RESPONSE_IMAGES] if c.RESPONSE_IMAGES in batch else [None] * len(batch)
     assert isinstance(own_images, list)
     laid = _Laid(images, own_images)
     shared: dict[int, tuple[int, int]] = {}

@@ -33,13 +33,13 @@ def kernel_for(query: Tensor, kind: Kind) -> Kernel | None:
     """Return the device's kernel for such queries, or None, with a warning that is logged once."""
     name = device_of(query).attention
     if name == "npu":
-        return _slow("its kernel does not know soft-capped scores") if kind.softcap else _npu
+        return _slow("its kernel does not support soft-capped scores") if kind.softcap else _npu
     if name != "flash":
         return None
     if query.dtype not in (torch.float16, torch.bfloat16):
         return _slow(f"flash kernels compute in half precision, not in {query.dtype}")
     if query.shape[-1] > _LARGEST_HEAD or query.shape[-1] % 8:
-        return _slow(f"no flash kernel takes heads of size {query.shape[-1]}")
+        return _slow(f"no flash kernel supports heads of size {query.shape[-1]}")
     if _flash(kind.softcap is not None, kind.sinks is not None) is None:
         return _slow("soft-capped scores need the package flash-attn" if kind.softcap else "torch has no flash kernel")
     return _cuda
@@ -47,7 +47,7 @@ def kernel_for(query: Tensor, kind: Kind) -> Kernel | None:
 
 @cache
 def _slow(reason: str) -> None:
-    _log.warning("attention is computed in blocks of queries, several times slower than by a kernel: %s", reason)
+    _log.warning("attention is computed in blocks of queries, several times slower than with a kernel: %s", reason)
 
 
 def _rows(tensor: Tensor) -> Tensor:

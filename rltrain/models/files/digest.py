@@ -50,13 +50,13 @@ def digests_of_values(settings: Mapping[str, Any]) -> dict[str, str]:
 
     settings: by dotted key (`evaluate.models.flat`). The keys of the result are "content of KEY".
     """
-    found = {}
+    digests = {}
     for key, value in settings.items():
         names = [name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str) and name]
         paths = [path for name in names for path in (name, name.rpartition(":")[0]) if path and _is_file(path)]
         if paths and key not in _WRITTEN:
-            found[f"content of {key}"] = digest_of_files(paths)
-    return found
+            digests[f"content of {key}"] = digest_of_files(paths)
+    return digests
 
 
 def _is_file(path: str) -> bool:

@@ -134,7 +134,7 @@ def _open(file: Path) -> Any:
 def _unpickled(file: Path, device: str) -> dict[str, Any]:
     weights = torch.load(file, map_location=device, mmap=True, weights_only=True)
     if not isinstance(weights, dict):
-        raise ValueError(f"it holds a {type(weights).__name__} instead of weights by name")
+        raise ValueError(f"it contains a {type(weights).__name__} instead of weights by name")
     return weights
 
 

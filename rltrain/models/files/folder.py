@@ -61,7 +61,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     """
     final = Path(path).expanduser().resolve()
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
-        raise DataError(f"{final} exists already, and nothing is overwritten. Name a folder that is not there.")
+        raise DataError(f"{final} already exists and is not overwritten. Give a folder that does not exist.")
     folder = final.with_name(f".tmp_{final.name}_{os.getpid()}")
     with disk_errors(final):
         folder.mkdir(parents=True)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.serialization import set_crc32_options
 
-from rltrain.common.errors import unwritten
+from rltrain.common.errors import write_error
 
 Digests = dict[str, str]  # path of a file -> XXH3 (128 bits) of its contents, in hexadecimal
 _BUFFER = 1 << 20
@@ -159,7 +159,7 @@ class HashingWriter(FileSystemWriter):
 
 @contextmanager
 def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
-    """Yield a new file whose digest is added to ``digests``. Raises the errors of `unwritten`."""
+    """Yield a new file whose digest is added to ``digests``. Raises the errors of `write_error`."""
     file: HashedFile | None = None
     try:
         file = HashedFile(path)
@@ -169,7 +169,7 @@ def hashed(path: Path, digests: Digests) -> Iterator[IO[bytes]]:
         cause = (file and file.error) or error
         if not isinstance(cause, OSError):
             raise
-        raise unwritten(f"{path} could not be written: {cause.strerror or cause}", cause) from error
+        raise write_error(f"{path} could not be written: {cause.strerror or cause}", cause) from error
     finally:
         if file:
             file.drop()

@@ -70,7 +70,7 @@ def _check(metadata: Any) -> None:
             raise ValueError(f"{name} is no tensor")
     for place in metadata.storage_data.values():
         if Path(place.relative_path).name != str(place.relative_path) or place.transform_descriptors:
-            raise ValueError(f"it points at {place.relative_path}, which is none of its files")
+            raise ValueError(f"it refers to {place.relative_path}, which is not one of its files")
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -32,17 +32,17 @@ def model_problem(key: str, path: str) -> str | None:
     if folder.is_dir():
         return _folder_problem(key, folder)
     if folder.is_file():
-        return f"{key}={path} is a file. Give the folder that holds it."
+        return f"{key}={path} is a file. Give the folder that contains it."
     # A hub name has at most one slash.
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         hint = f" Write {folder.expanduser()}: '~' is not expanded here." if folder.expanduser().is_dir() else ""
-        return f"{key}={path}: there is no such folder.{hint or nearest_file(folder.expanduser())}"
+        return f"{key}={path}: the folder does not exist.{hint or nearest_file(folder.expanduser())}"
     return _hub_problem(key, path)
 
 
 def _folder_problem(key: str, folder: Path) -> str | None:
     if not (folder / "config.json").is_file():
-        return f"{key}={folder} has no config.json: it is not the folder of a Hugging Face model."
+        return f"{key}={folder} has no config.json, so it is not a Hugging Face model. Give the folder of one."
     if not (folder / _INDEX).is_file():
         files: Sequence[str] = [_WEIGHTS]
         if not (folder / _WEIGHTS).is_file():
@@ -83,7 +83,7 @@ def _damage(file: Path) -> str | None:
 
 def _hub_problem(key: str, name: str) -> str | None:
     """Query the hub once, with a short timeout: transformers would query and retry for each of many files."""
-    no_folder, hint = f"{key}={name}: there is no such folder", nearest_file(Path(name))
+    no_folder, hint = f"{key}={name}: the folder does not exist", nearest_file(Path(name))
     local = None
     try:
         cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
@@ -91,16 +91,16 @@ def _hub_problem(key: str, name: str) -> str | None:
         if huggingface_hub.constants.HF_HUB_OFFLINE:
             if local:
                 return _folder_problem(key, local)
-            return f"{no_folder}, the hub's cache has no such model, and HF_HUB_OFFLINE forbids to fetch it.{hint}"
+            return f"{no_folder}, the model is not in the hub's cache, and HF_HUB_OFFLINE forbids a download.{hint}"
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
     except HFValidationError:
-        return f"{no_folder}, and a name on the hub is written otherwise.{hint}"
+        return f"{no_folder}, and it is not a valid hub name (OWNER/NAME).{hint}"
     except HfHubHTTPError as error:
         return None if local else f"{no_folder}, and the hub says: {first_line(error)}{hint}"
     except Exception as error:  # noqa: BLE001 - network errors depend on the hub's HTTP client
         unreachable = f"{huggingface_hub.constants.ENDPOINT} cannot be reached ({first_line(error)})"
         if not local:
-            return f"{no_folder}, and {unreachable}.{hint} Give a folder, or fetch the model where there is a network."
+            return f"{no_folder}, and {unreachable}.{hint} Give a folder, or download the model from another machine."
         log.warning("note: %s, so %s is taken from the cache (as HF_HUB_OFFLINE=1 does at once)", unreachable, name)
         work_offline()
         huggingface_hub.constants.HF_HUB_OFFLINE = True

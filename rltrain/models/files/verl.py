@@ -97,7 +97,7 @@ def shard_files(folder: Path) -> list[Path]:
         return []
     if len(sizes) > 1:
         counts = " and ".join(map(str, sorted(sizes)))
-        raise CheckpointError(f"{folder} holds shards of {counts} ranks. Keep those of one checkpoint.")
+        raise CheckpointError(f"{folder} has shards of {counts} ranks. Keep the files of one checkpoint.")
     ((world_size, files),) = sizes.items()
     if missing := [rank for rank in range(world_size) if rank not in files]:
         raise CheckpointError(
@@ -115,9 +115,9 @@ def _read(file: Path) -> dict[str, Any]:
         if known := host_error(error):
             raise known from error
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{file} cannot be read as tensors alone: {reason}. Copy it again.") from error
+        raise CheckpointError(f"{file} cannot be read as tensors only: {reason}. Copy it again.") from error
     if not isinstance(weights, dict) or not all(isinstance(weight, Tensor) for weight in weights.values()):
-        raise CheckpointError(f"{file} does not hold tensors by name alone, as verl's shards of a model do.")
+        raise CheckpointError(f"{file} has other content than named tensors, so it is not a model shard of verl.")
     return weights
 
 
@@ -127,8 +127,8 @@ def _cut(path: str, name: str, weight: DTensor) -> tuple[list[int], int]:
     shards = [axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(shards) > 1 or any(type(placements[axis]) is not Shard for axis in shards):
         raise CheckpointError(
-            f"{path}: {name} is cut as {placements}, and only weights that are cut once can be put together. Merge it "
-            "with verl's own python -m verl.model_merger."
+            f"{path}: {name} is sharded as {placements}, and only weights sharded along one dimension can be merged. "
+            "Merge it with verl's own python -m verl.model_merger."
         )
     for axis in reversed(range(mesh.ndim)):
         if axis not in shards:
@@ -142,5 +142,5 @@ def _cut(path: str, name: str, weight: DTensor) -> tuple[list[int], int]:
 
 def _local(path: str, name: str, weight: Any) -> Tensor:
     if not isinstance(weight, DTensor):
-        raise CheckpointError(f"{path}: {name} is cut on some ranks and not on others. Copy the checkpoint again.")
+        raise CheckpointError(f"{path}: {name} is sharded on some ranks only. Copy the checkpoint again.")
     return weight.to_local()

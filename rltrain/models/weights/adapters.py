@@ -61,16 +61,16 @@ def read_adapter(path: str) -> Adapter:
         adapter = Adapter(path, config, load_file(Path(path) / WEIGHTS), config["lora_alpha"] / root)
     except (*UNREADABLE, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise CheckpointError(f"{path} is not a readable LoRA adapter of peft: {error!r}. Copy it again.") from error
-    odd = [f"{name}={config.get(name)}" for name, values in _PLAIN.items() if config.get(name) not in values]
-    odd += sorted({f"{layer}{end}" for layer in adapter.layers for end in (_A, _B)} ^ adapter.weights.keys())
+    problems = [f"{name}={config.get(name)}" for name, values in _PLAIN.items() if config.get(name) not in values]
+    problems += sorted({f"{layer}{end}" for layer in adapter.layers for end in (_A, _B)} ^ adapter.weights.keys())
     for name, weight in adapter.weights.items():
         # A is [rank, inputs] and B [outputs, rank]; adapters of convolutions have more dimensions.
         if weight.dim() != 2 or weight.shape[name.endswith(_B)] != config["r"]:
-            odd.append(f"{name} of shape {list(weight.shape)}")
+            problems.append(f"{name} of shape {list(weight.shape)}")
         elif not all_finite(weight):
-            odd.append(f"{name} with numbers that are not finite (NaN or infinity)")
-    if odd:
-        raise CheckpointError(f"{path} is not plain LoRA with finite numbers (it has {odd[0]}). Leave it out.")
+            problems.append(f"{name} with numbers that are not finite (NaN or infinity)")
+    if problems:
+        raise CheckpointError(f"{path} is not plain LoRA with finite numbers (it has {problems[0]}). Leave it out.")
     return adapter
 
 

@@ -1,10 +1,10 @@
 """Weighted mean of the weights of models, a few rows at a time (Wortsman et al. 2022, "Model soups").
 
 Files are memory-mapped and rows of all models are summed in float32, so a few rows of memory are enough for models of
-any size. `Placing` maps the entries of each model's files to weights, because tied weights may be stored under either
-name, and older folders use older names. Any weights of equal shape have a mean, so architectures and tokenizers are
-compared. Quantised weights are rejected, because their numbers are codes. Whether two models were trained from the same
-one is not checked. Only a score of their mean shows that.
+any size. `KeyMapping` maps the entries of each model's files to weights, because tied weights may be stored under
+either name, and older folders use older names. Any weights of equal shape have a mean, so architectures and tokenizers
+are compared. Quantised weights are rejected, because their numbers are codes. Whether two models were trained from the
+same one is not checked. Only a score of their mean shows that.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rltrain.models.load import empty_model, load_config
 from rltrain.models.routing import CORRECTION_BIASES
 from rltrain.models.weights.export import source_folder
 from rltrain.models.weights.finite import all_finite
-from rltrain.models.weights.lacking import refuse
-from rltrain.models.weights.placing import Placing
+from rltrain.models.weights.key_mapping import KeyMapping
+from rltrain.models.weights.missing_keys import refuse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KEY = "MODEL"  # key of a model in messages
@@ -73,7 +73,7 @@ def read_part(path: str) -> Part:
     has_codes = any(empty.is_floating_point() and empty.dtype.itemsize == 1 for empty in entries.empty.values())
     if has_codes or getattr(config, "quantization_config", None):
         raise CheckpointError(
-            f"{path} has quantised weights, which are codes. Take the model from before it was quantised."
+            f"{path} has quantised weights, which cannot be averaged. Use the model before quantisation."
         )
     return _part(path, source_folder(path, config), config, entries)
 
@@ -83,20 +83,20 @@ def read_shards(folder: Path) -> Part:
     small_files = folder / "huggingface"
     if not (small_files / "config.json").is_file():
         raise CheckpointError(
-            f"{folder} has no {small_files.name}/config.json, which verl writes beside its shards. Put the config.json "
-            "and the tokenizer of the model there."
+            f"{folder} has no {small_files.name}/config.json, which verl writes next to its shards. Copy config.json "
+            "and tokenizer of the model there."
         )
     config, shards = load_config(str(small_files), _KEY), Shards(folder)
-    placing = Placing(shards.empty, _empty_model(config))
-    one_to_one = {parts[0][0]: name for name, parts in placing.parts.items() if parts[0][1] is None}
-    shards.settle({entry: placing.shapes[name] for entry, name in one_to_one.items()})
+    key_mapping = KeyMapping(shards.empty, _empty_model(config))
+    one_to_one = {parts[0][0]: name for name, parts in key_mapping.parts.items() if parts[0][1] is None}
+    shards.settle({entry: key_mapping.shapes[name] for entry, name in one_to_one.items()})
     return _part(str(folder), small_files, config, shards)
 
 
 def _part(path: str, small_files: Path, config: Any, entries: Entries) -> Part:
-    placing = Placing(entries.empty, _empty_model(config))
-    refuse(_KEY, entries, placing)
-    return Part(path, small_files, config, entries, _names(placing))
+    key_mapping = KeyMapping(entries.empty, _empty_model(config))
+    refuse(_KEY, entries, key_mapping)
+    return Part(path, small_files, config, entries, _names(key_mapping))
 
 
 def _empty_model(config: Any) -> Any:
@@ -104,11 +104,11 @@ def _empty_model(config: Any) -> Any:
     return empty_model(config, "eager", torch.float32, decoder_only=headless)
 
 
-def _names(placing: Placing) -> dict[str, str]:
-    tied: dict[str, str] = getattr(placing.plain, "all_tied_weights_keys", None) or {}
-    again = {second for _, second in placing.twice()}
-    names = {entry: entry for entry in placing.left}
-    for name, parts in placing.parts.items():
+def _names(key_mapping: KeyMapping) -> dict[str, str]:
+    tied: dict[str, str] = getattr(key_mapping.plain, "all_tied_weights_keys", None) or {}
+    again = {second for _, second in key_mapping.twice()}
+    names = {entry: entry for entry in key_mapping.left}
+    for name, parts in key_mapping.parts.items():
         # If a rule merges several entries into one weight, each entry is used separately.
         own = {(tied.get(name, name) if rule is None else entry): entry for entry, rule in parts if entry not in again}
         names |= own
@@ -126,19 +126,19 @@ class Average:
         self._parts, self._shares = parts, shares
         first = parts[0]
         self.notes: list[str] = []
-        """Notes on differences that do not prevent an average."""
+        """Notes on unequal that do not prevent an average."""
         for other in parts[1:]:
-            refuse_differences(
+            refuse_unequal(
                 "architectures",
                 first.path,
                 _leaves(first.config.to_dict()),
                 other.path,
                 _leaves(other.config.to_dict()),
             )
-            refuse_differences("weights", first.path, _kinds(first), other.path, _kinds(other))
+            refuse_unequal("weights", first.path, _kinds(first), other.path, _kinds(other))
             self.notes += _compare_small_files(first.small_files, other.small_files)
         if len({getattr(part.config, "max_position_embeddings", None) for part in parts}) > 1:
-            self.notes.append(f"max_position_embeddings differ: that of {first.path} is taken")
+            self.notes.append(f"max_position_embeddings differ: the value of {first.path} is used")
         self._weights = {entry: name for name, entry in first.names.items()}
         self.empty: dict[str, Tensor] = {}
         """Entries of the average, on the meta device."""
@@ -182,16 +182,16 @@ class Average:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def refuse_differences(
+def refuse_unequal(
     what: str, first_path: str, first: Mapping[str, Any], other_path: str, other: Mapping[str, Any]
 ) -> None:
     """Raise CheckpointError if two models have different values under a name. what: noun for the message."""
-    odd = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
-    if odd:
-        values = "; ".join(f"{name} is {short(first.get(name))} and {short(other.get(name))}" for name in odd[:3])
+    unequal = [name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name)]
+    if unequal:
+        values = "; ".join(f"{name} is {short(first.get(name))} and {short(other.get(name))}" for name in unequal[:3])
         raise CheckpointError(
-            f"{first_path} and {other_path} have different {what}: {values} ({count(len(odd), 'difference')}). Average "
-            "models that were trained from the same one and saved in the same way."
+            f"{first_path} and {other_path} have different {what}: {values} ({count(len(unequal), 'difference')}). "
+            "Average models that have the same base model and format."
         )
 
 
@@ -217,9 +217,9 @@ def _compare_small_files(first: Path, other: Path) -> list[str]:
     for name in _TOKENIZERS:
         if (first / name).is_file() and (other / name).is_file():
             notes = []
-            refuse_differences("tokenizers", str(first), _tokens(first / name), str(other), _tokens(other / name))
+            refuse_unequal("tokenizers", str(first), _tokens(first / name), str(other), _tokens(other / name))
     if names := [name for name in _SERVING if _lines(first / name) != _lines(other / name)]:
-        notes.append(f"{', '.join(names)} of {other} differ: those of {first} are taken")
+        notes.append(f"{', '.join(names)} of {other} differ: the files of {first} are used")
     return notes
 
 

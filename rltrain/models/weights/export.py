@@ -213,7 +213,7 @@ def _look_at_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[
     if exported.vocab_size != encoder.vocab_size:
         yield f"tokenizer.json has {exported.vocab_size} tokens instead of {encoder.vocab_size}"
     if exported.tokenizer.chat_template != encoder.tokenizer.chat_template:
-        yield f"{_TEMPLATE} is not the template that wrote the training prompts"
+        yield f"{_TEMPLATE} is not the template of the training prompts"
 
 
 def _look_at_ends(served: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
@@ -245,5 +245,5 @@ def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
     # transformers may write weights under older names and split differently. Then only the number of elements must
     # match.
     if stored_shapes != shapes and sum(map(prod, stored_shapes.values())) != sum(map(prod, shapes.values())):
-        odd = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))
-        yield f"model.safetensors: {odd} has shape {stored_shapes.get(odd)} instead of {shapes.get(odd)}"
+        wrong = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))
+        yield f"model.safetensors: {wrong} has shape {stored_shapes.get(wrong)} instead of {shapes.get(wrong)}"

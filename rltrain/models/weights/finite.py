@@ -54,8 +54,8 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
     raise NonFiniteError(f"{key}: {first}")
 
 
-def _describe(names: list[str], what: str, way_out: str, files: Callable[[str], str]) -> list[str]:
+def _describe(names: list[str], problem: str, way_out: str, files: Callable[[str], str]) -> list[str]:
     if not names:
         return []
     listed = ", ".join(names[:_NUM_SHOWN]) + (", …" if len(names) > _NUM_SHOWN else "")
-    return [f"{count(len(names), 'weight')} of {files(names[0])} with {what}: {listed}. {way_out}."]
+    return [f"{count(len(names), 'weight')} of {files(names[0])} with {problem}: {listed}. {way_out}."]

@@ -80,7 +80,7 @@ def exclusion_note(model: PreTrainedModel, lora: Lora) -> str | None:
     key = f"{lora.section}.exclude_modules"
     if not isinstance(lora.exclude_modules, str) or matching(key, lora.exclude_modules, names, required=False):
         return None
-    return f"{key}={lora.exclude_modules} matches no linear layer, so it leaves out none"
+    return f"{key}={lora.exclude_modules} matches no linear layer, so it excludes nothing"
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
@@ -273,7 +273,7 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         required = not isinstance(lora.exclude_modules, str)
         chosen -= matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, required=required)
     if not chosen and not _target_experts(model, lora):
-        left = f"{lora.section}.exclude_modules={lora.exclude_modules} leaves no layer to put adapters into."
+        left = f"{lora.section}.exclude_modules={lora.exclude_modules} excludes all layers. Remove some names."
         none = f"{type(model).__name__} has no linear layer below its head. Train all its weights."
         raise ConfigError(left if lora.exclude_modules else none)
     return [name for name in linear if name in chosen]

@@ -35,10 +35,10 @@ from rltrain.models.load import (
 from rltrain.models.tensor_parallel import split
 from rltrain.models.vision import tower
 from rltrain.models.weights.finite import check_finite
-from rltrain.models.weights.lacking import notes, refuse
+from rltrain.models.weights.key_mapping import KeyMapping
 from rltrain.models.weights.lora import add_adapters, first_adapters
+from rltrain.models.weights.missing_keys import notes, refuse
 from rltrain.models.weights.names import huggingface_name
-from rltrain.models.weights.placing import Placing
 from rltrain.models.weights.slices import NotSliceable, SlicedCheckpoint
 from rltrain.models.weights.spec import ModelSpec
 
@@ -135,9 +135,9 @@ def look_at_weights(kind: type[PackedModel], spec: ModelSpec, config: Pretrained
         entries = read_entries(spec.path)
     except NoEntries as error:
         return [f"{key}={spec.path}: not looked at ({error})"] if Path(spec.path).is_dir() else []
-    placing = Placing(entries.empty, _plain(kind, spec, without_dropout(config)))
-    refuse(key, entries, placing)
-    return list(notes(key, entries, placing))
+    key_mapping = KeyMapping(entries.empty, _plain(kind, spec, without_dropout(config)))
+    refuse(key, entries, key_mapping)
+    return list(notes(key, entries, key_mapping))
 
 
 def _plain(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> PreTrainedModel:

@@ -1,9 +1,9 @@
 """Weights read from checkpoint files by slices: every rank reads only its rows.
 
 If one rank read a 72B model for all, it would need 291 GB of host memory, and every device would wait for minutes.
-safetensors files are memory-mapped, so a rank copies only its rows. `Placing` determines the entries of a weight. For
-rules other than renaming and stacking, each weight is built completely, one at a time, and the rank keeps its rows. Not
-supported: other files than safetensors, and quantised weights (`NotSliceable`).
+safetensors files are memory-mapped, so a rank copies only its rows. `KeyMapping` determines the entries of a weight.
+For rules other than renaming and stacking, each weight is built completely, one at a time, and the rank keeps its rows.
+Not supported: other files than safetensors, and quantised weights (`NotSliceable`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rltrain.models.files.entries import NoEntries, read_entries
-from rltrain.models.weights.lacking import refuse, unknown_rule
-from rltrain.models.weights.placing import Placing
+from rltrain.models.weights.key_mapping import KeyMapping
+from rltrain.models.weights.missing_keys import refuse, unknown_rule
 
 
 class NotSliceable(Exception):
@@ -38,39 +38,39 @@ class SlicedCheckpoint:
             self._entries = read_entries(path, fetch=True)
         except NoEntries as error:
             raise NotSliceable(str(error)) from error
-        self._placing = Placing(self._entries.empty, plain)
-        refuse(key, self._entries, self._placing)
+        self._key_mapping = KeyMapping(self._entries.empty, plain)
+        refuse(key, self._entries, self._key_mapping)
         if len(self._entries.opened) < len(self._entries.empty):
-            raise NotSliceable("its files are no safetensors")
-        if self._placing.ignored:
-            raise NotSliceable(f"its files have no {self._placing.ignored[0]}")
-        if unknown := unknown_rule(self._placing):
+            raise NotSliceable("its files are not safetensors")
+        if self._key_mapping.ignored:
+            raise NotSliceable(f"its files have no {self._key_mapping.ignored[0]}")
+        if unknown := unknown_rule(self._key_mapping):
             raise NotSliceable(unknown)
 
     def rows(self, name: str, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Return rows [first, last) of a weight: in its file's dtype, or in ``dtype`` if a converter builds it."""
-        entry, pattern = self._placing.entries(name)[0]
+        entry, pattern = self._key_mapping.entries(name)[0]
         if pattern is None:
             part: Tensor = self._slice(entry)[first:last]
             return part
-        stacks = _stacks_rows(self._placing.converter(pattern))
+        stacks = _stacks_rows(self._key_mapping.converter(pattern))
         if stacks and first == last:
-            return torch.empty(0, *self._placing.shapes[name][1:])
+            return torch.empty(0, *self._key_mapping.shapes[name][1:])
         # The n-th entry of a pattern is row n of the stack.
-        weight = self._placing.make(
+        weight = self._key_mapping.make(
             name, lambda piece: self._slice(piece)[:].to(dtype), lambda number: stacks and not first <= number < last
         )
         return (weight if stacks else weight[first:last]).to(dtype)
 
     def files(self, name: str) -> list[Path]:
         """Return the files of a weight."""
-        entries = (entry for entry, _ in self._placing.entries(name))
+        entries = (entry for entry, _ in self._key_mapping.entries(name))
         return list(dict.fromkeys(self._entries.files[entry][-1] for entry in entries))
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
         """All buffers, on the CPU: from the files, or computed from the configuration, such as rotary frequencies."""
-        plain, parts = self._placing.plain, self._placing.parts
+        plain, parts = self._key_mapping.plain, self._key_mapping.parts
         for module in plain.modules():
             # Set when the model was built on the meta device, where nothing is computed.
             module._is_hf_initialized = False  # type: ignore[assignment]

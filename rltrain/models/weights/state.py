@@ -57,7 +57,7 @@ def load_training_state(
     notes = [] if texts_alone else _settle_tower(packed, state, folder)
     if _SCALE in state and _SCALE not in saved:
         del state[_SCALE]
-        notes.append(f"{folder} has no loss scale, because its run did not compute in float16: it starts anew")
+        notes.append(f"{folder} has no loss scale, as its run did not compute in float16: the initial one is used")
     try:
         dcp.load(state, storage_reader=SafeReader(folder))
     except dcp.api.CheckpointException as error:
@@ -92,7 +92,7 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
         )
     for name in missing:
         del state["model"][name]
-    return [f"{folder} has no vision tower, because its run did not train it: it starts as model.path has it"]
+    return [f"{folder} has no vision tower, because its run did not train it: the tower is loaded from model.path"]
 
 
 def training_state(

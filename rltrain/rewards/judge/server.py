@@ -16,7 +16,7 @@ import httpx
 
 from rltrain.common.clock import SYSTEM, Backoff, Clock
 from rltrain.common.env import first_set
-from rltrain.common.errors import ConfigError, storable
+from rltrain.common.errors import ConfigError, replace_surrogates
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, wait_problem
 from rltrain.rewards.judge.reply import Reply
@@ -168,7 +168,7 @@ def _read(content: bytes) -> tuple[Reply, int]:
     about = f"no text, and finish_reason={choice.get('finish_reason')!r}"
     num_tokens = tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0 else 0
     is_cut = choice.get("finish_reason") == "length"
-    return Reply(storable(text).strip() if isinstance(text, str) else "", about, is_cut), num_tokens
+    return Reply(replace_surrogates(text).strip() if isinstance(text, str) else "", about, is_cut), num_tokens
 
 
 def _shown(content: bytes) -> str:

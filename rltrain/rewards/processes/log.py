@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rltrain.common.errors import plain
+from rltrain.common.errors import sanitize
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class PrintLog:
         if self._file is None or not text:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = "".join(f"{stamp} {source}: {plain(line)}\n" for line in text.splitlines())
+        lines = "".join(f"{stamp} {source}: {sanitize(line)}\n" for line in text.splitlines())
         with suppress(OSError):  # a full disk is reported by the checkpoints
             if self._file.exists() and self._file.stat().st_size + len(lines) > self._max_bytes:
                 self._file.replace(self._file.with_suffix(f".1{self._file.suffix}"))

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rltrain.common.errors import storable
+from rltrain.common.errors import replace_surrogates
 
 # Data source, response, ground truth and extra_info: the arguments of a reward function.
 ScorerCall = tuple[str, str, Any, dict[str, Any]]
@@ -81,7 +81,7 @@ def parse_result(returned: Any) -> tuple[float, dict[str, float | str]]:
 def _text(value: str | bytes) -> str:
     """Return a text that every file format and tracker accepts."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else value
-    return storable(text[:_MAX_TEXT_CHARS]).replace("\0", "\ufffd")
+    return replace_surrogates(text[:_MAX_TEXT_CHARS]).replace("\0", "\ufffd")
 
 
 def _finite(value: Any, subject: str) -> float:

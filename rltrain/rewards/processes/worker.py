@@ -169,13 +169,13 @@ class RewardWorker:
 
     def _call(self, split: str, number: int, answer: str) -> ScorerCall:
         row = self._rows[split][number]
-        info = DEFAULT_INFO | answer.told if isinstance(answer, AnswerText) else {}
+        info = DEFAULT_INFO | answer.trajectory_info if isinstance(answer, AnswerText) else {}
         return row.data_source, str(answer), row.ground_truth, row.extra_info | info
 
 
 def known_score(answer: str, *, is_custom: bool) -> Score | None:
     """Return the score that a response already has, or None if it must be scored (always so with a user's function)."""
-    info = answer.told if isinstance(answer, AnswerText) else {}
+    info = answer.trajectory_info if isinstance(answer, AnswerText) else {}
     if info.get("agent_failed"):
         return Score(0.0, "ok")  # masked in training
     if is_custom or "agent_score" not in info:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from rltrain.common.clock import SYSTEM, Clock
-from rltrain.common.errors import CheckpointError, ConfigError, DiskError, StorageError, unwritten
+from rltrain.common.errors import CheckpointError, ConfigError, DiskError, StorageError, write_error
 from rltrain.common.storage import patiently
 from rltrain.run.checkpoints.manifest import find_damage, sync, write_manifest
 
@@ -108,7 +108,7 @@ class RunFolder(Checkpoints):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise unwritten(f"trainer.default_local_dir={path} cannot be created: {error}", error) from error
+            raise write_error(f"trainer.default_local_dir={path} cannot be created: {error}", error) from error
         self.pruned_at = -math.inf  # time of the last removal of a checkpoint
         self._lock = self._take_lock()
         # Only under the lock: without it, the folder might be a save of a live run.
@@ -281,4 +281,4 @@ def _unwritable(path: Path, error: OSError) -> DiskError | StorageError:
     way_out = (
         "Make room or allow writing there, or choose another trainer.default_local_dir, and run the same command again."
     )
-    return unwritten(f"nothing can be written into the run folder {path}: {error}", error, lambda: way_out)
+    return write_error(f"nothing can be written into the run folder {path}: {error}", error, lambda: way_out)

@@ -17,7 +17,7 @@ from rltrain.common.errors import CheckpointError, DiskError, StorageError
 from rltrain.common.storage import patiently
 from rltrain.models.files.safe import METADATA, read_metadata
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
-from rltrain.workers.diagnostics.node import altered
+from rltrain.workers.diagnostics.node import checksum_mismatches
 
 MANIFEST, RECORD = "manifest.json", "progress.json"
 # In progress.json of a thinned checkpoint: its `checkpoint_digest` before the optimizer state was removed.
@@ -86,7 +86,7 @@ def find_damage(folder: Path, contents: bool = True) -> str | None:
             return f"{name} has {status.st_size} bytes instead of {expected['bytes']}"
     if not contents:
         return None
-    if problems := altered(_digests(folder, files, large=False)):
+    if problems := checksum_mismatches(_digests(folder, files, large=False)):
         return problems[0]
     try:
         read_record(folder)

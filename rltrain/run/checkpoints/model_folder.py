@@ -11,7 +11,7 @@ from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.run.checkpoints.manifest import find_damage, large_files
-from rltrain.workers.diagnostics.node import altered
+from rltrain.workers.diagnostics.node import checksum_mismatches
 
 EXPORT = "huggingface"
 
@@ -65,7 +65,7 @@ def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
     while step := run.newest():
         files = [entry for entry in large_files(step) if not part or entry[0].parent.name == part]
         with waiting(f"comparing {step} with its digests"):
-            problems = altered(files)
+            problems = checksum_mismatches(files)
         if not problems:
             break
         run.distrust(step, problems[0])
@@ -81,6 +81,6 @@ def whole_export(step: Path) -> Path:
             f"{step} holds no model folder: its run exported none (checkpoint.save_contents without hf_model). Name "
             "another step."
         )
-    if problems := altered([entry for entry in large_files(step) if entry[0].parent.name == EXPORT]):
+    if problems := checksum_mismatches([entry for entry in large_files(step) if entry[0].parent.name == EXPORT]):
         raise CheckpointError(f"{step} is damaged: {problems[0]}. Take another step, or copy it again.")
     return step / EXPORT

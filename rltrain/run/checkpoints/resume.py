@@ -31,7 +31,7 @@ from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import THINNED, has_digests, large_files, read_record, size_of
 from rltrain.runtime.group import WorkerGroup
 from rltrain.trainer.progress import Progress
-from rltrain.workers.diagnostics.node import altered
+from rltrain.workers.diagnostics.node import checksum_mismatches
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def verified(start: ResumePoint, group: WorkerGroup, run: Checkpoints, find: Cal
     while start.folder and (files := large_files(start.folder)):
         with waiting(f"comparing {start.folder} with its digests on {count(group.world, 'worker')}"):
             shares = [files[rank :: group.world] for rank in range(group.world)]
-            problems = [problem for share in group.ask(altered, shares).collect() for problem in share]
+            problems = [problem for share in group.ask(checksum_mismatches, shares).collect() for problem in share]
         if not problems:
             break
         run.distrust(start.folder, problems[0])

@@ -24,7 +24,7 @@ from typing import Any
 
 from rltrain.common.background import BackgroundJob, heartbeat
 from rltrain.common.clock import SYSTEM, Clock
-from rltrain.common.errors import CheckpointError, DiskError, StorageError, unwritten
+from rltrain.common.errors import CheckpointError, DiskError, StorageError, write_error
 from rltrain.config.schema import Config
 from rltrain.run.callbacks.callback import Callback, CallbackList
 from rltrain.run.checkpoints.best import Best
@@ -33,7 +33,7 @@ from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.checkpoints.manifest import read_record, size_of
 from rltrain.run.checkpoints.resume import ResumePoint, files_of
 from rltrain.run.checkpoints.room import describe_room, free_bytes, missing_room, superfluous
-from rltrain.runtime.lifeline import raise_if_lost
+from rltrain.runtime.ray_watchdog import raise_if_lost
 from rltrain.trainer.metrics.timing import StepTimer
 from rltrain.trainer.progress import ANSWERS, Progress
 from rltrain.trainer.role_save import RoleSave
@@ -334,7 +334,7 @@ class Saver(Callback):
         except (OSError, DiskError, StorageError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             sentence = f"checkpoint of step {step} could not be written: {error}"
-            raise unwritten(sentence, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
+            raise write_error(sentence, error, lambda: describe_room(self._folder.path, self._bytes_needed)) from error
 
     def load(self, start: ResumePoint) -> None:
         """Load every role from the checkpoint that the run starts from."""

@@ -31,7 +31,7 @@ from rltrain.run.checkpoints.manifest import (
     size_of,
     write_manifest,
 )
-from rltrain.workers.diagnostics.node import altered
+from rltrain.workers.diagnostics.node import checksum_mismatches
 
 _OPTIMIZER = "optimizer."
 _BUFFER = 16 << 20
@@ -39,7 +39,7 @@ _BUFFER = 16 << 20
 
 def damage(folder: Path) -> str | None:
     """Return the damage of a checkpoint after reading all its files; None if it is complete. Raises StorageError."""
-    return find_damage(folder) or next(iter(altered(large_files(folder))), None)
+    return find_damage(folder) or next(iter(checksum_mismatches(large_files(folder))), None)
 
 
 def optimizer_bytes(folder: Path) -> int:

@@ -25,7 +25,7 @@ from rltrain.models.weights.spec import Specs
 from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import ray_logs
 from rltrain.runtime.group import WorkerGroup
-from rltrain.workers.diagnostics.node import Facts, Question, leave, look, part, reach, unseen
+from rltrain.workers.diagnostics.node import NodeProbe, NodeReport, close, commit, connect, missing_files, probe_node
 from rltrain.workers.interface.roles import Links
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def check_nodes(
     with _proof(folder) as (proof, unusable):
         ranks = enumerate(names)
         about = (proof, _models(specs), resumed_key, ray_logs())
-        facts = group.ask(look, [Question(rank, name, device, rank in firsts, *about) for rank, name in ranks])
+        facts = group.ask(probe_node, [NodeProbe(rank, name, device, rank in firsts, *about) for rank, name in ranks])
         try:
             facts_of = facts.collect(_LOOK_S)
         except WorkerLost as lost:
@@ -77,12 +77,12 @@ def check_nodes(
         # them: it writes the manifest of a checkpoint.
         unshared = {rank: facts_of[rank].unshared for rank in firsts}
         wrote = [rank for rank, why in unshared.items() if not why]
-        for rank, why in zip(wrote, unseen([proof / f"rank_{rank}" for rank in wrote]), strict=True):
+        for rank, why in zip(wrote, missing_files([proof / f"rank_{rank}" for rank in wrote]), strict=True):
             unshared[rank] = "does not give back what it writes" if why else ""
     doors = [(address, facts_of[rank].port) for rank, address in firsts.items()]
-    lines = group.ask(reach, [doors if rank in firsts else [] for rank in range(group.world)]).collect(_REACH_S)
+    lines = group.ask(connect, [doors if rank in firsts else [] for rank in range(group.world)]).collect(_REACH_S)
     before = time.time()
-    clocks = group.ask(part, [None] * group.world).collect(_REACH_S)
+    clocks = group.ask(close, [None] * group.world).collect(_REACH_S)
     middle, error = (before + time.time()) / 2, (time.time() - before) / 2
     nodes = [facts_of[rank] for rank in firsts]
     checks = [_devices(facts_of), _network(nodes, [lines[rank] for rank in firsts])]
@@ -122,7 +122,7 @@ def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
     draft = proof.with_name(f"{proof.name}_made")
     try:
         draft.mkdir(parents=True)
-        leave(draft / "driver", proof.name)
+        commit(draft / "driver", proof.name)
         # Not all storage can rename folders, which checkpoints need.
         draft.rename(proof)
     except OSError as error:
@@ -140,7 +140,7 @@ def _models(specs: Specs) -> list[tuple[str, str]]:
     return [(key, path) for path, key in keys.items()]
 
 
-def _devices(ranks: Sequence[Facts]) -> Check:
+def _devices(ranks: Sequence[NodeReport]) -> Check:
     kinds = Counter(facts.device for facts in ranks if not facts.device_error)
     check = Check("devices", ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "none")
     check.problems += [
@@ -160,7 +160,7 @@ def _devices(ranks: Sequence[Facts]) -> Check:
     return check
 
 
-def _network(nodes: Sequence[Facts], lines: Sequence[Sequence[float | str]]) -> Check:
+def _network(nodes: Sequence[NodeReport], lines: Sequence[Sequence[float | str]]) -> Check:
     slowest = max((entry for line in lines for entry in line if isinstance(entry, float)), default=0.0)
     check = Check("network", f"{count(len(nodes), 'node')}, connections within {1e3 * slowest:.1f} ms")
     for at, node in enumerate(nodes):
@@ -187,7 +187,7 @@ def _clock(skew: Sequence[tuple[str, float]], error: float) -> Check:
     return Check("clocks", f"{max(seconds) - min(seconds):.1f} s apart", notes=notes)
 
 
-def _versions(nodes: Sequence[Facts]) -> Check:
+def _versions(nodes: Sequence[NodeReport]) -> Check:
     # Packages missing on this machine, such as one without devices, are compared among the nodes.
     packages = {name: nodes[0].versions.get(name, own) if own == "none" else own for name, own in fingerprint().items()}
     problems = [
@@ -199,7 +199,7 @@ def _versions(nodes: Sequence[Facts]) -> Check:
     return Check("versions", ", ".join(f"{name} {packages[name]}" for name in ("torch", "python", "ray")), problems)
 
 
-def _models_there(nodes: Sequence[Facts]) -> Check:
+def _models_there(nodes: Sequence[NodeReport]) -> Check:
     problems = [f"{node.name}: {problem} Every node reads it." for node in nodes for problem in node.lacking]
     return Check(
         "models", f"readable on {sum(not node.lacking for node in nodes)} of {count(len(nodes), 'node')}", problems
@@ -217,7 +217,7 @@ def _shared(trainer: TrainerConfig, folder: Path, unshared: Sequence[tuple[str, 
     return Check("run folder", str(folder), lines if saves else [], [] if saves else lines)
 
 
-def _room(nodes: Sequence[Facts]) -> Iterator[Check]:
+def _room(nodes: Sequence[NodeReport]) -> Iterator[Check]:
     for name, (least, unit, fix) in _ROOM.items():
         left = {node.name: f"{node.room[name]:,.1f}".removesuffix(".0") + f" {unit}" for node in nodes}
         few = [f"{node.name}: {name}: {left[node.name]}. {fix}" for node in nodes if node.room[name] < least]

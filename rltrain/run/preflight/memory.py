@@ -1,9 +1,9 @@
 """Estimated device memory of every phase by owner, from the configuration and the model's config only.
 
-Resident memory follows from sizes and from the rules of `workers.state.residency`. The additional memory of a pass is
-measured by running the worker's code on fake tensors (`run.preflight.meta_run`), with the fullest micro-batch that its
-budget allows. Memory of drivers, communicators and fragmentation is not estimated; a share of the device is kept free
-for it.
+Resident memory follows from sizes and from the rules of `workers.state.offload_manager`. The additional memory of a
+pass is measured by running the worker's code on fake tensors (`run.preflight.meta_run`), with the fullest micro-batch
+that its budget allows. Memory of drivers, communicators and fragmentation is not estimated; a share of the device is
+kept free for it.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def forecast(
 
 
 def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
-    """Return the models of a run, with the phases in which `Residency` has them on the device."""
+    """Return the models of a run, with the phases in which `OffloadManager` has them on the device."""
     roles: dict[str, _Role] = {}
     for role, (kind, spec) in specs_of(cfg, device, plan.passes).items():
         rests = plan.passes.needs(role), spec.rests_on_host, plan.num_devices

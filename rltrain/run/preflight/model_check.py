@@ -201,7 +201,7 @@ def _rows(samples: Batch) -> list[Tensor]:
     column = samples.dictionary(c.PROMPT)
     prompts: Any = column.values
     answers = samples.ragged(c.RESPONSE).rows()
-    return [torch.cat([prompts[place], answer]).long() for place, answer in zip(column.index, answers, strict=True)]
+    return [torch.cat([prompts[index], answer]).long() for index, answer in zip(column.index, answers, strict=True)]
 
 
 def plain_scores(model: Any, samples: Batch) -> Tensor:
@@ -277,14 +277,14 @@ class _Jobs:
         self.turns: list[Turn] = []
         self._jobs = jobs
 
-    def take(self, most: int) -> list[Job]:
+    def next_jobs(self, most: int) -> list[Job]:
         jobs, self._jobs = self._jobs, []
         return jobs
 
-    def ended(self, turn: Turn) -> None:
+    def on_turn_end(self, turn: Turn) -> None:
         self.turns.append(turn)
 
-    def goes_on(self, place: int, sample: int) -> bool:
+    def is_pending(self, prompt_index: int, sample: int) -> bool:
         return False
 
     def wait(self) -> bool:
@@ -318,14 +318,14 @@ def _decoded(small: Any, spec: ModelSpec, plain: Any) -> float:
     ]
     samples = np.arange(2)
     jobs = [
-        Job(place, samples, prompt, np.uint64(7 * place) + samples.astype(np.uint64))
-        for place, prompt in enumerate(prompts)
+        Job(prompt_index, samples, prompt, np.uint64(7 * prompt_index) + samples.astype(np.uint64))
+        for prompt_index, prompt in enumerate(prompts)
     ]
     source = _Jobs(jobs)
     engine.generate(source, Sampling(_NEW_TOKENS))
     with torch.no_grad():
         expected = [
-            plain_tail(plain, torch.tensor([*prompts[turn.place].tolist(), *turn.tokens]), len(turn.tokens))
+            plain_tail(plain, torch.tensor([*prompts[turn.prompt_index].tolist(), *turn.tokens]), len(turn.tokens))
             for turn in source.turns
         ]
     return distance(torch.tensor([number for turn in source.turns for number in turn.log_probs]), torch.cat(expected))

@@ -17,7 +17,7 @@ from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.callbacks.callback import Callback
 from rltrain.run.report.sample_writer import SampleJob, WriterProcess, Written
 from rltrain.run.report.tracking import Tracker
-from rltrain.runtime.lifeline import raise_if_lost
+from rltrain.runtime.ray_watchdog import raise_if_lost
 from rltrain.runtime.samples import Samples, driver_bytes
 from rltrain.trainer.batching.balance import Ids
 from rltrain.trainer.metrics.step import Answered, Metrics

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from rltrain.agents.content import with_texts
 from rltrain.common.columns import names as c
 from rltrain.common.columns.answer import AnswerText
-from rltrain.common.errors import first_line, storable
+from rltrain.common.errors import first_line, replace_surrogates
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.run.report.samples import one_line, without_middle
@@ -186,13 +186,13 @@ class SampleWriter:
             if "messages" in columns:
                 line |= {"messages": json.loads(columns["messages"][place])}
                 line |= {"agent_failed": columns[c.AGENT_FAILED][place]}
-            lines.append(storable(json.dumps(line, ensure_ascii=False)) + "\n")
+            lines.append(replace_surrogates(json.dumps(line, ensure_ascii=False)) + "\n")
         return "".join(lines)
 
 
 def _conversations(answers: Sequence[str]) -> dict[str, list[str]]:
     """Return the messages after the prompt as JSON, and the error of failed ones. Empty without several turns."""
-    told = [answer.told if isinstance(answer, AnswerText) else {} for answer in answers]
+    told = [answer.trajectory_info if isinstance(answer, AnswerText) else {} for answer in answers]
     if not any("messages" in each for each in told):
         return {}
     return {
@@ -221,7 +221,7 @@ def _storable(values: Any) -> Any:
     """Return a column whose texts can be stored in every file format."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         return values
-    return [storable(value) if isinstance(value, str) else value for value in values]
+    return [replace_surrogates(value) if isinstance(value, str) else value for value in values]
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:

@@ -51,7 +51,8 @@ class JsonLines:
     """Appender of one JSON object per step to a file.
 
     A line that cannot be written is kept and written with a later one, with one warning: that is no reason to stop
-    training, and must not hide another error. Raises an error of `unwritten` if the file cannot be opened at the start.
+    training, and must not hide another error. Raises an error of `write_error` if the file cannot be opened at the
+    start.
     """
 
     def __init__(self, file: Path) -> None:

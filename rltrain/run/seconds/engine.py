@@ -110,7 +110,7 @@ def generate(
     (num_prompts, n), store = answers.shape, dist.HashStore()
     size = samples_per_job(num_prompts, n, num_replicas, speed.max_rows)
     cuts = [np.arange(first, min(first + size, n)) for first in range(0, n, size)]
-    jobs = [Job(place, cut, _NOTHING, cut.astype(np.uint64)) for place in range(num_prompts) for cut in cuts]
+    jobs = [Job(index, cut, _NOTHING, cut.astype(np.uint64)) for index in range(num_prompts) for cut in cuts]
     # As in `rollout_worker`.
     num_dealt = min(len(jobs), num_replicas * (speed.max_rows // size))
     replicas = [
@@ -127,8 +127,8 @@ def generate(
     while events and np.isfinite(events[0][0]):
         now, number = heapq.heappop(events)
         replica = replicas[number]
-        for place, sample in replica.advance():
-            ended_s[place, sample] = now
+        for prompt_index, sample in replica.advance():
+            ended_s[prompt_index, sample] = now
         if replica.queue.stopped():
             for other in replicas:
                 other.now = now if len(other.rows) else other.now
@@ -188,19 +188,19 @@ class _Replica:
         self.rows[:, _LEFT] -= steps
         ended = [(prompt, sample) for prompt, sample, _, left in self.rows.tolist() if not left]
         self.rows = self.rows[self.rows[:, _LEFT] > 0]
-        for place in ended:
-            job = self._jobs.pop(place)
+        for prompt_index in ended:
+            job = self._jobs.pop(prompt_index)
             self._unfinished[id(job)] -= 1
             if not self._unfinished[id(job)]:
-                self.queue.ended(job)
+                self.queue.on_job_end(job)
         return ended
 
     def _take(self) -> None:
-        for job in self.queue.take(self.speed.max_rows - len(self.rows) - len(self._waiting)):
+        for job in self.queue.next_jobs(self.speed.max_rows - len(self.rows) - len(self._waiting)):
             self._unfinished[id(job)] = len(job.samples)
             for sample in job.samples.tolist():
-                self._jobs[job.place, sample] = job
-                self._waiting.append(np.array([job.place, sample, 0, self.answers[job.place, sample]]))
+                self._jobs[job.prompt_index, sample] = job
+                self._waiting.append(np.array([job.prompt_index, sample, 0, self.answers[job.prompt_index, sample]]))
         while self._waiting:
             prompt, _, written, _ = self._waiting[0].tolist()
             # A prompt is computed once for all its running responses. Tokens of preempted responses are computed again.

@@ -88,6 +88,6 @@ def mini_batches_of(
     if not plan.passes.skips_silent:
         return cut
     # Whole groups have no gradient: every n-th prompt.
-    silent = np.arange(plan.prompts_per_step) < round(assumed.silent_share * plan.prompts_per_step)
-    silent = np.random.default_rng(0).permutation(silent).repeat(plan.answers_per_prompt)
-    return [ids[~silent[ids]] for ids in cut]
+    zero_advantage = np.arange(plan.prompts_per_step) < round(assumed.silent_share * plan.prompts_per_step)
+    zero_advantage = np.random.default_rng(0).permutation(zero_advantage).repeat(plan.answers_per_prompt)
+    return [ids[~zero_advantage[ids]] for ids in cut]

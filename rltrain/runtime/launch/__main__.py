@@ -1,10 +1,10 @@
-"""Entry point of ``python -m rltrain.runtime.launch``: see `rltrain.runtime.launch.gather`."""
+"""Entry point of ``python -m rltrain.runtime.launch``: see `rltrain.runtime.launch.rendezvous`."""
 
 from __future__ import annotations
 
 import sys
 
-from rltrain.runtime.launch.gather import main
+from rltrain.runtime.launch.rendezvous import main
 
 if __name__ == "__main__":
     sys.exit(main())

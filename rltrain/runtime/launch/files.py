@@ -10,18 +10,18 @@ from pathlib import Path
 
 from rltrain.common.env import first_set, use_token
 from rltrain.common.errors import ConfigError
-from rltrain.runtime.launch.board import answers
+from rltrain.runtime.launch.store import accepts_connections
 
 # Below the user's home, where Ray looks for it.
 _OWN_TOKEN = ".ray/auth_token"
 
 
-def own_token(file: Path | None) -> str:
+def head_token(file: Path | None) -> str:
     """Return the head's token, created if missing. Removes files of an earlier head."""
     address = text(file)
-    if address and answers(address):
+    if address and accepts_connections(address):
         raise ConfigError(
-            f"{file} names {address}, where another head answers. Stop that one, or set HEAD_FILE to another file."
+            f"{file} contains {address}, where another head is running. Stop it, or set another HEAD_FILE."
         )
     path = Path.home() / _OWN_TOKEN
     if file:
@@ -30,7 +30,7 @@ def own_token(file: Path | None) -> str:
     if token := first_set("RAY_AUTH_TOKEN"):
         return token
     if named := first_set("RAY_AUTH_TOKEN_PATH"):
-        return _token_of(Path(named), "RAY_AUTH_TOKEN_PATH names it")
+        return _token_of(Path(named), "RAY_AUTH_TOKEN_PATH points to it")
     path.parent.mkdir(parents=True, exist_ok=True)
     # An existing token, even an unreadable one, is used by other clusters of this user.
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -38,29 +38,29 @@ def own_token(file: Path | None) -> str:
         opened.write(f"{secrets.token_hex(32)}\n")
     with suppress(OSError):
         path.chmod(0o600)  # Ray's command leaves the mode to the umask
-    return _token_of(path, "remove it, and a new one is made")
+    return _token_of(path, "remove it, and a new one is created")
 
 
-def announce(file: Path, address: str, token: str) -> None:
+def publish(file: Path, address: str, token: str) -> None:
     """Publish the head's address for the other nodes, after the token."""
     write(token_file(file), token)
     write(file, address)
 
 
-def withdraw(file: Path, address: str) -> None:
+def unpublish(file: Path, address: str) -> None:
     """Remove the address, unless another head has replaced it."""
     if text(file) == address:
         file.unlink(missing_ok=True)
         token_file(file).unlink(missing_ok=True)
 
 
-def named_token() -> str:
+def token_variable() -> str:
     """Return the variable that sets this node's token; empty if none does."""
     named = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if first_set(name)]
     return named[0] if named else "" if first_set("RAY_AUTH_MODE") == "token" else "no RAY_AUTH_MODE=token"
 
 
-def take_token(file: Path | None) -> Path | None:
+def use_head_token(file: Path | None) -> Path | None:
     """Use the token next to the head's file, or else this user's. Returns its file; None if there is none."""
     if file and (token := text(token_file(file))):
         use_token(token)
@@ -79,7 +79,7 @@ def text(file: Path | None) -> str:
     with suppress(OSError):
         # Storage with root squashing (NFS) shows root's files as another user's.
         if file and os.geteuid() and file.stat().st_uid not in (0, os.geteuid()):
-            raise ConfigError(f"{file} is another user's: remove it, or set HEAD_FILE to a file of your own.")
+            raise ConfigError(f"{file} belongs to another user. Remove it, or set HEAD_FILE to a different file.")
         return file.read_text("utf-8").strip() if file else ""
     return ""
 
@@ -90,7 +90,7 @@ def _token_of(file: Path, fix: str) -> str:
     except OSError as error:
         raise ConfigError(f"the token in {file} cannot be read ({error.strerror}): {fix}.") from error
     if not token:
-        raise ConfigError(f"{file} holds no token: {fix}.")
+        raise ConfigError(f"{file} has no token: {fix}.")
     return token
 
 

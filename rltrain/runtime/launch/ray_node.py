@@ -12,8 +12,8 @@ import ray
 
 from rltrain.common.env import address_towards, devices_here, first_set
 from rltrain.common.errors import ConfigError, NodesMissing
-from rltrain.runtime.launch.board import MARK, is_here
-from rltrain.runtime.launch.words import Launch
+from rltrain.runtime.launch.arguments import Launch
+from rltrain.runtime.launch.store import MARK, is_here
 
 # Ray rejects a node whose versions of these differ from the head's.
 VERSIONS = f"Python {platform.python_version()} and Ray {ray.__version__}"
@@ -21,21 +21,21 @@ VERSIONS = f"Python {platform.python_version()} and Ray {ray.__version__}"
 
 def ray_start(launch: Launch, address: str, *arguments: str) -> None:
     """Run `ray start`. On failure raise its output: ConfigError for unknown arguments, else NodesMissing."""
-    words = [*arguments, *launch.arguments]
+    options = [*arguments, *launch.arguments]
     # Ray counts GPUs itself, but NPUs only if CANN's Python package is installed, so pass their number.
-    if (devices := devices_here("npu", none=0)) and not any(word.startswith("--resources") for word in words):
-        words += ["--resources", f'{{"NPU": {devices}}}']
+    if (devices := devices_here("npu", none=0)) and not any(option.startswith("--resources") for option in options):
+        options += ["--resources", f'{{"NPU": {devices}}}']
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         # A file, because Ray's processes would keep a pipe open; a session, because our signals are not meant for Ray.
         process = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *options],
             env=os.environ | {MARK: address}, stdout=output, stderr=output, start_new_session=True, check=False,
         )  # fmt: skip
         output.seek(0)
         if process.returncode:
             # It also fails if the head is restarting. Exit code 2: wrong arguments.
             kind = ConfigError if process.returncode == 2 else NodesMissing
-            raise kind(f"ray start {' '.join(words)} failed:\n{output.read().strip()}")
+            raise kind(f"ray start {' '.join(options)} failed:\n{output.read().strip()}")
 
 
 def dashboard() -> list[str]:
@@ -55,8 +55,8 @@ def own_address(launch: Launch, head: str = "") -> str:
     host = (head or launch.address).rpartition(":")[0]
     if host and not head and not first_set("NODE_IP") and not is_here(host):
         raise ConfigError(
-            f"HEAD_ADDRESS (or MASTER_ADDR) says {host}, which is not this node: start rank 0 there. Where others "
-            "reach this node by that address all the same, set NODE_IP to its own."
+            f"HEAD_ADDRESS (or MASTER_ADDR) is {host}, which is not this node. Start rank 0 there. If other nodes "
+            "reach this node by that address, set NODE_IP to the address of this node."
         )
     address = first_set("NODE_IP") or address_towards(host or None)
     # On the head its host name may resolve to 127.0.1.1.
@@ -64,6 +64,6 @@ def own_address(launch: Launch, head: str = "") -> str:
         address = address_towards(None)
     if not address:
         raise ConfigError(
-            "this node's address is not known, as no network card leads out: set NODE_IP to the one that others reach."
+            "the address of this node is unknown: no network card has a route. Set NODE_IP to one that others reach."
         )
     return address

@@ -2,7 +2,7 @@
 
 It is a small parent process that uses the standard library only and is not part of the run, so an error of the run
 cannot end it. It adopts and ends the processes that the command leaves, because Ray's processes may still hold devices.
-The run reports its pid, its folder and its error through a file (`common.attempt.tell_supervisor`). Not included:
+The run reports its pid, its folder and its error through a file (`common.attempt.report_to_supervisor`). Not included:
 monitoring a live run, which has deadlines, and processes on other nodes.
 """
 
@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from rltrain.common.attempt import ATTEMPT, interpret_exit, shell_code, told_supervisor
+from rltrain.common.attempt import ATTEMPT, interpret_exit, read_reports, shell_code
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import ConfigError, command
-from rltrain.runtime.slots.limits import descendants, send
+from rltrain.runtime.slots.limits import catches, descendants, send
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 75
@@ -64,37 +64,37 @@ class Attempt:
 
 
 class Supervisor:
-    """Loop over attempts at ``words`` until one is final or the restarts are used up.
+    """Loop over attempts at ``command`` until one is final or the restarts are used up.
 
     It also ends after ``give_up`` consecutive attempts with the same cause and no new checkpoint. file: the commands
     report through it.
     """
 
-    def __init__(self, words: list[str], options: argparse.Namespace, file: Path, clock: Clock = SYSTEM) -> None:
+    def __init__(self, command: list[str], options: argparse.Namespace, file: Path, clock: Clock = SYSTEM) -> None:
         self._clock = clock
-        self._words, self._options, self._file = words, options, file
+        self._command, self._options, self._file = command, options, file
         self._attempts: list[Attempt] = []
         self._folder: Path | None = None
         # Pid of the running command, the signal that requested a stop, and the lines in attempts.jsonl.
-        self._child = self._asked = self._num_written = 0
+        self._child = self._stop_signal = self._num_written = 0
 
     def run(self) -> int:
         """Return the exit code of the last attempt."""
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # an ignored signal (nohup) stays ignored
-                signal.signal(number, self._hand_on)
+                signal.signal(number, self._forward_signal)
         while True:
             self._attempts.append(last := self._attempt())
-            verdict, wait_s = self._verdict(), self._options.wait_s
+            reason_to_stop, wait_s = self._reason_to_stop(), self._options.wait_s
             wait_s = min(wait_s * 2 ** (len(stalled(self._attempts)) - 1), max(wait_s, _MAX_WAIT_S))
-            last.then = verdict or f"again in {wait_s:.0f} s"
+            last.then = reason_to_stop or f"again in {wait_s:.0f} s"
             self._report(last)
-            if verdict:
+            if reason_to_stop:
                 return last.exit_code
-            if self._clock.poll(lambda: self._asked, wait_s, min(_POLL_S, wait_s)):
-                _say(f"stopped by {signal.Signals(self._asked).name} before attempt {last.attempt + 1}")
-                return 130 if self._asked == signal.SIGINT else _AGAIN
+            if self._clock.poll(lambda: self._stop_signal, wait_s, min(_POLL_S, wait_s)):
+                _say(f"stopped by {signal.Signals(self._stop_signal).name} before attempt {last.attempt + 1}")
+                return 130 if self._stop_signal == signal.SIGINT else _AGAIN
 
     def _attempt(self) -> Attempt:
         with suppress(OSError):  # without the file only the cause is unknown
@@ -104,59 +104,60 @@ class Supervisor:
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
-            # In another session, because a terminal would also send Ctrl-C to the run, which `_hand_on` does already.
+            # In another session, because a terminal would also send Ctrl-C to the run, which `_forward_signal` does
+            # already.
             self._child = child = os.posix_spawnp(
-                self._words[0], self._words, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
+                self._command[0], self._command, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
             )
         except OSError as error:
             raise ConfigError(f"the command cannot be started: {error}") from error
-        if self._asked:  # by a signal that came during the start
-            self._hand_on(self._asked, None)
+        if self._stop_signal:  # by a signal that came during the start
+            self._forward_signal(self._stop_signal, None)
         pid = 0
         while pid != child:  # the first process of a container must reap adopted processes
             pid, status = os.waitpid(-1, 0)
         self._child = 0
         if status:
             self._end_processes_left_behind()
-        report = told_supervisor(self._file)
+        report = read_reports(self._file)
         self._folder = Path(report["folder"]) if "folder" in report else self._folder
         code, cause = interpret_exit(shell_code(os.waitstatus_to_exitcode(status)), report)
         if code > 128 and not cause:
             with suppress(ValueError):
                 cause = f"killed by {signal.Signals(code - 128).name}"
         if code and not report["pids"] and not cause:
-            cause = "the command has told the supervisor nothing"
+            cause = "the command has not reported a cause"
         # A run killed by the forwarded signal has stopped as requested.
-        code = _AGAIN if code == 128 + signal.SIGTERM and self._asked else code
+        code = _AGAIN if code == 128 + signal.SIGTERM and self._stop_signal else code
         return Attempt(
             len(self._attempts) + 1, started, round(self._clock.monotonic() - clock, 1), code, *self._progress(),
             cause.partition("\n")[0], bool(report.get("passing")), self._clock.monotonic(),
         )  # fmt: skip
 
-    def _verdict(self) -> str:
+    def _reason_to_stop(self) -> str:
         """Return the reason not to restart; empty to restart."""
         code = self._attempts[-1].exit_code
         if code == 0:
             return "finished"
-        if self._asked:
-            return f"stopped by {signal.Signals(self._asked).name}"
-        if told_supervisor(self._file).get("stopped"):
-            return "stopped: another node was asked to"
+        if self._stop_signal:
+            return f"stopped by {signal.Signals(self._stop_signal).name}"
+        if read_reports(self._file).get("stopped"):
+            return "stopped: requested on another node"
         if code != _AGAIN and (code <= 128 or code == 128 + signal.SIGINT):
-            return "stopped: running it again would not help"
+            return "stopped: a restart would not help"
         if loop := crash_loop(self._attempts, self._options.give_up):
             return f"stopped: {loop}"
         most = self._options.max_restarts
         return f"stopped: {most} restarts are used up (--max-restarts)" if len(self._attempts) > most else ""
 
-    def _hand_on(self, number: int, _frame: object) -> None:
+    def _forward_signal(self, number: int, _frame: object) -> None:
         """Send a signal to the run, but not to its group: Ray's processes in it must live until the run has saved."""
         below = descendants(os.getpid())
-        runs = [pid for pid in told_supervisor(self._file)["pids"] if pid in below]
+        runs = [pid for pid in read_reports(self._file)["pids"] if pid in below]
         if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell
-            send((pid for pid in runs if _catches(pid, number)), number)
+            send((pid for pid in runs if catches(pid, number)), number)
             return
-        self._asked = number
+        self._stop_signal = number
         # A closed terminal must not kill the run: it saves.
         send(runs[:1] or [self._child] * bool(self._child), signal.SIGTERM if number == signal.SIGHUP else number)
 
@@ -194,10 +195,10 @@ class Supervisor:
         started = self._clock.monotonic()
         while left := descendants(os.getpid()):
             waited = self._clock.monotonic() - started
-            if waited > (2 * _LEAVE_S if self._asked else _LEFT_S):
+            if waited > (2 * _LEAVE_S if self._stop_signal else _LEFT_S):
                 # They will not run any more code. The next attempt reports devices that they still hold.
                 pids = ", ".join(map(str, left))
-                _say(f"these do not end by SIGKILL (stuck storage or driver?) and are left: pid {pids}")
+                _say(f"these processes survived SIGKILL (storage or driver hangs?): pid {pids}")
                 return
             send(left if waited > _LEAVE_S else (), signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -221,14 +222,7 @@ def crash_loop(attempts: list[Attempt], give_up: int) -> str:
     # Nodes other than the head have neither step nor cause: the head decides for them.
     if number < give_up or may_pass or (last.step is None and not last.cause):
         return ""
-    return f"it has ended {number} times without a new checkpoint by the same cause, fix it first"
-
-
-def _catches(pid: int, number: int) -> bool:
-    with suppress(OSError):
-        match = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
-        return bool(match and int(match[1], 16) >> (number - 1) & 1)
-    return False
+    return f"it ended {number} times with the same cause and no new checkpoint. Fix the cause first"
 
 
 def _say(text: str) -> None:
@@ -239,27 +233,27 @@ def _say(text: str) -> None:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    at = words.index("--") if "--" in words else len(words)
+    arguments = sys.argv[1:] if argv is None else argv
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         usage="rltrain supervise [OPTION ...] -- COMMAND ...", allow_abbrev=False,
         description="Run COMMAND, and again if it ends with exit code 75 (try again) or is killed by a signal. The "
         "exit code is its last one. SIGTERM and SIGINT (save and end) and SIGUSR1 (save) are passed on to it.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--max-restarts", type=int, default=50, metavar="N", help="run it again so often at most (50)")
+    add("--max-restarts", type=int, default=50, metavar="N", help="maximum number of restarts (50)")
     wait = "seconds before a restart, doubled while attempts make no new checkpoint, up to 300 (10)"
     add("--wait-s", type=float, default=10.0, metavar="S", help=wait)
-    give_up = "stop after K ends in a row by the same cause without a new checkpoint (5)"
+    give_up = "stop after K consecutive ends with the same cause and no new checkpoint (5)"
     add("--give-up", type=int, default=5, metavar="K", help=give_up)
-    options = parser.parse_args(words[:at])
+    options = parser.parse_args(arguments[:separator])
     for name, least in (("max_restarts", 0), ("wait_s", 0), ("give_up", 2)):
         if not getattr(options, name) >= least:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: it must be at least {least}")
-    if not words[at + 1 :]:
-        parser.error("say the command behind --, for example: -- python -m rltrain.main_ppo key=value ...")
+    if not arguments[separator + 1 :]:
+        parser.error("give the command after --, for example: -- python -m rltrain.main_ppo key=value ...")
     with tempfile.TemporaryDirectory(prefix="rltrain_attempt_", ignore_cleanup_errors=True) as folder:
-        return Supervisor(words[at + 1 :], options, Path(folder) / "told").run()
+        return Supervisor(arguments[separator + 1 :], options, Path(folder) / "reports").run()
 
 
 if __name__ == "__main__":

@@ -164,10 +164,10 @@ def _line(result: dict[str, Any], service: Service) -> bytes:
         line = json.dumps(result).encode() + b"\n"
         if len(line) <= MAX_RESULT_BYTES:
             return line
-        what = f"{len(line):,} bytes; {MAX_RESULT_BYTES:,} are taken"
+        problem = f"{len(line):,} bytes; the limit is {MAX_RESULT_BYTES:,}"
     except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is looked at
-        what = f"{type(result.get('value')).__name__}, which is not JSON: {error}"
-    return json.dumps(failure(Rejected(f"{service.function} returned {what}"))).encode() + b"\n"
+        problem = f"{type(result.get('value')).__name__}, which is not JSON: {error}"
+    return json.dumps(failure(Rejected(f"{service.function} returned {problem}"))).encode() + b"\n"
 
 
 def _print_by_lines() -> None:

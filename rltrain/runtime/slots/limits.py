@@ -1,6 +1,7 @@
 """Limits of a slot's calls, and termination of the processes that they start."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -89,6 +90,14 @@ def send(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return True if a process has a handler for a signal; False if it has ended, or without /proc."""
+    with suppress(OSError):
+        match = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
+        return bool(match and int(match[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def has_ended(process: subprocess.Popen, within_s: float = 0.0) -> bool:

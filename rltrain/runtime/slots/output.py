@@ -69,7 +69,7 @@ class Printed:
         """Return and clear the printed output."""
         text = self._kept.decode(errors="replace")
         if self._num_left_out:
-            text += f"\n({self._num_left_out:,} more bytes were printed here and are left out)\n"
+            text += f"\n({self._num_left_out:,} more bytes were printed here and are omitted)\n"
         self._kept, self._num_left_out = bytearray(), 0
         return text
 

@@ -64,7 +64,7 @@ class ChildProcess:
         self.close()
         code = self._process.returncode
         if not in_time:
-            return " broke the connection to its process", False
+            return " closed the connection to its process", False
         number = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
         how = f"'s process ended with exit code {code}" if code >= 0 else f"'s process was killed by {number}"
         return how + (f":\n{last_words}" if last_words else ""), code in (-signal.SIGKILL, -signal.SIGTERM)

@@ -27,9 +27,9 @@ _MEMORY_MB = 1024
 _MARK = "__rltrain_needs_programs__"
 _CHECK_S = 60.0
 _NOT_ISOLATED = (
-    "programs of the model were not run: this kernel grants neither user namespaces nor Landlock, so only checks "
-    "inside Python would keep them from your files. Use a kernel with Landlock (Linux 5.13 or later), or read {0} and "
-    "set reward.allow_unsandboxed_code=True (for a tool: actor_rollout_ref.rollout.multi_turn.allow_unsandboxed_code)."
+    "programs of the model were not run: this kernel supports neither user namespaces nor Landlock, so only checks "
+    "inside Python would protect your files. Use a kernel with Landlock (Linux 5.13 or later), or read {0} and set "
+    "reward.allow_unsandboxed_code=True (for a tool: actor_rollout_ref.rollout.multi_turn.allow_unsandboxed_code)."
 )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from rltrain.common.errors import storable
+from rltrain.common.errors import replace_surrogates
 from rltrain.runtime.slots.limits import Limits
 from rltrain.runtime.slots.output import Printed, lost_process
 from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess
@@ -146,7 +146,7 @@ class Slot:
             failure = {"status": "timeout", "error": self._service.late(timeout_s)}
             if lost := lost_process(self._printed.since(before)):
                 # It waits for a reply that never arrives, call after call, so the cause is reported.
-                failure["error"] += f"; a process that it started by multiprocessing ended by an error:\n{lost}"
+                failure["error"] += f"; a process that it started with multiprocessing ended with an error:\n{lost}"
                 failure |= {"status": "crashed", "kind": ORPHANED}
             return [outcome_of(failure)] * len(calls), True
         except _Died:
@@ -209,7 +209,7 @@ class Slot:
         try:
             return json.loads(line)
         except RecursionError:
-            return {"status": "rejected", "error": f"{self._service.function} returned what is nested too deeply"}
+            return {"status": "rejected", "error": f"{self._service.function} returned a too deeply nested value"}
 
     def _bury(self) -> tuple[dict[str, str], bool]:
         """Replace a process that has ended. Return the failure, and True for SIGKILL or SIGTERM."""
@@ -224,5 +224,5 @@ def outcome_of(result: dict[str, Any]) -> Outcome:
     if result["status"] == "ok":
         return Outcome("ok", result.get("value"))
     return Outcome(
-        result["status"], None, storable(str(result.get("error"))), str(result.get("kind", ""))[:_CRASH_CHARS]
+        result["status"], None, replace_surrogates(str(result.get("error"))), str(result.get("kind", ""))[:_CRASH_CHARS]
     )

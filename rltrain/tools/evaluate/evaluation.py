@@ -19,7 +19,7 @@ from rltrain.common.versions import installed_version
 from rltrain.config.loaded import LoadedConfig
 from rltrain.run.build import build
 from rltrain.run.fit import Trainer
-from rltrain.runtime.lifeline import working
+from rltrain.runtime.ray_watchdog import require_heartbeat
 from rltrain.tools.evaluate import statistics
 from rltrain.tools.evaluate.models import Model
 from rltrain.tools.evaluate.request import Request, identity
@@ -43,7 +43,7 @@ def evaluate_model(request: Request, model: Model, stop: Stop) -> dict[str, Any]
         log.info("%s: was evaluated before, in %s", model.name, results.folder)
         return result
     stop.says(f"{model.name} has no responses yet: the same command starts with it")
-    with build(loaded, stop, notes=check_settings(loaded)) as trainer, working(), stop.telling():
+    with build(loaded, stop, notes=check_settings(loaded)) as trainer, require_heartbeat(), stop.telling():
         results.begin()
         _answer(trainer, results, model, stop)
         file = results.join(trainer.num_steps)

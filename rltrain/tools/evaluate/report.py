@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from rltrain.common.errors import plain
-from rltrain.common.logs import PlainConsole
+from rltrain.common.errors import sanitize
+from rltrain.common.logs import SanitizedConsole
 
 _WIDTH = 200
 _BENCHMARKS = re.compile(r"logicvista|math-?_?vision|math-?_?vista", re.IGNORECASE)
@@ -32,29 +32,29 @@ def show(results: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str
             write_table(console, _of_all(results))
         for result in results:
             for name, value in result.get("whole_sets", {}).items():
-                console.print(Text(plain(f"{result['model']['name']}: {name} {100 * value:.1f} %")))
+                console.print(Text(sanitize(f"{result['model']['name']}: {name} {100 * value:.1f} %")))
         for line in _difference_lines(differences):
-            console.print(Text(plain(line)), soft_wrap=True)
+            console.print(Text(sanitize(line)), soft_wrap=True)
         for note in dict.fromkeys(note for result in results for note in result["notes"]):
-            console.print(Text(plain(f"note: {note}")), soft_wrap=True)
+            console.print(Text(sanitize(f"note: {note}")), soft_wrap=True)
         console.print(Text("[ ]: 95 % of bootstrap draws over prompts"))
     except BrokenPipeError:  # a reader such as head has ended
         sys.stderr.close()
 
 
-def console_of() -> PlainConsole:
+def console_of() -> SanitizedConsole:
     """Return a console as wide as the terminal; elsewhere with a fixed width."""
-    return PlainConsole(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
+    return SanitizedConsole(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
 
 
-def write_table(console: PlainConsole, rows: tuple[Sequence[str], Iterable[Sequence[str]]]) -> None:
+def write_table(console: SanitizedConsole, rows: tuple[Sequence[str], Iterable[Sequence[str]]]) -> None:
     """Print a table."""
     head, body = rows
     table = Table()
     for cell in head:
-        table.add_column(Text(plain(cell)))
+        table.add_column(Text(sanitize(cell)))
     for row in body:
-        table.add_row(*(Text(plain(cell)) for cell in row))
+        table.add_row(*(Text(sanitize(cell)) for cell in row))
     console.print(table)
 
 

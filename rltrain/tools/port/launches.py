@@ -10,7 +10,7 @@ from pathlib import Path
 from rltrain.common.errors import ConfigError
 from rltrain.config.verl.defaults import chosen_settings
 from rltrain.config.verl.hydra import named
-from rltrain.config.verl.others import refusal, trainer_of
+from rltrain.config.verl.other_trainers import refusal, trainer_of
 from rltrain.config.verl.table import rows
 from rltrain.tools.port.shell import Call, inside_out
 from rltrain.tools.port.translate import ASKED, typed

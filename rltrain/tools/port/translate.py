@@ -23,7 +23,7 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema.declarations import LOSS_KEY, POLICY_LOSSES, TOKEN_MEAN, LossTraits
 from rltrain.config.schema.keys import all_keys, followed, get, is_known
 from rltrain.config.verl.keys import classes, places_of, rename, rows_of, verdict
-from rltrain.config.verl.spellings import is_old
+from rltrain.config.verl.old_keys import is_old
 from rltrain.run.checkpoints.foreign import has_verl_checkpoints
 from rltrain.tools.port.rules import SPREAD, parsed_or_text, rule_of
 

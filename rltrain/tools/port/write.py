@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from rltrain.common.errors import plain
+from rltrain.common.errors import sanitize
 from rltrain.common.secrets import masked, masked_text
 from rltrain.config.schema.keys import all_keys, free_form_parent
 from rltrain.tools.port.launches import Launch
@@ -36,7 +36,7 @@ def script(
     text = "\n".join(body)
     lines += [f': "${{{name}:?the script expects it}}"' for name in placeholders if f"${{{name}}}" in text]
     # Quoted values have no terminal control characters; this removes them from the rest.
-    return plain("\n".join(lines) + "\n" + text + "\n")
+    return sanitize("\n".join(lines) + "\n" + text + "\n")
 
 
 def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> list[str]:
@@ -72,8 +72,8 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
 
 def holds_secret(name: str, value: str, placeholders: Mapping[str, str]) -> bool:
     """Return True if a value is a secret in plain text, and not a variable of the user."""
-    plain = re.sub(r"\$\{\w+\}", "", restored(value, placeholders))
-    return "${oc.env:" not in value and bool(plain) and masked(plain, name.lstrip("+")) != plain
+    literal = re.sub(r"\$\{\w+\}", "", restored(value, placeholders))
+    return "${oc.env:" not in value and bool(literal) and masked(literal, name.lstrip("+")) != literal
 
 
 def flat(note: str, placeholders: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -86,8 +86,8 @@ def _quoted(value: str, placeholders: Mapping[str, str]) -> str:
     """Quote for the shell: in double quotes if the value contains a variable of the user, else literally."""
     text = re.sub(r'(["\\$`])', r"\\\1", value)
     with_variables = restored(text, placeholders)
-    if plain(value) != value and with_variables == text:
+    if sanitize(value) != value and with_variables == text:
         escaped = re.sub(r"[\\']", r"\\\g<0>", value)
-        letters = (letter if plain(letter) == letter else f"\\U{ord(letter):08x}" for letter in escaped)
+        letters = (letter if sanitize(letter) == letter else f"\\U{ord(letter):08x}" for letter in escaped)
         return f"$'{''.join(letters)}'"
     return f'"{with_variables}"' if with_variables != text else shlex.quote(value)

@@ -40,10 +40,10 @@ def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int,
     return mini_batches
 
 
-def denominators(loss_tokens: Ids, groups: Ids, horizon: int) -> Denominators:
+def denominators(loss_tokens: Ids, groups: Ids, loss_scale_factor: int) -> Denominators:
     """Return the denominators of a mini-batch from loss tokens and groups [n]. Samples without are ignored."""
     counts = loss_tokens > 0
-    return Denominators(int(loss_tokens.sum()), int(counts.sum()), horizon, len(np.unique(groups[counts])))
+    return Denominators(int(loss_tokens.sum()), int(counts.sum()), loss_scale_factor, len(np.unique(groups[counts])))
 
 
 def num_tokens(samples: Samples) -> Ids:

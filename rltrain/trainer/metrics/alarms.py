@@ -36,7 +36,7 @@ class Alarms:
         self._collapse_steps = collapse_steps
         self._equal_steps = 0
         # Without a baseline the reward is the advantage, so equal rewards still move all responses, by the same amount.
-        self._equal_means = "nothing is learnt from them" if compares else "nothing tells them apart"
+        self._equal_means = "they have no advantage" if compares else "they do not differ"
         self._told_damaged = False
         self._gap_limit = gap_limit
         self._skipped_in_a_row: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class Alarms:
         text = (
             f"rollout engine and trainer differ by {gap:.3g} in the log-prob of a sampled token (mean; limit "
             f"{self._gap_limit:.3g}, actor_rollout_ref.rollout.log_prob_gap_limit): stale weights, a stale cache, or "
-            "kernels that compute otherwise. algorithm.rollout_correction.rollout_is=token corrects for a small gap."
+            "different kernels. algorithm.rollout_correction.rollout_is=token corrects for a small gap."
         )
         if self.stops_on_gap:
             raise SyncError(text)
@@ -71,8 +71,8 @@ class Alarms:
         self._equal_steps = self._equal_steps + 1 if scores.min() == scores.max() else 0
         text = (
             f"all answers of each of the last {self._equal_steps} steps had the same reward (now {scores[0]:g}), so "
-            f"{self._equal_means}: the task is too hard or solved, or the reward function does not tell answers "
-            "apart. Look at them with python -m rltrain.view"
+            f"{self._equal_means}: the task is too hard or solved, or the reward function does not distinguish "
+            "answers. Read the answers with python -m rltrain.view"
         )
         # A resumed run may already exceed a limit that was lowered.
         if self._collapse_steps is not None and self._equal_steps >= self._collapse_steps:
@@ -87,9 +87,9 @@ class Alarms:
         if number:
             log.warning(
                 "%s: %d of %d mini-batches have no token that counts in the loss, so no optimizer step was made from "
-                "them: their answers were cut (algorithm.mask_truncated), as were all others of their group with "
-                "optimal_token_baseline, or have failed, or were rejected "
-                "(algorithm.rollout_correction.rollout_rs)", role, number, len(counts)
+                "them: their answers were truncated (algorithm.mask_truncated; with optimal_token_baseline also the "
+                "rest of the group), failed, or were rejected (algorithm.rollout_correction.rollout_rs)",
+                role, number, len(counts)
             )  # fmt: skip
         return {f"{role}/steps_empty": float(number)}
 
@@ -114,7 +114,7 @@ class Alarms:
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping in "
-                "spite of trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
+                f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping "
+                "despite trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
             )
         return {f"{role}/skipped_in_a_row": float(self._skipped_in_a_row[role])}

@@ -20,8 +20,8 @@ _IDLE_STEPS, _TOKENS_MISSED = 5, 20
 # steps and at least _LEAST_GROWTH above it (1: the busiest expert has the tokens of one more expert).
 _GROWN_STEPS, _TIMES_GROWN, _LEAST_GROWTH = 5, 2.0, 1.0
 _WAYS_OUT = (
-    "Its routers may be collapsing: lower actor_rollout_ref.actor.optim.lr, have updates go to the experts of the pass "
-    "or engine before them (actor_rollout_ref.actor.router_replay.mode=R2 or R3), or learn to use them evenly "
+    "Its routers may be collapsing: lower actor_rollout_ref.actor.optim.lr, replay the experts of the old_log_prob "
+    "pass or the engine (actor_rollout_ref.actor.router_replay.mode=R2 or R3), or add a load-balancing loss "
     "(actor_rollout_ref.actor.router_aux_loss_coef=0.001)"
 )
 _STATE = "tokens", "tokens_at_last_use", "idle_steps", "first_max_vio", "counters"
@@ -65,8 +65,8 @@ class ExpertLoad:
     def _tell_unseen(self) -> None:
         if self._has_experts and not self._told_unseen:
             self._told_unseen = True
-            why = "layers that are compiled do not show" if self._compiled else "its routers do not show"
-            log.warning("note: the load of the policy's experts is not measured, since %s where tokens go", why)
+            why = "compiled layers do not expose" if self._compiled else "its routers do not expose"
+            log.warning("note: the load of the policy's experts is not measured, because %s their routing", why)
 
     def _dead(self, load: NDArray[np.int64]) -> int:
         """Return the number of experts that were used before and are not any more."""
@@ -84,8 +84,8 @@ class ExpertLoad:
             self._told_dead = True
             layer, expert = np.argwhere(dead)[0].tolist()
             log.warning(
-                "%d of the policy's experts had tokens before and none in the last %d updates, such as expert %d of "
-                "layer %d of those that have experts, counted from 0 (moe/dead_experts counts them in every step). %s",
+                "%d of the policy's experts got tokens before but none in the last %d updates, such as expert %d of "
+                "MoE layer %d, counted from 0 (moe/dead_experts counts them in every step). %s",
                 number, _IDLE_STEPS, expert, layer, _WAYS_OUT
             )  # fmt: skip
         return number

@@ -39,11 +39,11 @@ class Answered:
 
 def sample_metrics(samples: Samples, max_prompt_length: int) -> Metrics:
     """Return scores, rewards and lengths. ``response_length/clip_ratio``: share of responses truncated by the limit."""
-    lengths, having = samples[c.RESPONSE_LENGTH], samples[c.RESPONSE_LENGTH] > 0
-    metrics: Metrics = {"response/aborted_ratio": float((~having).mean())}
+    lengths, has_tokens = samples[c.RESPONSE_LENGTH], samples[c.RESPONSE_LENGTH] > 0
+    metrics: Metrics = {"response/aborted_ratio": float((~has_tokens).mean())}
     for name, values in (("critic/score", samples[c.SCORE]), ("critic/rewards", samples[c.REWARD])):
         metrics |= _spread(name, values)
-    for name, rows in (("response_length", np.ones_like(having)), ("response_length_non_aborted", having)):
+    for name, rows in (("response_length", np.ones_like(has_tokens)), ("response_length_non_aborted", has_tokens)):
         if rows.any():
             metrics |= _spread(name, lengths[rows]) | {f"{name}/clip_ratio": float(samples[c.TRUNCATED][rows].mean())}
     metrics |= _standard_error(samples[c.GROUP], samples[c.SCORE])
@@ -161,21 +161,21 @@ def update_metrics(
     """
     metrics: Metrics = {}
     # The gradient norm covers the shards of all ranks, so every rank has the same value; likewise for `skipped`.
-    one, having = results[0], tokens > 0
-    made = (counted > 0) & (one.skipped == 0)
-    if one.loss_scale is not None:
-        made &= one.overflowed == 0
+    first_rank, has_tokens = results[0], tokens > 0
+    made = (counted > 0) & (first_rank.skipped == 0)
+    if first_rank.loss_scale is not None:
+        made &= first_rank.overflowed == 0
     if made.any():
         for name, total in _over_ranks([result.shares for result in results]).items():
             metrics[_named(prefix, name)] = float(np.mean(total[made]))
-        metrics[f"{prefix}/grad_norm"] = float(np.mean(one.grad_norm[made]))
-    if having.any():
+        metrics[f"{prefix}/grad_norm"] = float(np.mean(first_rank.grad_norm[made]))
+    if has_tokens.any():
         for name, total in _over_ranks([result.token_sums for result in results]).items():
-            metrics[_named(prefix, name)] = float(np.mean(total[having] / tokens[having]))
-    if one.loss_scale is not None:
-        metrics[f"{prefix}/loss_scale"] = one.loss_scale
-        metrics[f"{prefix}/steps_overflowed"] = float(np.sum(one.overflowed))
-    metrics[f"{prefix}/steps_skipped"] = float(np.sum(one.skipped))
+            metrics[_named(prefix, name)] = float(np.mean(total[has_tokens] / tokens[has_tokens]))
+    if first_rank.loss_scale is not None:
+        metrics[f"{prefix}/loss_scale"] = first_rank.loss_scale
+        metrics[f"{prefix}/steps_overflowed"] = float(np.sum(first_rank.overflowed))
+    metrics[f"{prefix}/steps_skipped"] = float(np.sum(first_rank.skipped))
     return metrics | largest([result.memory_gb for result in results])
 
 

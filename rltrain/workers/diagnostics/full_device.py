@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.common.errors import WorkerLost
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.state.offload_manager import OffloadManager
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -18,10 +18,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def device_is_full(error: Exception, changes: Iterable[tuple[str, str]], residency: Residency) -> WorkerLost:
-    """Return the error that ends the run, for the current phase of ``residency``. changes: see `memory_keys`."""
-    device, phase = residency.device, residency.phase
-    resting = residency.resting()
+def device_is_full(error: Exception, changes: Iterable[tuple[str, str]], offloader: OffloadManager) -> WorkerLost:
+    """Return the error that ends the run, for the current phase of ``offloader``. changes: see `memory_keys`."""
+    device, phase = offloader.device, offloader.phase
+    resting = offloader.resident_bytes()
     allocated = device.allocated_bytes()
     parts = [f"{name} {_gib(size)}" for name, size in resting.items() if size]
     rest = ", ".join([*parts, f"{_gib(allocated - resting.total())} of engine, activations and gathered weights"])
@@ -29,8 +29,8 @@ def device_is_full(error: Exception, changes: Iterable[tuple[str, str]], residen
     where, size = f"rank {dist.get_rank()}, {phase}", _gib(device.total_memory_bytes())
     text = str(error).strip().splitlines()[0]
     return WorkerLost(
-        f"{where}: the device ({size}) is out of memory. There were {rest}. ({text})\nMake room with one of\n  {keys}\n"
-        "--dry-run tells what every phase needs."
+        f"{where}: the device ({size}) is out of memory. There were {rest}. ({text})\nMake room with one of\n  "
+        f"{keys}\n--dry-run shows the memory of every phase."
     )
 
 

@@ -43,10 +43,11 @@ def write_incident(
     folder = run / "incidents" / named[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        having = [micro for micro in micros if len(micro)]
+        non_empty = [micro for micro in micros if len(micro)]
         record = {
             "rank": dist.get_rank(), "world": dist.get_world_size(), "terms": dict(terms),
-            "denominators": asdict(mini.denominators), "samples": _samples(Batch.concat(having)) if having else [],
+            "denominators": asdict(mini.denominators),
+            "samples": _samples(Batch.concat(non_empty)) if non_empty else [],
         }  # fmt: skip
         torch.save(record, folder / f"rank_{dist.get_rank()}.pt")
         if dist.get_rank() == 0 and (run / _CONFIG).exists():

@@ -1,8 +1,8 @@
 """Tests of devices and their links: correct collectives, and bandwidth between every pair of ranks.
 
 `collectives` runs at the start of every run, because otherwise the first collective is one of FSDP's, whose error for a
-dead link is unhelpful. `meets` is for `python -m rltrain.doctor`: every pair of ranks exchanges data once. All pairs of
-a round run at the same time, as in a round-robin tournament.
+dead link is unhelpful. `p2p_bandwidth` is for `python -m rltrain.doctor`: every pair of ranks exchanges data once. All
+pairs of a round run at the same time, as in a round-robin tournament.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class LinksWorker(Links):
         total = self._world * (self._world + 1) / 2
         if not bool((summed == total).all()) or not bool((gathered == expected).all()):
             raise WorkerError(
-                f"rank {self._rank}: a collective has returned wrong numbers. Do not train on these devices: "
-                "python -m rltrain.doctor tries them pair by pair."
+                f"rank {self._rank}: a collective has returned wrong numbers. Do not train on these devices: python -m "
+                "rltrain.doctor tests them pair by pair."
             )
         # Bytes that a rank sends in a ring, so that the result is the link bandwidth for any number of ranks.
         share = 4 * size * (self._world - 1) / max(self._world, 1) / 1e9
         return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
 
-    def meets(self, num_bytes: int, turn: int) -> Array:
+    def p2p_bandwidth(self, num_bytes: int, turn: int) -> Array:
         """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
         self._device.activate()
         speeds = np.full(self._world, np.nan)

@@ -35,7 +35,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Question:
+class NodeProbe:
     """Checks that a rank runs."""
 
     rank: int
@@ -56,7 +56,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeReport:
     """Results; only the device fields for a rank that is not the first of its node."""
 
     rank: int
@@ -76,50 +76,50 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-open_doors: list[socket.socket] = []
+open_ports: list[socket.socket] = []
 
 
-def look(question: Question) -> Facts:
+def probe_node(probe: NodeProbe) -> NodeReport:
     """Check this process's device and, on the first rank of a node, the node."""
-    device = Facts(question.rank, question.name, *_device(question.device))
-    if not question.is_first:
+    device = NodeReport(probe.rank, probe.name, *_device(probe.device))
+    if not probe.is_first:
         return device
-    # Kept open until `part`: clients can connect without an accept.
-    open_doors.append(socket.create_server(("", 0), backlog=1024))
-    lacking = [problem for key, path in question.models if (problem := model_problem(key, path))]
-    lacking += [f"{key}={path} is not there." for key, path in question.folders if not Path(path).exists()]
+    # Kept open until `close`: clients can connect without an accept.
+    open_ports.append(socket.create_server(("", 0), backlog=1024))
+    lacking = [problem for key, path in probe.models if (problem := model_problem(key, path))]
+    lacking += [f"{key}={path} does not exist." for key, path in probe.folders if not Path(path).exists()]
     return replace(
         device,
-        unshared=_unshared(question),
+        unshared=_unshared(probe),
         lacking=lacking,
-        port=open_doors[-1].getsockname()[1],
-        room=_room(question.ray),
+        port=open_ports[-1].getsockname()[1],
+        room=_room(probe.ray),
         versions=fingerprint(),
     )
 
 
-def reach(doors: Sequence[tuple[str, int]]) -> list[float | str]:
+def connect(addresses: Sequence[tuple[str, int]]) -> list[float | str]:
     """Return the seconds to connect to each (address, port), or an error text."""
     # With a firewall every connection takes the full timeout.
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(_knock, doors))
+        return list(pool.map(_check_port, addresses))
 
 
-def part(_: None = None) -> float:
-    """Close the sockets of `look`. Returns the node's time in seconds since 1970."""
-    while open_doors:
-        open_doors.pop().close()
+def close(_: None = None) -> float:
+    """Close the sockets of `probe_node`. Returns the node's time in seconds since 1970."""
+    while open_ports:
+        open_ports.pop().close()
     return time.time()
 
 
-def unseen(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
+def missing_files(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
     """Wait for files that contain their folder's name. Returns a reason per missing file, else ""."""
     # One wait for all: with a hundred missing files, separate waits would add up.
     clock.poll(lambda: not any(map(_missing, files)), SEEN_S, _POLL_S)
     return [_missing(file) for file in files]
 
 
-def altered(files: Sequence[tuple[Path, str]]) -> list[str]:
+def checksum_mismatches(files: Sequence[tuple[Path, str]]) -> list[str]:
     """Read files and return a message for each that is unreadable or has an unexpected digest.
 
     Raises StorageError if storage fails, which says nothing about the contents.
@@ -145,7 +145,7 @@ def digest_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def leave(file: Path, text: str) -> None:
+def commit(file: Path, text: str) -> None:
     """Write a file like a checkpoint: under a temporary name, fsync, rename. Raises OSError."""
     with open(file.with_suffix(".new"), "w", encoding="utf-8") as new:
         new.write(text)
@@ -163,21 +163,21 @@ def _missing(file: Path) -> str:
         return f"cannot read it ({error.strerror})"
 
 
-def _unshared(question: Question) -> str:
-    (problem,) = unseen([question.proof / "driver"])
+def _unshared(probe: NodeProbe) -> str:
+    (problem,) = missing_files([probe.proof / "driver"])
     if problem:
         return problem
     try:
-        leave(question.proof / f"rank_{question.rank}", question.proof.name)
+        commit(probe.proof / f"rank_{probe.rank}", probe.proof.name)
     except OSError as error:
-        return f"sees it and cannot write beside it ({error.strerror})"
+        return f"sees it but cannot write next to it ({error.strerror})"
     return ""
 
 
-def _knock(door: tuple[str, int]) -> float | str:
+def _check_port(address: tuple[str, int]) -> float | str:
     started = time.perf_counter()
     try:
-        socket.create_connection(door, timeout=_CONNECT_S).close()
+        socket.create_connection(address, timeout=_CONNECT_S).close()
     except OSError as error:
         return str(error.strerror or error)
     return time.perf_counter() - started

@@ -42,7 +42,7 @@ class Links(Protocol):
     def collectives(self, num_bytes: int) -> dict[str, float]:
         """Return GB/s of an all-reduce and an all-gather (the second run). Raises WorkerError if a result is wrong."""
 
-    def meets(self, num_bytes: int, turn: int) -> Array:
+    def p2p_bandwidth(self, num_bytes: int, turn: int) -> Array:
         """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
 
 
@@ -84,8 +84,8 @@ class Actor(Protocol):
         """Load the saved state. Returns notes for the log."""
 
 
-class Frozen(Protocol):
-    """Frozen policies: `FrozenWorker`."""
+class InferenceModels(Protocol):
+    """Policies without updates: `InferenceWorker`."""
 
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
         """Compute log pi(response) with the policy of a pass. task: pass, output column, micro-batch sizes."""
@@ -94,7 +94,7 @@ class Frozen(Protocol):
 class Reference(Protocol):
     """Reference model that follows the policy: `ReferenceWorker`."""
 
-    def move(self) -> None:
+    def update_reference(self) -> None:
         """Copy the policy into the reference, or mix it in."""
 
     def stage(self, task: SaveTask) -> bool:
@@ -128,7 +128,7 @@ class Rollout(Protocol):
     def load_answers(self, file: str) -> tuple[Batch, list[str], dict[str, Array]]:
         """Load responses that `save_answers` wrote. Returns payload columns, texts, and numbers."""
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort `generate` on all ranks, now and from now on. Runs concurrently with it."""
 
 

@@ -67,10 +67,10 @@ class GenerateTask:
     """Number of the call in the run, used as the prefix of the replicas' shared counters."""
     stream: bool = False
     """Return texts as soon as all responses to a prompt have ended (`take_finished`)."""
-    enough: int | None = None
-    """Stop when this many prompts are complete, including the first ``must``."""
-    must: int = 0
-    todo: NDArray[np.bool_] | None = None
+    target_complete: int | None = None
+    """Stop when this many prompts are complete, including the first ``num_required``."""
+    num_required: int = 0
+    pending_mask: NDArray[np.bool_] | None = None
     """[p, num_samples]: requested responses (None: all)."""
     is_learnt_from: bool = True
     """The trainer will read the responses, with the images of their prompts."""
@@ -80,7 +80,7 @@ class GenerateTask:
 class Finished:
     """Responses that ended during generation: prompt index and sample [k] per text."""
 
-    place: NDArray[np.int64]
+    prompt_index: NDArray[np.int64]
     sample: NDArray[np.int64]
     done: bool
     """No more will follow."""

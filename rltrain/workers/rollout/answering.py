@@ -115,9 +115,9 @@ class Answering:
         """Start a task. row: by prompt index; seeds [prompts]: for random numbers of environments."""
         # Cached: building a row took longer than parsing a turn, and every turn needs it.
         self._row, self._seeds = cache(row), seeds
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all trajectories."""
         self._open, self._numbers, self._keys = {}, {}, {}
         if self._executors:
@@ -127,7 +127,7 @@ class Answering:
         """Return the output that tools and agents have printed since the last call."""
         return self._executors.take_printed() if self._executors else ""
 
-    def ask(self, key: Key, trajectory: Trajectory, reason: str) -> bool:
+    def request_reply(self, key: Key, trajectory: Trajectory, reason: str) -> bool:
         """Request a reply to a turn that has ended. Returns True if one will come, possibly only to end the trajectory.
 
         reason: `Turn.reason`.
@@ -142,14 +142,14 @@ class Answering:
             if finish != "stop":
                 trajectory.counts.update({c.TOOL_CALLS: len(said.calls), c.CALLS_NOT_RUN: len(said.calls)})
             if finish != "stop" or not (said.calls or said.problems):
-                self.give_up(key)
+                self.discard(key)
                 return False
         # A turn ended by a stop text lacks the end token.
         ended = reason == "stop" and tokens and tokens[-1] in self.stop_token_ids
         self._open[key] = _Open(tokens[-1] if ended else None, said)
         if self._executors:
             calls = [ToolCall(call.name, call.arguments) for call in said.calls]
-            self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent, tools)
+            self._notify(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent, tools)
         return True
 
     def _ends_by_itself(self, agent: str) -> bool:
@@ -163,7 +163,7 @@ class Answering:
             return Parsed([], [], said.text, said.reasoning), "length"
         return said, "turns" if most is not None and num_turns >= most else "stop"
 
-    def _tell(self, key: Key, said: Said, agent: str, tools: Schemas) -> None:
+    def _notify(self, key: Key, said: Said, agent: str, tools: Schemas) -> None:
         assert self._executors
         if key in self._numbers:
             self._executors.send_turn(self._numbers[key], said)
@@ -177,17 +177,17 @@ class Answering:
             )
             self._numbers[key], self._keys[number] = number, key
 
-    def no_room(self, key: Key) -> bool:
+    def end_without_room(self, key: Key) -> bool:
         """Handle a reply without room for another turn. Returns True if the trajectory must still report its end."""
         if self._ends_by_itself(self._encoder.row_tools.agent_of(self._row(key[0]))):
-            self.give_up(key)
+            self.discard(key)
             return False
         self._open[key] = _Open(None, Parsed([], [], "", ""))
         if self._executors:
             self._executors.send_turn(self._numbers[key], None)
         return True
 
-    def give_up(self, key: Key) -> None:
+    def discard(self, key: Key) -> None:
         """Discard the rest of a trajectory."""
         number = self._numbers.pop(key, None)
         if number is not None and self._executors:

@@ -44,7 +44,7 @@ class Sampling:
 class Job:
     """Samples of one prompt that are generated together."""
 
-    place: int
+    prompt_index: int
     """Prompt index in the task."""
     samples: NDArray[np.int64]
     """[k]: sample numbers of the prompt."""
@@ -77,7 +77,7 @@ class Job:
 class Turn:
     """Continuous generation of one response: from the prompt or the given tokens to its end."""
 
-    place: int
+    prompt_index: int
     """Prompt index in the task."""
     sample: int
     """Sample number of the prompt."""
@@ -107,26 +107,28 @@ class Turn:
 def turns_of(job: Job) -> list[Turn]:
     """Return the empty turns of a job."""
     given: Sequence[Any] = job.given if job.given and not job.begins_turn else [()] * len(job.samples)
-    return [Turn(job.place, sample, earlier=part) for sample, part in zip(job.samples.tolist(), given, strict=True)]
+    return [
+        Turn(job.prompt_index, sample, earlier=part) for sample, part in zip(job.samples.tolist(), given, strict=True)
+    ]
 
 
 class Source(Protocol):
     """Work queue of an engine. The processes of a replica call every method at the same point of their work."""
 
-    def take(self, most: int) -> list[Job]:
+    def next_jobs(self, most: int) -> list[Job]:
         """Return jobs of at most ``most`` samples in total; none if no work is available, or if the next is larger.
 
         No job has more samples than the engine's ``max_num_seqs``.
         """
 
-    def ended(self, turn: Turn) -> None:
+    def on_turn_end(self, turn: Turn) -> None:
         """Receive a turn that ended or was aborted. Engines call it at once, because the next turn may depend on it."""
 
-    def goes_on(self, place: int, sample: int) -> bool:
+    def is_pending(self, prompt_index: int, sample: int) -> bool:
         """Return True if a next turn may follow, whose `Job.given` will begin with all its tokens so far."""
 
     def wait(self) -> bool:
-        """Return True if more work may come. Called by an idle engine after an empty `take`; may block briefly."""
+        """Return True if more work may come. Called by an idle engine after an empty `next_jobs`; may block briefly."""
 
     @property
     def may_stop(self) -> bool:

@@ -3,8 +3,8 @@
 A response is a conversation of the policy with tools, an environment or an agent: tokens that are only ever appended,
 some of them sampled. An engine knows only jobs and turns. This module appends ended turns to their conversation and
 decides if another turn follows. Without tools a conversation ends with its first turn. With tools (`Answering`),
-`Conversations.ended` requests the reply, `take` returns next turns before the jobs of the queue (a `Job` of one sample,
-``given`` all its tokens so far), and `wait` waits for replies.
+`Conversations.on_turn_end` requests the reply, `next_jobs` returns next turns before the jobs of the queue (a `Job` of
+one sample, ``given`` all its tokens so far), and `wait` waits for replies.
 
 A response carried over from an earlier step (``carry_over``) is a conversation that already has tokens.
 """
@@ -38,7 +38,7 @@ _WAIT_S = 0.05
 class Conversation:
     """One response to a prompt, so far."""
 
-    place: int
+    prompt_index: int
     """Prompt index in the task."""
     sample: int
     """Sample number of the prompt."""
@@ -69,7 +69,7 @@ class Conversation:
     """`Reply.rewards` of all replies."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     """Their sums by turn, from 1; turns without rewards are missing."""
-    said: list[list[Message]] = field(default_factory=list)
+    messages_after: list[list[Message]] = field(default_factory=list)
     """Messages after each turn that another turn has followed."""
     numbers: dict[str, float] = field(default_factory=dict)
     """`Reply.numbers`."""
@@ -78,7 +78,7 @@ class Conversation:
     failed: str = ""
     """`Reply.failed`."""
 
-    def hear(self, reply: Reply) -> None:
+    def on_reply(self, reply: Reply) -> None:
         """Record a reply to a turn."""
         self.counts += reply.counts
         self.rewards += reply.rewards
@@ -87,7 +87,7 @@ class Conversation:
 
     def add_context(self, context: EncodedPrompt, messages: list[Message]) -> None:
         """Append tokens that the policy did not sample."""
-        self.said.append(messages)
+        self.messages_after.append(messages)
         self._append(context)
         self.mask = np.concatenate([self.mask, np.zeros(len(context.tokens), dtype=np.bool_)])
 
@@ -97,15 +97,15 @@ class Conversation:
 
     def is_in_first_turn(self, waiting: Container[Key]) -> bool:
         """Return True if no reply was requested yet. waiting: conversations that wait for one."""
-        return bool(self.mask.all()) and (self.place, self.sample) not in waiting
+        return bool(self.mask.all()) and (self.prompt_index, self.sample) not in waiting
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset to the start of the response."""
-        empty = Conversation(self.place, self.sample, self.prompt)
+        empty = Conversation(self.prompt_index, self.sample, self.prompt)
         self.tokens, self.images, self.mask, self.log_probs = empty.tokens, None, empty.mask, empty.log_probs
         self.experts = []
 
-    def went_to(self, turn: Turn) -> None:
+    def record_experts(self, turn: Turn) -> None:
         """Record the routing of the tokens that a turn has computed, replacing earlier entries for them."""
         if turn.experts:
             before = np.concatenate(self.experts)[: turn.num_reused] if turn.num_reused else None
@@ -153,7 +153,7 @@ class Conversations:
         begun: Mapping[tuple[int, int], Conversation] | None = None,
         finished: Callable[[Job, list[Conversation]], None] | None = None,
         answering: tuple[Answering, int] | None = None,
-        images: Callable[[int], PromptImages | None] = lambda place: None,
+        images: Callable[[int], PromptImages | None] = lambda prompt_index: None,
     ) -> None:
         self.num_damaged = 0
         """Turns that were not appended."""
@@ -179,25 +179,25 @@ class Conversations:
         self._ready: list[Key] = []
         self._running: dict[Key, tuple[_Started, Conversation]] = {}
 
-    def take(self, most: int) -> list[Job]:
-        """Return next turns of conversations, then jobs as `JobQueue.take`."""
+    def next_jobs(self, most: int) -> list[Job]:
+        """Return next turns of conversations, then jobs as `JobQueue.next_jobs`."""
         self._listen()
         ready, self._ready = self._ready[:most], self._ready[most:]
         return [*map(self._next_turn, ready), *self._take_new(most - len(ready))]
 
     def _take_new(self, most: int) -> list[Job]:
-        jobs = self._queue.take(most)
+        jobs = self._queue.next_jobs(most)
         for job in jobs:
-            keys = [(job.place, sample) for sample in job.samples.tolist()]
+            keys = [(job.prompt_index, sample) for sample in job.samples.tolist()]
             conversations = [self._begun.get(key) or Conversation(*key, job.prompt) for key in keys]
             self.all += conversations
             started = _Started(replace(job, images=None), conversations, len(keys))
             self._running.update((key, (started, answer)) for key, answer in zip(keys, conversations, strict=True))
         return jobs
 
-    def ended(self, turn: Turn) -> None:
+    def on_turn_end(self, turn: Turn) -> None:
         """Append the turn to its conversation."""
-        started, conversation = self._running.pop((turn.place, turn.sample))
+        started, conversation = self._running.pop((turn.prompt_index, turn.sample))
         if conversation.num_turns:
             self.num_follow_up_tokens += len(conversation.prompt) + len(conversation.tokens)
             self.num_reused_tokens += turn.num_reused
@@ -211,7 +211,7 @@ class Conversations:
             conversation.add_sampled(tokens, log_probs)
         conversation.truncated, conversation.aborted = turn.reason == "length", turn.aborted
         conversation.seconds = turn.seconds
-        conversation.went_to(turn)
+        conversation.record_experts(turn)
         conversation.num_turns += 1
         if not self._is_answered(started, conversation, turn, whole=not (turn.aborted or damaged)):
             self._over(started)
@@ -220,11 +220,11 @@ class Conversations:
         """Request a reply. Returns True if the conversation continues, or still has to report its end."""
         if self._answering is None:
             return False
-        key = turn.place, turn.sample
+        key = turn.prompt_index, turn.sample
         if not whole:
-            self._answering.give_up(key)
+            self._answering.discard(key)
             return False
-        if not self._answering.ask(key, conversation, turn.reason):
+        if not self._answering.request_reply(key, conversation, turn.reason):
             return False
         # If the engine stops before the reply, the conversation is incomplete.
         conversation.aborted = True
@@ -234,21 +234,21 @@ class Conversations:
     def _listen(self, wait_s: float = 0.0) -> None:
         for key, reply in self._answering.arrived(wait_s) if self._answering else ():
             started, conversation = self._waiting[key]
-            conversation.hear(reply)
+            conversation.on_reply(reply)
             if reply.tokens is not None and len(reply.tokens) < self._room(conversation):
                 conversation.add_context(EncodedPrompt(reply.tokens, reply.images), reply.messages)
                 self._ready.append(key)
                 continue
             # A response ends with a token of the policy.
             conversation.truncated |= reply.tokens is not None
-            if reply.tokens is None or not self._answering.no_room(key):  # type: ignore[union-attr]
+            if reply.tokens is None or not self._answering.end_without_room(key):  # type: ignore[union-attr]
                 del self._waiting[key]
                 conversation.aborted = False
                 self._over(started)
 
-    def goes_on(self, place: int, sample: int) -> bool:
+    def is_pending(self, prompt_index: int, sample: int) -> bool:
         """Return True if a conversation waits for its next turn."""
-        _, conversation = self._waiting.get((place, sample), (None, None))
+        _, conversation = self._waiting.get((prompt_index, sample), (None, None))
         # After a truncated turn, or a reply that leaves no room, only the end is pending.
         return conversation is not None and not conversation.truncated
 
@@ -262,14 +262,14 @@ class Conversations:
         started, conversation = self._running[key] = self._waiting.pop(key)
         seeds = started.job.seeds[started.job.samples == conversation.sample]
         samples = np.array([conversation.sample])
-        images, given = self._images(conversation.place), (conversation.tokens,)
-        said = (images, conversation.images, True)
-        return Job(conversation.place, samples, conversation.prompt, seeds, given, *said)
+        images, given = self._images(conversation.prompt_index), (conversation.tokens,)
+        turn_images = (images, conversation.images, True)
+        return Job(conversation.prompt_index, samples, conversation.prompt, seeds, given, *turn_images)
 
     def _over(self, started: _Started) -> None:
         started.num_running -= 1
         if not started.num_running and not any(answer.aborted for answer in started.conversations):
-            self._queue.ended(started.job)
+            self._queue.on_job_end(started.job)
             if self._finished:
                 self._finished(started.job, started.conversations)
 
@@ -283,12 +283,12 @@ class Conversations:
             self.waited_s += time.perf_counter() - started
         return bool(self._waiting)
 
-    def begin_anew(self) -> int:
+    def discard_interrupted(self) -> int:
         """Reset trajectories that were aborted after their first turn, because their tools and environments are not
         kept. Returns their number."""
         gone = [answer for answer in self.all if answer.aborted and not answer.is_in_first_turn(self._waiting)]
         for answer in gone:
-            answer.forget()
+            answer.reset()
         return len(gone)
 
     @property
@@ -309,15 +309,17 @@ def begun_conversations(batch: Batch, prompts: Sequence[NDArray[np.int32]], num_
     columns = [batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK, c.ROLLOUT_LOG_PROBS)]
     conversations = []
     for slot, *parts in zip(batch.dense(c.SLOT).tolist(), *columns, strict=True):
-        place, sample = divmod(slot, num_samples)
-        conversations.append(Conversation(place, sample, prompts[place], *(part.numpy() for part in parts)))
+        prompt_index, sample = divmod(slot, num_samples)
+        conversations.append(
+            Conversation(prompt_index, sample, prompts[prompt_index], *(part.numpy() for part in parts))
+        )
     return conversations
 
 
 def payload_of(conversations: Sequence[Conversation]) -> Batch:
     """Return prompts and `columns.ANSWER` of conversations (at least one), which are sorted by prompt index."""
-    places, prompts = zip(*{answer.place: answer.prompt for answer in conversations}.items(), strict=True)
-    index = np.searchsorted(places, [answer.place for answer in conversations])
+    places, prompts = zip(*{answer.prompt_index: answer.prompt for answer in conversations}.items(), strict=True)
+    index = np.searchsorted(places, [answer.prompt_index for answer in conversations])
     rows = _ragged([np.array(prompt, dtype=np.int32) for prompt in prompts])
     return Batch(
         {
@@ -334,8 +336,10 @@ def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
 
     Raises RuntimeError if the routing of any other token is missing.
     """
-    told = next((answer.experts[0] for answer in conversations if answer.experts), np.zeros((0, 0, 0), dtype=np.uint8))
-    shape, dtype = told.shape[1:], told.dtype
+    num_routed = next(
+        (answer.experts[0] for answer in conversations if answer.experts), np.zeros((0, 0, 0), dtype=np.uint8)
+    )
+    shape, dtype = num_routed.shape[1:], num_routed.dtype
     rows: list[NDArray[np.integer[Any]]] = []
     for answer in conversations:
         needed = len(answer.prompt) + max(len(answer.tokens) - 1, 0)
@@ -353,7 +357,7 @@ def answer_numbers(conversations: Sequence[Conversation], num_samples: int) -> d
     """Return the numbers of every response for the driver, one value per conversation. num_samples: per prompt."""
     policy_tokens = np.array([len(answer.log_probs) for answer in conversations], dtype=np.int64)
     return {
-        c.SLOT: np.array([answer.place * num_samples + answer.sample for answer in conversations]),
+        c.SLOT: np.array([answer.prompt_index * num_samples + answer.sample for answer in conversations]),
         c.PROMPT_LENGTH: np.array([len(answer.prompt) for answer in conversations]),
         c.RESPONSE_LENGTH: np.array([len(answer.tokens) for answer in conversations]),
         c.POLICY_TOKENS: policy_tokens,

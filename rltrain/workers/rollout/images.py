@@ -34,15 +34,15 @@ class TaskImages:
         # By prompt index: several jobs may share a prompt, and the trainer gets its pixels once.
         self._read: dict[int, PromptImages | None] = {}
 
-    def of(self, place: int) -> PromptImages | None:
+    def of(self, prompt_index: int) -> PromptImages | None:
         """Return the images of a prompt that a job was taken for."""
-        return self._read.get(place)
+        return self._read.get(prompt_index)
 
     def prepare(self, jobs: Sequence[Job]) -> list[Job]:
         """Add images to the jobs whose prompts have some."""
         started = time.perf_counter()
-        self._num_running.update(job.place for job in jobs)
-        seeing = {job.place for job in jobs if self._store.num_images[self._rows[job.place]]}
+        self._num_running.update(job.prompt_index for job in jobs)
+        seeing = {job.prompt_index for job in jobs if self._store.num_images[self._rows[job.prompt_index]]}
         new = np.array(sorted(seeing - self._read.keys()), dtype=np.int64)
         if len(new):
             # Sorted by position in the file, so that each row group is read once.
@@ -50,12 +50,14 @@ class TaskImages:
             new = new[self._store.stored_images.read_order(self._rows[new])]
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:
             prompts = readers.map(self._store.encoded, self._rows[new].tolist())
-            self._read.update((place, prompt.images) for place, prompt in zip(new.tolist(), prompts, strict=True))
+            self._read.update(
+                (prompt_index, prompt.images) for prompt_index, prompt in zip(new.tolist(), prompts, strict=True)
+            )
         self.seconds += time.perf_counter() - started
-        return [replace(job, images=self.of(job.place)) for job in jobs]
+        return [replace(job, images=self.of(job.prompt_index)) for job in jobs]
 
-    def ended(self, job: Job) -> None:
+    def on_job_end(self, job: Job) -> None:
         """Record the end of a job that was prepared here."""
-        self._num_running[job.place] -= 1
-        if not self._keep and not self._num_running[job.place]:
-            self._read.pop(job.place, None)
+        self._num_running[job.prompt_index] -= 1
+        if not self._keep and not self._num_running[job.prompt_index]:
+            self._read.pop(job.prompt_index, None)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rltrain.common.device import COLLECTIVE_TIMEOUT
 from rltrain.workers.rollout.contract import Job
 
-_GIVEN_UP = "rollout/given_up"
+_ABORTED = "rollout/given_up"
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class Replica:
     """Process group of its members (None for a single rank)."""
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.member == 0
 
-    def agree(self, found: Any) -> Any:
+    def agree(self, value: Any) -> Any:
         """Broadcast the leader's value (small, picklable) to all members."""
         if self.size == 1:
-            return found
-        box = [found]
+            return value
+        box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.group)
         return box[0]
 
-    def gather(self, found: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Gather the members' values (small, picklable) on the leader, which waits for all; others get nothing."""
         if self.size == 1:
-            return [found]
-        box = [None] * self.size if self.leads else None
-        dist.gather_object(found, box, group_dst=0, group=self.group)
+            return [value]
+        box = [None] * self.size if self.is_leader else None
+        dist.gather_object(value, box, group_dst=0, group=self.group)
         return box or []
 
 
@@ -79,18 +79,18 @@ def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_n
     return 1
 
 
-def give_up(store: dist.Store) -> None:
+def abort(store: dist.Store) -> None:
     """Abort all queues of this ``store``."""
-    store.add(_GIVEN_UP, 1)
+    store.add(_ABORTED, 1)
 
 
 class JobQueue:
     """Jobs of one replica: first its dealt jobs, then jobs from the shared rest, one by one.
 
     jobs: of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas in alternating
-    directions; if these are all, the assignment is deterministic. enough: stop when this many prompts are complete over
-    all replicas, including the first ``must`` prompts. prepare: applied to jobs when they are taken, for example to
-    load their images. can_end: stop after `give_up`.
+    directions; if these are all, the assignment is deterministic. target_complete: stop when this many prompts are
+    complete over all replicas, including the first ``num_required`` prompts. prepare: applied to jobs when they are
+    taken, for example to load their images. can_end: stop after `abort`.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class JobQueue:
         replica: Replica,
         store: dist.Store,
         key: str,
-        enough: int | None = None,
-        must: int = 0,
+        target_complete: int | None = None,
+        num_required: int = 0,
         prepare: Callable[[list[Job]], list[Job]] = list,
         *,
         can_end: bool = False,
@@ -112,22 +112,24 @@ class JobQueue:
         self._replica = replica
         self._store = store
         self._key = key
-        self._enough = enough
-        self._must = must
+        self._target_complete = target_complete
+        self._num_required = num_required
         self._prepare = prepare
         self._can_end = can_end
-        self._jobs_of = Counter(job.place for job in jobs)
+        self._jobs_of = Counter(job.prompt_index for job in jobs)
         # A prompt whose responses are all complete has no job, so it never ends here and must not be waited for.
-        self._num_must = sum(place < must for place in self._jobs_of)
-        self._mine = [place for place in range(num_dealt) if _dealt_to(place, replica.count) == replica.number]
+        self._num_required_with_jobs = sum(prompt_index < num_required for prompt_index in self._jobs_of)
+        self._mine = [
+            job_index for job_index in range(num_dealt) if _dealt_to(job_index, replica.count) == replica.number
+        ]
         self._largest = max((len(job.samples) for job in jobs), default=0)
         self._empty = False
 
-    def take(self, most: int) -> list[Job]:
+    def next_jobs(self, most: int) -> list[Job]:
         """Return jobs of at most ``most`` samples in total; none if none is left or the largest does not fit."""
         if self._empty or most < self._largest or self.stopped():
             return []
-        numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.leads else None)
+        numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.is_leader else None)
         jobs = [self._jobs[number] for number in numbers]
         self.taken += jobs  # unprepared, because prepared jobs may be large
         return self._prepare(jobs)
@@ -144,40 +146,40 @@ class JobQueue:
             most -= len(self._jobs[number].samples)
         return numbers, False
 
-    def ended(self, job: Job) -> None:
+    def on_job_end(self, job: Job) -> None:
         """Record the end of a job of this replica."""
-        if self._enough is None or not self._replica.leads:
+        if self._target_complete is None or not self._replica.is_leader:
             return
-        num_jobs, key = self._jobs_of[job.place], f"{self._key}/of/{job.place}"
+        num_jobs, key = self._jobs_of[job.prompt_index], f"{self._key}/of/{job.prompt_index}"
         if num_jobs > 1:
             if self._store.add(key, 1) < num_jobs:
                 return
             # Otherwise the store would keep a key for every prompt of the run.
             self._store.delete_key(key)
         # Count required prompts first, so that no replica sees the total without them.
-        if job.place < self._must:
+        if job.prompt_index < self._num_required:
             self._store.add(self._key + "/must", 1)
         self._store.add(self._key + "/ended", 1)
 
     @property
     def may_stop(self) -> bool:
         """False if `stopped` is always False."""
-        return self._can_end or self._enough is not None
+        return self._can_end or self._target_complete is not None
 
     def stopped(self) -> bool:
-        """Return True if enough prompts are complete, or after `give_up`."""
+        """Return True if enough prompts are complete, or after `abort`."""
         if not self.may_stop:
             return False
-        return bool(self._replica.agree(self._is_over() if self._replica.leads else None))
+        return bool(self._replica.agree(self._is_over() if self._replica.is_leader else None))
 
     def _is_over(self) -> bool:
-        if self._can_end and self._count(_GIVEN_UP):
+        if self._can_end and self._count(_ABORTED):
             return True
-        return self._enough is not None and self._have_enough(self._enough)
+        return self._target_complete is not None and self._target_reached(self._target_complete)
 
-    def _have_enough(self, enough: int) -> bool:
-        return self._count(self._key + "/ended") >= enough and (
-            not self._num_must or self._count(self._key + "/must") >= self._num_must
+    def _target_reached(self, target_complete: int) -> bool:
+        return self._count(self._key + "/ended") >= target_complete and (
+            not self._num_required_with_jobs or self._count(self._key + "/must") >= self._num_required_with_jobs
         )
 
     def _count(self, key: str) -> int:
@@ -185,8 +187,8 @@ class JobQueue:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
-def _dealt_to(place: int, num_replicas: int) -> int:
+def _dealt_to(job_index: int, num_replicas: int) -> int:
     # Alternate the direction, because the longest responses come first: otherwise the first replica would get the
     # longest of every round.
-    turn, seat = divmod(place, num_replicas)
-    return seat if turn % 2 == 0 else num_replicas - 1 - seat
+    turn, position = divmod(job_index, num_replicas)
+    return position if turn % 2 == 0 else num_replicas - 1 - position

@@ -32,7 +32,7 @@ _DTYPES = {c.RESPONSE: torch.int32, c.RESPONSE_MASK: torch.bool, c.ROLLOUT_LOG_P
 
 
 def write_answers(batch: Batch, file: str) -> None:
-    """Write batch: `WRITTEN`, and `columns.ANSWER` if any response has tokens. Raises like `unwritten`."""
+    """Write batch: `WRITTEN`, and `columns.ANSWER` if any response has tokens. Raises like `write_error`."""
     nothing = {name: torch.zeros(0, dtype=dtype) for name, dtype in _DTYPES.items()}
     payload = {name: batch.ragged(name).values if name in batch else nothing[name] for name in c.ANSWER}
     write_weights(payload | {name: batch.dense(name) for name in WRITTEN}, Path(file), {})
@@ -49,5 +49,7 @@ def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch,
     if images:
         pixels = [store.encoded(row).images for row in rows.tolist()]
         # Waiting responses have a single turn: for multi-turn runs no file is written.
-        payload.update({c.IMAGES: DictionaryColumn(pixels, torch.from_numpy(index)), c.OWN_IMAGES: [None] * len(index)})
+        payload.update(
+            {c.IMAGES: DictionaryColumn(pixels, torch.from_numpy(index)), c.RESPONSE_IMAGES: [None] * len(index)}
+        )
     return payload, numbers

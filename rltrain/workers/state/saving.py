@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from rltrain.common.device import DEVICES, Device, host_memory
 from rltrain.common.env import memory_left
-from rltrain.common.errors import unwritten
+from rltrain.common.errors import write_error
 from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale
@@ -39,7 +39,7 @@ from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.state import saved_weights, training_state
 from rltrain.runtime.exchange import gather_json
 from rltrain.workers.interface.tasks import SaveTask, Written
-from rltrain.workers.state.residency import like, local
+from rltrain.workers.state.offload_manager import like, local
 
 # Share of the free memory that copies may use; the rest is for the running step.
 _SHARE = 0.7
@@ -151,7 +151,7 @@ def told_as_disk_error(folder: str) -> Iterator[None]:
         yield
     except OSError as error:
         sentence = f"{error.filename or folder} could not be written: {error.strerror or error}"
-        raise unwritten(sentence, error) from error
+        raise write_error(sentence, error) from error
 
 
 class SavesState:

@@ -128,9 +128,9 @@ class WeightSync:
         if not gap <= self._gap_limit:
             with_image = " with an image" if self._canary.images else ""
             raise SyncError(
-                f"after the sync of update {version} {self._names_in_messages.engine} answers otherwise than the "
-                f"trainer: mean |log-prob gap| {gap:.3g} on a fixed text{with_image}, limit {self._gap_limit:.3g}"
-                f"{self._names_in_messages.limit}. It does not generate with the current weights, or "
-                "computes with them in another way."
+                f"after the sync of update {version} {self._names_in_messages.engine} differs from the trainer: mean "
+                f"|log-prob gap| {gap:.3g} on a fixed text{with_image}, limit "
+                f"{self._gap_limit:.3g}{self._names_in_messages.limit}. It does not generate with the current weights, "
+                "or computes with them in another way."
             )
         return gap

@@ -15,7 +15,7 @@ from rltrain.common.device import Device
 from rltrain.config.step_passes import StepPasses
 from rltrain.models.forward import PolicyModel
 from rltrain.models.routing import correction_biases, unseen
-from rltrain.workers.frozen import measure
+from rltrain.workers.inference_models import measure
 
 
 class ExpertBalance:

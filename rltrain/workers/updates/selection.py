@@ -24,7 +24,7 @@ from rltrain.common.seeds import sample_seeds, uniforms
 from rltrain.config.schema import ActorConfig
 
 
-def look_ahead(
+def add_batch_level_selection(
     micros: Sequence[Batch],
     inputs: PolicyLossInputs,
     seeds: tuple[int, int],
@@ -46,7 +46,7 @@ def look_ahead(
         entropies = torch.cat([empty, *(micro.ragged(c.ENTROPY).values for micro in micros)])
         keys, copies = certainty(entropies, mask.values), cfg.ranks_per_sample
         chosen = smallest_share(keys, cfg.top_entropy_quantile, num_tokens, copies, rounding=ENTROPY_ROUNDING)
-        _add_tokens(micros, c.UNCERTAIN, mask.like(chosen))
+        _add_tokens(micros, c.HIGH_ENTROPY, mask.like(chosen))
     if entry.group_weights:
         groups = torch.cat([empty.long(), *(micro.dense(c.GROUP) for micro in micros)])
         weights = weigh(inputs, groups, entry.group_weights, denominators, cfg)

@@ -151,7 +151,7 @@ class Updater:
         sentence = write_incident(Path(self._trainer.default_local_dir), self._role, micros, mini, terms, self._model)
         raise NonFiniteError(
             f"{self._role}: loss or gradient is not finite on some rank (rank {dist.get_rank()} has {parts}); no "
-            f"optimizer step was made. {self._of_float16()}{sentence} To go on past such batches set "
+            f"optimizer step was made. {self._of_float16()}{sentence} To skip such batches, set "
             "trainer.on_nonfinite=skip."
         )
 
@@ -189,9 +189,9 @@ def _parts(share: LossShare) -> dict[str, Tensor]:
 def _stacked(steps: Sequence[dict[str, Tensor]]) -> dict[str, Array]:
     """Stack the values per name: one entry per step; 0 if a step without samples lacks the name."""
     names = dict.fromkeys(name for step in steps for name in step)
-    having = [(name, step) for name in names for step in steps]
-    tensors = [step[name] for name, step in having if name in step]
+    non_empty = [(name, step) for name in names for step in steps]
+    tensors = [step[name] for name, step in non_empty if name in step]
     # As one tensor, so that they are copied from the device at once.
     values = iter(torch.stack(tensors).tolist() if tensors else ())
-    numbers = [next(values) if name in step else 0.0 for name, step in having]
+    numbers = [next(values) if name in step else 0.0 for name, step in non_empty]
     return {name: np.array(numbers[i * len(steps) : (i + 1) * len(steps)]) for i, name in enumerate(names)}

@@ -2,9 +2,9 @@
 
 A CPU, a new device or a first try should need no inference server. transformers' `generate` pads, waits for the longest
 response and computes a prompt once per response. This engine uses continuous batching over its cache (`kv`), computes a
-prompt once for all its responses and a next turn from the end of the last (`parked`). With one process and equal dtypes
-it generates with the training weights themselves. Left out: CUDA graphs and paged memory; on accelerators vLLM is the
-fast engine.
+prompt once for all its responses and a next turn from the end of the last (`offloaded`). With one process and equal
+dtypes it generates with the training weights themselves. Left out: CUDA graphs and paged memory; on accelerators vLLM
+is the fast engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rltrain.models.weights.lora import add_adapters
 from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Job, Key, Sampling, Source
 from rltrain.workers.rollout.embedded.kv import ROOM, KeyValues, PromptChunk
-from rltrain.workers.rollout.embedded.parked import KeptRow, ParkedRows
+from rltrain.workers.rollout.embedded.kv_offload import OffloadedRow, OffloadedRows
 from rltrain.workers.rollout.embedded.running import EndedTurn, RunningTurns
 from rltrain.workers.rollout.sampling import choose, random_numbers
 from rltrain.workers.rollout.settings import EngineSettings
@@ -121,7 +121,7 @@ class HFRollout:
 
     @torch.inference_mode()
     def generate(self, source: Source, sampling: Sampling) -> None:
-        kv, parked = KeyValues(self._device.torch_device, self._block), ParkedRows()
+        kv, offloaded = KeyValues(self._device.torch_device, self._block), OffloadedRows()
         turns = RunningTurns(sampling.max_tokens, self._max_model_len, source, self._stop_texts(sampling.stop))
         # Context tokens per row, for a repetition penalty.
         seen = self._seen_of([]) if sampling.repetition_penalty != 1 else None
@@ -130,14 +130,14 @@ class HFRollout:
         hidden = hidden.to(self._device.torch_device)
         while True:
             if jobs := self._take(source, turns.num_running):
-                kept = parked.take(jobs)
+                kept = offloaded.take(jobs)
                 new = turns.add(jobs, {key: row.length for key, row in kept.items()})
                 rows = np.concatenate([rows, new])
-                self._trim(parked, kv, source, sum(len(job.samples) for job in jobs))
+                self._trim(offloaded, kv, source, sum(len(job.samples) for job in jobs))
                 last, experts = self._prefill(jobs, kv, kept)
                 hidden = torch.cat([hidden, last])
                 if self._routing:
-                    turns.went_to(new, experts)
+                    turns.record_experts(new, experts)
                 seen = None if seen is None else torch.cat([seen, self._seen_of(jobs)])
                 del kept
             if not len(rows):
@@ -145,9 +145,9 @@ class HFRollout:
                     continue
                 return self._refuse_what_is_too_large(source)
             tokens, ended = self._sample(hidden, rows, turns, sampling, seen)
-            self._park(ended, kv, parked, source)
+            self._offload(ended, kv, offloaded, source)
             if turns.num_running and source.stopped():
-                return turns.give_up()
+                return turns.abort()
             running = ~turns.ended[rows]
             if not running.any() or running.mean() < 1 - _DEAD:
                 order = kv.drop_dead_rows(running)
@@ -162,41 +162,40 @@ class HFRollout:
                 self._watch()
                 hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
                 if (went := self._went()) is not None:
-                    turns.went_to(rows, went[:, None])
+                    turns.record_experts(rows, went[:, None])
             else:
                 hidden = hidden[:0]
 
-    def _park(self, ended: Sequence[EndedTurn], kv: KeyValues, parked: ParkedRows, source: Source) -> None:
+    def _offload(self, ended: Sequence[EndedTurn], kv: KeyValues, offloaded: OffloadedRows, source: Source) -> None:
         """Offload the cache of ended turns, if another turn follows."""
         for turn in ended:
-            if source.goes_on(*turn.key):
-                parked.put(turn, kv.copy_of(turn.row))
-        self._trim(parked, kv, source)
+            if source.is_pending(*turn.key):
+                offloaded.put(turn, kv.copy_of(turn.row))
+        self._trim(offloaded, kv, source)
 
-    def _trim(self, parked: ParkedRows, kv: KeyValues, source: Source, num_new: int = 0) -> None:
+    def _trim(self, offloaded: OffloadedRows, kv: KeyValues, source: Source, num_new: int = 0) -> None:
         """Drop offloaded rows that are not needed any more or do not fit next to the batch.
 
         num_new: rows that are about to enter the batch.
         """
-        if len(parked):
-            parked.drop_over(source)
-            parked.fit(self._cache_bytes - kv.num_bytes - num_new * self._row_bytes)
+        if len(offloaded):
+            offloaded.drop_ended(source)
+            offloaded.fit(self._cache_bytes - kv.num_bytes - num_new * self._row_bytes)
 
     def _take(self, source: Source, num_running: int) -> list[Job]:
         room = self._most_rows - num_running
-        return source.take(room) if room > 0 else []
+        return source.next_jobs(room) if room > 0 else []
 
     def _refuse_what_is_too_large(self, source: Source) -> None:
         """Raise ConfigError if the source has work, but none that fits."""
         most = self._most_rows
         # Taking with the limit of the settings shows if there is any.
-        if most < self._rollout.max_num_seqs and (jobs := source.take(self._rollout.max_num_seqs)):
+        if most < self._rollout.max_num_seqs and (jobs := source.next_jobs(self._rollout.max_num_seqs)):
             key = f"{self._section}."
             raise ConfigError(
                 f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, "
-                f"but {len(jobs[0].samples)} answers to one prompt were to be generated together. Raise "
-                f"{key}gpu_memory_utilization, lower "
-                f"{key}{self._longest}"
+                f"but {len(jobs[0].samples)} answers to one prompt must be generated together. Raise "
+                f"{key}gpu_memory_utilization, lower {key}{self._longest}"
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )
 
@@ -223,7 +222,7 @@ class HFRollout:
         return seen.to(self._device.torch_device)
 
     def _prefill(
-        self, jobs: Sequence[Job], kv: KeyValues, kept: Mapping[Key, KeptRow] | None = None
+        self, jobs: Sequence[Job], kv: KeyValues, kept: Mapping[Key, OffloadedRow] | None = None
     ) -> tuple[Tensor, list[NDArray[np.integer[Any]]]]:
         """Compute the prompts, in packs within the token budget. kept: cached beginnings of the prompts.
 
@@ -236,7 +235,7 @@ class HFRollout:
             parts = job.begun or [job.asked]
             texts += parts
             counts += [1] * len(parts) if job.given else [len(job.samples)]
-            begun += [(kept or {}).get((job.place, sample)) for sample in job.samples.tolist()[: len(parts)]]
+            begun += [(kept or {}).get((job.prompt_index, sample)) for sample in job.samples.tolist()[: len(parts)]]
         prompts = [torch.from_numpy(text.tokens.astype(np.int64)) for text in texts]
         lengths = [len(prompt) for prompt in prompts]
         places = kv.add(lengths, counts, begun)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rltrain.models.attention.recurrent import State
 from rltrain.models.attention.scores import Kind, capped, masked, weights
-from rltrain.workers.rollout.embedded.parked import KeptRow
+from rltrain.workers.rollout.embedded.kv_offload import OffloadedRow
 from rltrain.workers.rollout.embedded.state import RowStates
 
 Ints = NDArray[np.int64]
@@ -109,7 +109,9 @@ class KeyValues:
         self._calls[layer] += 1
         return layer, self._calls[layer]
 
-    def add(self, prompt_lengths: Sequence[int], num_rows: Sequence[int], kept: Sequence[KeptRow | None] = ()) -> range:
+    def add(
+        self, prompt_lengths: Sequence[int], num_rows: Sequence[int], kept: Sequence[OffloadedRow | None] = ()
+    ) -> range:
         """Append new prompts and the rows of their responses. Returns the prompts' places.
 
         kept: cached beginning of each prompt (default: none).
@@ -130,14 +132,14 @@ class KeyValues:
                 self._put(place, row)
         return places
 
-    def _put(self, place: int, row: KeptRow) -> None:
+    def _put(self, place: int, row: OffloadedRow) -> None:
         for call, pair in row.pairs.items():
             for whole, part in zip(self._layers[call].prompts, pair, strict=True):
                 whole[place, :, : row.length] = part
         for layer, state in row.states.items():
             self._states.keep_prompts(layer, [place], state)
 
-    def copy_of(self, row: int) -> KeptRow:
+    def copy_of(self, row: int) -> OffloadedRow:
         """Return a copy of a row's cache."""
         place, born = int(self._place_of_row[row]), int(self._born[row])
         prompt_length = int(self._prompt_lengths[place])
@@ -150,7 +152,7 @@ class KeyValues:
                     of_row.append(whole[row, :, max(0, born - first) : max(0, self._column + 1 - first)])
             keys, values = (torch.cat(of_row, 1) for of_row in parts)
             pairs[call] = keys, values
-        return KeptRow(prompt_length + self._column + 1 - born, pairs, self._states.of_row(row))
+        return OffloadedRow(prompt_length + self._column + 1 - born, pairs, self._states.of_row(row))
 
     def drop_dead_rows(self, alive: NDArray[np.bool_]) -> Ints:
         """Drop rows that are not alive, and prompts without rows.

@@ -62,9 +62,9 @@ class RunningTurns:
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
-                f"a prompt of {prompt_lengths.max()} tokens leaves no room for an answer within "
-                f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. "
-                "Raise it, or lower data.max_prompt_length."
+                f"a prompt of {prompt_lengths.max()} tokens leaves no space for an answer within "
+                f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. Raise it, or lower "
+                "data.max_prompt_length."
             )
         self.seeds = np.concatenate([self.seeds, *(job.seeds for job in jobs)])
         self.prompt_lengths = np.concatenate([self.prompt_lengths, prompt_lengths + given])
@@ -76,12 +76,12 @@ class RunningTurns:
         self.ended = np.concatenate([self.ended, np.zeros(total, dtype=bool)])
         turns = [turn for job in jobs for turn in turns_of(job)]
         for turn in turns:
-            turn.num_reused = (reused or {}).get((turn.place, turn.sample), 0)
+            turn.num_reused = (reused or {}).get((turn.prompt_index, turn.sample), 0)
         self._turns.update(enumerate(zip(turns, parts, strict=True), before))
         self.num_running += total
         return np.arange(before, before + total)
 
-    def went_to(self, numbers: Ints, experts: Iterable[NDArray[np.integer[Any]]]) -> None:
+    def record_experts(self, numbers: Ints, experts: Iterable[NDArray[np.integer[Any]]]) -> None:
         """Append to `Turn.experts` of these turns, in order."""
         for number, part in zip(numbers.tolist(), experts, strict=True):
             if number in self._turns:
@@ -98,12 +98,12 @@ class RunningTurns:
         rows = np.flatnonzero(running)
         numbers, ends = numbers[running], ends[running]
         drawn = zip(numbers.tolist(), tokens[running].tolist(), log_probs[running].tolist(), strict=True)
-        for place, (number, token, log_prob) in enumerate(drawn):
+        for index, (number, token, log_prob) in enumerate(drawn):
             turn, _ = self._turns[number]
             turn.tokens.append(token)
             turn.log_probs.append(log_prob)
             if self._stops and self._stops.end_of(turn.earlier, turn.tokens, len(turn.tokens) - 1):
-                ends[place] = True
+                ends[index] = True
         self.lengths[numbers] += 1
         over = ends | (self.lengths[numbers] == self._limits[numbers])
         self.ended[numbers] = over
@@ -113,11 +113,13 @@ class RunningTurns:
             turn, given = self._turns[number]
             # An end token at the last position still completes the response: it is not truncated.
             turn.reason = "stop" if end else "length"
-            ended.append(EndedTurn(row, (turn.place, turn.sample), np.array([*given, *turn.tokens], dtype=np.int32)))
+            ended.append(
+                EndedTurn(row, (turn.prompt_index, turn.sample), np.array([*given, *turn.tokens], dtype=np.int32))
+            )
             self._tell(number)
         return ended
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort all running turns and report them."""
         for number in list(self._turns):
             self._tell(number)
@@ -126,4 +128,4 @@ class RunningTurns:
         # The lists are released: the source has copied them.
         turn, _ = self._turns.pop(number)
         turn.seconds = time.perf_counter() - self._started
-        self._source.ended(turn)
+        self._source.on_turn_end(turn)

@@ -108,7 +108,7 @@ class SGLangRollout:
         current.authkey = settings.replica.agree(bytes(current.authkey))
         devices = settings.replica.gather(_own_device(settings))  # also a barrier: all members have freed memory
         arguments |= ENGINES["sglang"].handed_on(rollout.engine_kwargs.get("sglang") or {})
-        self.engine: Any = _start(arguments, device.kind, devices) if settings.replica.leads else None
+        self.engine: Any = _start(arguments, device.kind, devices) if settings.replica.is_leader else None
         self.sleep()
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class SGLangRollout:
             stopped = stopped or (bool(running) and source.stopped())
             if stopped:
                 self.engine.tokenizer_manager.abort_request(abort_all=True)
-            for job in [] if stopped else source.take(self._max_num_seqs - len(running)):
+            for job in [] if stopped else source.next_jobs(self._max_num_seqs - len(running)):
                 for number, turn in enumerate(turns_of(job)):
                     running[asyncio.ensure_future(self._answer(job, number, sampling, turn, started))] = turn
             if not running:
@@ -214,7 +214,7 @@ class SGLangRollout:
             finished, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for task in finished:
                 task.result()  # re-raise the engine's errors
-                source.ended(running.pop(task))
+                source.on_turn_end(running.pop(task))
 
     async def _answer(self, job: Job, number: int, sampling: Sampling, turn: Turn, started: float) -> None:
         seed = int(job.seeds[number])

@@ -21,7 +21,7 @@ from rltrain.models.weights.names import ADAPTER, Weight
 # Values of `MaxLoRARanks` in vllm.config.lora.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _KEY = "actor_rollout_ref.model.lora.merge=False"
-_MERGE = "Leave it out: adapters then come merged into the weights."
+_MERGE = "Leave it out: adapters are then merged into the weights."
 _NUMBER = 1
 
 
@@ -53,13 +53,13 @@ def refuse_adapters(adapted: Mapping[str, int], beyond: Sequence[str], config: A
     slot_rank(adapted)
     why = ""
     if device == "npu":
-        why = "vllm-ascend builds on vLLM 0.23, which takes no new weights under adapters"
+        why = "vllm-ascend is based on vLLM 0.23, which cannot update weights under adapters"
     elif device == "cuda" and dtype == torch.float32:
-        why = "vLLM's kernels for adapters on GPUs take half precision alone (rollout.dtype=bfloat16)"
+        why = "vLLM's adapter kernels on GPUs need half precision (rollout.dtype=bfloat16)"
     elif config.get_text_config().to_dict().get("kv_lora_rank"):
-        why = "vLLM multiplies parts of latent attention out once, and adapters would not reach them"
+        why = "vLLM precomputes parts of latent attention, so adapters would not affect them"
     elif beyond:
-        why = f"{beyond[0]} is no part of the language model, and elsewhere vLLM has no adapters"
+        why = f"{beyond[0]} is not part of the language model, and vLLM supports adapters only there"
     if why:
         raise ConfigError(f"{_KEY} with rollout.name=vllm: {why}. {_MERGE}")
 
@@ -81,7 +81,7 @@ class AdapterSlot:
         from vllm.lora.request import LoRARequest
 
         if not hasattr(BaseLayerWithLoRA, "load_weights"):
-            raise ConfigError(f"{_KEY}: this vLLM takes no new weights under adapters; 0.32 does. {_MERGE}")
+            raise ConfigError(f"{_KEY}: this vLLM cannot update weights under adapters; vLLM 0.32 can. {_MERGE}")
         # A path that does not exist: a missing adapter is an error, and is not searched on the hub.
         self.request = LoRARequest("policy", _NUMBER, "/in memory")
         self._runner = runner

@@ -182,13 +182,13 @@ class VLLMRollout:
         stops, deltas = self._stop_texts(sampling.stop), source.may_stop or bool(sampling.stop)
         self._sampler.set_sampling(sampling)
         if self._experts:
-            self._experts.forget()
+            self._experts.reset()
         self._num_calls += 1
         step = 0
         while True:
-            for job in source.take(self._max_num_seqs - len(running)):
+            for job in source.next_jobs(self._max_num_seqs - len(running)):
                 # The same prompt index is another prompt in the next call.
-                prompt = f"{self._num_calls}/{job.place}"
+                prompt = f"{self._num_calls}/{job.prompt_index}"
                 names = [f"{prompt}/{number}" for number in range(len(job.images or ()))]
                 images = self._images_of(job.asked, names)
                 for number, turn in enumerate(turns_of(job)):
@@ -211,13 +211,13 @@ class VLLMRollout:
                     turn.experts = self._experts.of(stream) if self._experts else []
                     del running[output.request_id]
                     turn.seconds = time.perf_counter() - started
-                    source.ended(turn)
+                    source.on_turn_end(turn)
             # All ranks of the replica check here after the same step, so they stop at the same token.
             if running and source.may_stop and step % _ASK_EVERY == 0 and source.stopped():
                 engine.abort_request(list(running))
                 for turn, *_ in running.values():
                     turn.seconds = time.perf_counter() - started
-                    source.ended(turn)
+                    source.on_turn_end(turn)
                 return
 
     def _continue(self, output: Any, running: _Running, stops: StopTexts) -> bool:
@@ -280,7 +280,7 @@ class VLLMRollout:
             if not images:
                 raise
             raise ConfigError(
-                f"vLLM refuses a prompt with images: {error} Lower data.max_pixels, or raise "
+                f"vLLM rejects a prompt with images: {error} Lower data.max_pixels, or raise "
                 "actor_rollout_ref.rollout.max_num_batched_tokens, which an image fits into."
             ) from error
         return name
@@ -292,8 +292,8 @@ def _refuse_half_head(model: Any) -> None:
     dtypes = {getattr(part, "head_dtype", None) for part in model.modules()}
     if torch.float32 not in dtypes:
         raise ConfigError(
-            "actor_rollout_ref.model.fp32_head=True: this vLLM computes the head in the model's dtype, whatever its "
-            "configuration says (0.32 reads head_dtype). Use a newer vLLM or rollout.name=hf, or leave fp32_head out."
+            "actor_rollout_ref.model.fp32_head=True: this vLLM always computes the head in the model's dtype (0.32 "
+            "reads head_dtype). Use a newer vLLM or rollout.name=hf, or leave fp32_head out."
         )
 
 
@@ -327,7 +327,7 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
 
     vLLM uses the same name in every run on a machine, and a killed run does not remove it. At the end the name is
     unlinked: the ranks have opened the memory by then. This name and the names of queues between ranks contain Ray's
-    session, by which `runtime/sweep.py` cleans up after a killed run; in a cluster that the run joined they are not
+    session, by which `runtime/cleanup.py` cleans up after a killed run; in a cluster that the run joined they are not
     removed.
     """
     session = first_set(SESSION)
@@ -336,13 +336,13 @@ def _own_shared_memory(replica: Replica) -> Iterator[None]:
     plain_name = memory._make_filename
     if replica.size > 1 and (module := _import_if_there("vllm.distributed.device_communicators.cpu_communicator")):
         plain = module._CPUSHMDistributed.make_group_name
-        module._CPUSHMDistributed.make_group_name = staticmethod(lambda found: f"{plain(found)}-{token}")
+        module._CPUSHMDistributed.make_group_name = staticmethod(lambda files: f"{plain(files)}-{token}")
     memory._make_filename = lambda: f"/psm_{session}-{uuid.uuid4().hex}"
     try:
         yield
     finally:
         memory._make_filename = plain_name
-    for file in Path("/dev/shm").glob(f"*{token}*") if replica.leads else ():
+    for file in Path("/dev/shm").glob(f"*{token}*") if replica.is_leader else ():
         file.unlink(missing_ok=True)
 
 

@@ -32,8 +32,8 @@ class ExpertNotes:
             module = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
         if not hasattr(module, "bind_routed_experts_capturer"):
             raise ConfigError(
-                "actor_rollout_ref.actor.router_replay.mode=R3: this vLLM does not show what its routers choose; 0.32 "
-                "does. Use rollout.name=hf, or R2."
+                "actor_rollout_ref.actor.router_replay.mode=R3: this vLLM does not return router indices; 0.32 does. "
+                "Use rollout.name=hf, or R2."
             )
         self._runner = weakref.ref(runner)
         self._dtype = np.uint8 if num_experts(config) <= 256 else np.int16
@@ -72,6 +72,6 @@ class ExpertNotes:
             end = start + len(part)
         return whole
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the records of all requests."""
         self._parts.clear()

@@ -34,8 +34,8 @@ def refuse_on_npu(config: Any) -> None:
     """Raise ConfigError for a model whose weights vllm-ascend derives at its start, and not again at a sync."""
     if weights := derived_weights(config):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name=vllm on an NPU does not take over new weights of {type(config).__name__}: "
-            f"vllm-ascend lays out its {weights} once, at its start. Use rollout.name=hf, or a dense model."
+            f"actor_rollout_ref.rollout.name=vllm on an NPU cannot load new weights of {type(config).__name__}: "
+            f"vllm-ascend converts its {weights} once, at its start. Use rollout.name=hf, or a dense model."
         )
 
 
@@ -77,8 +77,8 @@ class WeightLoader:
         if missing:
             raise SyncError(
                 f"vLLM's {type(model).__name__} did not get {len(missing)} of its weights from the trainer: "
-                f"{', '.join(sorted(missing)[:4])}{', …' if len(missing) > 4 else ''}. This version of vLLM knows them "
-                "by other names than transformers writes. Try another one, or actor_rollout_ref.rollout.name=hf."
+                f"{', '.join(sorted(missing)[:4])}{', …' if len(missing) > 4 else ''}. This version of vLLM uses other "
+                "names for them than transformers. Try another one, or actor_rollout_ref.rollout.name=hf."
             )
 
     def _named(self, weights: Iterator[Weight]) -> Iterator[tuple[str, Tensor]]:

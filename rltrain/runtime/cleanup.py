@@ -1,9 +1,9 @@
 """Cleanup after a local Ray: without raylet, GCS or driver some of its processes run for minutes.
 
 The driver starts this as a program, which waits for the driver's end, even by kill -9. It then prints the driver's last
-instruction (`message`, or nothing for SILENT), because the driver no longer can; after ORDERLY it does nothing. It uses
-the standard library only, so its cost is negligible. Left out: a Ray that the driver has only joined and others use:
-then no session is given, and nothing is ended.
+instruction (`exit_message`, or nothing for SILENT), because the driver no longer can; after ORDERLY it does nothing. It
+uses the standard library only, so its cost is negligible. Left out: a Ray that the driver has only joined and others
+use: then no session is given, and nothing is ended.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ORDERLY, SILENT = _PART, _PART + b" "
 _PATIENCE_S = 5.0
 
 
-def message(text: str) -> bytes:
+def exit_message(text: str) -> bytes:
     """Encode the text to print at the driver's end, replacing earlier ones."""
     return _PART + text.encode(errors="replace").replace(_PART, b"")
 
 
-def sweep(session: str) -> None:
+def kill_session_processes(session: str) -> None:
     """Kill all processes that have a file of Ray's session folder open, except this one."""
     deadline = time.monotonic() + _PATIENCE_S
     while (left := _holders(f"{session}/")) and time.monotonic() < deadline:
@@ -33,10 +33,10 @@ def sweep(session: str) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
-    forget(session)
+    remove_shared_memory(session)
 
 
-def forget(session: str) -> None:
+def remove_shared_memory(session: str) -> None:
     """Remove shared memory with the session in its name, left by a killed engine."""
     for file in Path("/dev/shm").glob(f"*{Path(session).name}*"):
         with contextlib.suppress(OSError):
@@ -60,4 +60,4 @@ if __name__ == "__main__" and (last := sys.stdin.buffer.read().rpartition(_PART)
     with contextlib.suppress(OSError):  # a closed terminal
         os.write(2, last.lstrip())
     if sys.argv[1]:
-        sweep(sys.argv[1])
+        kill_session_processes(sys.argv[1])

@@ -67,9 +67,9 @@ WRONG = {
     "fsdp": (renamed("layers.", "layers._fsdp_wrapped_module."), "have _fsdp_wrapped_module. in them and fit without"),
     "not merged": (renamed(".q_proj.", ".q_proj.base_layer."), "have base_layer. in them and fit without it. Merge"),
     "prefix and one missing": (lambda w: before("module.")(without(ONE)(w)), "begin with module. and all but 1 fit"),
-    "adapters beside": (lambda w: w | {f"{ONE[:-7]}.lora_A.weight": torch.ones(1)}, "are not merged, and training"),
+    "adapters beside": (lambda w: w | {f"{ONE[:-7]}.lora_A.weight": torch.ones(1)}, "are not merged, so training"),
     "another model": (lambda w: {"x": torch.ones(1)}, "It has 1 other name instead: x. Copy the model again"),
-    "another head": (lambda w: w | {"lm_head.weight": w[EMBEDDING] + 1}, "with other numbers for each"),
+    "another head": (lambda w: w | {"lm_head.weight": w[EMBEDDING] + 1}, "have different values for them"),
     "twice": (lambda w: w | {"model." + ONE: w[ONE] + 1}, f"{ONE} and model.{ONE} are one weight"),
     "another size": (lambda w: w | {ONE: w[ONE][:-2]}, f"{ONE} makes [62, 32], and {ONE} of Qwen3"),
 }  # fmt: skip

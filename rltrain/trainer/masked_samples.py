@@ -28,17 +28,17 @@ _OF_SERVICES = re.compile(
 )
 
 
-def refuse_failures(samples: Samples, failure: str, run: str | Path) -> None:
+def raise_on_failures(samples: Samples, failure: str, run: str | Path) -> None:
     """Raise AgentError if more than half of the responses have failed. failure: the first error. run: run folder."""
     failed, printed = failed_of(samples), Path(run, "agents.log")
     if failed.any():
-        told = f"{int(failed.sum())} of {len(failed)} trajectories could not go on. The first: {failure or 'unknown'}"
+        message = f"{int(failed.sum())} of {len(failed)} trajectories failed. The first: {failure or 'unknown'}"
         if failed.mean() > _MOST:
-            told += f"\nWhat tools and agents have printed is in {printed}." if printed.exists() else ""
+            message += f"\nThe output of tools and agents is in {printed}." if printed.exists() else ""
             if failed.all() and is_bug(failure):
-                raise AgentBug(f"{told}\nThis is an error of its code, so running again would end in the same way.")
-            raise AgentError(told)
-        log.warning("%s (they are left out of loss and baseline; agent/failed counts all)", told)
+                raise AgentBug(f"{message}\nThis is an error in the agent's code, so a rerun would fail too.")
+            raise AgentError(message)
+        log.warning("%s (they are excluded from loss and baseline; agent/failed counts them)", message)
 
 
 def is_bug(failure: str) -> bool:
@@ -52,7 +52,7 @@ def failed_of(samples: Samples) -> NDArray[np.bool_]:
     return samples.numbers.get(c.AGENT_FAILED, np.zeros(len(samples), dtype=bool)).astype(bool)
 
 
-def left_out(
+def loss_masks(
     samples: Samples, *, compares: bool, mask_truncated: bool = False, by_token: bool = False
 ) -> dict[str, NDArray[np.bool_]]:
     """Return ``left_out`` [n], masked in the loss, and ``uncompared`` [n], also excluded from the baseline.
@@ -67,10 +67,10 @@ def left_out(
         groups = samples[c.GROUP]
         left, size = np.bincount(groups[~failed], minlength=groups.max() + 1), np.bincount(groups)
         failed |= (left[groups] == 1) & (size[groups] > 1)
-    return {c.LEFT_OUT: failed | samples[c.TRUNCATED] if mask_truncated else failed, c.UNCOMPARED: failed}
+    return {c.MASKED: failed | samples[c.TRUNCATED] if mask_truncated else failed, c.EXCLUDED_FROM_BASELINE: failed}
 
 
-def present(samples: Samples) -> Samples:
+def valid_samples(samples: Samples) -> Samples:
     """Return the samples that have not failed, for metrics. Returns all samples if all have failed."""
     failed = failed_of(samples)
     return Samples.join([(samples, np.flatnonzero(~failed))]) if failed.any() and not failed.all() else samples

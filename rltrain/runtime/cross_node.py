@@ -1,9 +1,9 @@
-"""Cross-node bundles of rows ("parcels"), for rows that are read on another node than they are stored on.
+"""Cross-node bundles: rows that are read on another node than they are stored on.
 
 Problem: Ray transfers whole objects, so every node would get all responses of a step for the few that its ranks
 compute, and the traffic would grow with the number of nodes. Choice: before a call, every node packs the rows for
-another node into one parcel. Ray transfers it once, and the ranks of the receiving node read it from shared memory.
-Left out: keeping parcels for later calls, which may have other layouts.
+another node into one bundle. Ray transfers it once, and the ranks of the receiving node read it from shared memory.
+Left out: keeping bundles for later calls, which may have other layouts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rltrain.runtime.calls import Call
 from rltrain.runtime.samples import Request, StoredRows, driver_bytes, pick
 
 # Rows of objects to send, by reading node. `ids` of these parts are unused.
-Cuts = dict[int, list[StoredRows]]
+RowsByReader = dict[int, list[StoredRows]]
 
 
 def route_calls(
-    calls: Sequence[Call[Any]], nodes: Sequence[int], cut: Callable[[int, Cuts], Mapping[int, Any]]
+    calls: Sequence[Call[Any]], nodes: Sequence[int], pack: Callable[[int, RowsByReader], Mapping[int, Any]]
 ) -> list[Call[Any]]:
     """Return the calls [rank] with their requests routed for ``nodes`` [rank].
 
@@ -43,7 +43,7 @@ def route_calls(
         return list(calls)
     # Ranks of one node that share sequences have the same request, which is routed once.
     sites = {(id(calls[rank].args[place]), nodes[rank]): calls[rank].args[place] for rank, place in places}
-    routed = dict(zip(sites, route(list(sites.values()), [node for _, node in sites], cut), strict=True))
+    routed = dict(zip(sites, route(list(sites.values()), [node for _, node in sites], pack), strict=True))
     routed_calls = list(calls)
     for rank, place in places:
         args = list(routed_calls[rank].args)
@@ -53,11 +53,11 @@ def route_calls(
 
 
 def route(
-    requests: Sequence[Request], readers: Sequence[int], cut: Callable[[int, Cuts], Mapping[int, Any]]
+    requests: Sequence[Request], readers: Sequence[int], pack: Callable[[int, RowsByReader], Mapping[int, Any]]
 ) -> list[Request]:
-    """Return the requests for reading on the nodes ``readers``: rows on other nodes are read from parcels.
+    """Return the requests for reading on the nodes ``readers``: rows on other nodes are read from bundles.
 
-    cut(node, cuts): packs the parcels on ``node``; returns their references by reading node.
+    pack(node, rows_by_reader): packs the bundles on ``node``; returns their references by reading node.
     """
     objects_of: dict[tuple[int, int], dict[Any, list[StoredRows]]] = {}
     for request, reader in zip(requests, readers, strict=True):
@@ -65,23 +65,23 @@ def route(
             if part.node != reader:
                 same = objects_of.setdefault((part.node, reader), {})
                 same.setdefault((id(part.ref), part.columns), []).append(part)
-    cuts: dict[int, Cuts] = {}
+    rows_by_reader: dict[int, RowsByReader] = {}
     piece_of: dict[tuple[int, Any], tuple[int, np.ndarray]] = {}
     for (node, reader), objects in objects_of.items():
-        parcel = cuts.setdefault(node, {}).setdefault(reader, [])
+        bundle = rows_by_reader.setdefault(node, {}).setdefault(reader, [])
         for key, parts in objects.items():
             # A row that several ranks of the node read is sent once.
             rows = np.unique(np.concatenate([part.rows for part in parts]))
-            piece_of[reader, key] = len(parcel), rows
-            parcel.append(replace(parts[0], ids=rows[:0], rows=rows))
-    parcels = {node: cut(node, node_cuts) for node, node_cuts in cuts.items()}
+            piece_of[reader, key] = len(bundle), rows
+            bundle.append(replace(parts[0], ids=rows[:0], rows=rows))
+    bundles = {node: pack(node, node_rows) for node, node_rows in rows_by_reader.items()}
 
     def readable(part: StoredRows, reader: int) -> StoredRows:
         if part.node == reader:
             return part
         piece, rows = piece_of[reader, (id(part.ref), part.columns)]
         places = np.searchsorted(rows, part.rows).astype(np.int32)
-        return replace(part, ref=parcels[part.node][reader], rows=places, piece=piece)
+        return replace(part, ref=bundles[part.node][reader], rows=places, piece=piece)
 
     return [
         replace(request, parts=[readable(part, reader) for part in request.parts])
@@ -89,12 +89,12 @@ def route(
     ]
 
 
-def cut_parcels(
-    parcels: Sequence[Sequence[StoredRows]], objects: Mapping[Any, Batch | list[Any]]
+def pack_for_node(
+    bundles: Sequence[Sequence[StoredRows]], objects: Mapping[Any, Batch | list[Any]]
 ) -> tuple[list[Batch | list[Any]] | int, ...]:
-    """Return each parcel as a list of pieces, and last their total bytes. objects: by reference."""
-    parcel_pieces = [[pick(part, objects[part.ref]) for part in parcel] for parcel in parcels]
-    return (*parcel_pieces, sum(payload_bytes(piece) for pieces in parcel_pieces for piece in pieces))
+    """Return each bundle as a list of pieces, and last their total bytes. objects: by reference."""
+    bundle_pieces = [[pick(part, objects[part.ref]) for part in bundle] for bundle in bundles]
+    return (*bundle_pieces, sum(payload_bytes(piece) for pieces in bundle_pieces for piece in pieces))
 
 
 def payload_bytes(value: Any) -> int:

@@ -11,7 +11,7 @@ from rltrain.models.attention.recurrent import bytes_per_row
 from rltrain.workers.rollout.contract import Job, Sampling
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
 from rltrain.workers.rollout.embedded.kv import KeyValues
-from rltrain.workers.rollout.embedded.parked import KeptRow, ParkedRows
+from rltrain.workers.rollout.embedded.kv_offload import OffloadedRow, OffloadedRows
 from rltrain.workers.rollout.embedded.running import EndedTurn
 from tests.distance import distance
 from tests.models.kinds import KINDS
@@ -47,12 +47,12 @@ def computed_by_follow_ups(source: Talk) -> tuple[int, int]:
     """Tokens that follow-up turns began with and that were computed for them; and those that had to be: what was said,
     and the last token of the turn before."""
     computed = needed = 0
-    for (place, sample), turns in source.turns.items():
-        begun = len(PROMPTS[place])
+    for (prompt_index, sample), turns in source.turns.items():
+        begun = len(PROMPTS[prompt_index])
         for before, turn in pairwise(turns):
-            begun += len(before.tokens) + len(source.said((place, sample)))
+            begun += len(before.tokens) + len(source.said((prompt_index, sample)))
             computed += begun - turn.num_reused
-            needed += 1 + len(source.said((place, sample)))
+            needed += 1 + len(source.said((prompt_index, sample)))
     return computed, needed
 
 
@@ -94,16 +94,16 @@ def test_where_room_is_short_what_is_parked_goes_and_is_computed_again():
     assert any(turn.num_reused for turn in all_turns(found))
 
 
-def row_of(length: int) -> KeptRow:
-    return KeptRow(length, {(0, 1): (torch.zeros(1, length, 1), torch.zeros(1, length, 1))}, {})
+def row_of(length: int) -> OffloadedRow:
+    return OffloadedRow(length, {(0, 1): (torch.zeros(1, length, 1), torch.zeros(1, length, 1))}, {})
 
 
-def parked_of(*samples: int) -> ParkedRows:
+def parked_of(*samples: int) -> OffloadedRows:
     """Rows of 10 tokens and 80 bytes each."""
-    parked = ParkedRows()
+    offloaded = OffloadedRows()
     for sample in samples:
-        parked.put(EndedTurn(0, (0, sample), np.arange(8, dtype=np.int32)), row_of(10))
-    return parked
+        offloaded.put(EndedTurn(0, (0, sample), np.arange(8, dtype=np.int32)), row_of(10))
+    return offloaded
 
 
 def next_turn(sample: int, *tokens: int) -> Job:
@@ -112,22 +112,24 @@ def next_turn(sample: int, *tokens: int) -> Job:
 
 
 def test_the_row_that_waits_longest_goes_first():
-    parked = parked_of(2, 0, 1)
-    parked.fit(240)
-    assert len(parked) == 3
-    parked.fit(239)
-    assert parked.take([next_turn(2, *range(9))]) == {}
-    assert list(parked.take([next_turn(sample, *range(9)) for sample in (0, 1)])) == [(0, 0), (0, 1)]
-    assert len(parked) == 0
+    offloaded = parked_of(2, 0, 1)
+    offloaded.fit(240)
+    assert len(offloaded) == 3
+    offloaded.fit(239)
+    assert offloaded.take([next_turn(2, *range(9))]) == {}
+    assert list(offloaded.take([next_turn(sample, *range(9)) for sample in (0, 1)])) == [(0, 0), (0, 1)]
+    assert len(offloaded) == 0
 
 
 def test_a_row_is_taken_once_and_for_its_own_text_alone():
-    parked = parked_of(0, 1, 2)
-    assert parked.take([next_turn(0, *range(7), 9, 9)]) == {}
-    assert list(parked.take([next_turn(1, *range(9))])) == [(0, 1)]
-    assert parked.take([next_turn(1, *range(9))]) == {}
-    parked.drop_over(SimpleNamespace(goes_on=lambda place, sample: sample != 2))  # its conversation is over
-    assert not len(parked)
+    offloaded = parked_of(0, 1, 2)
+    assert offloaded.take([next_turn(0, *range(7), 9, 9)]) == {}
+    assert list(offloaded.take([next_turn(1, *range(9))])) == [(0, 1)]
+    assert offloaded.take([next_turn(1, *range(9))]) == {}
+    offloaded.drop_ended(
+        SimpleNamespace(is_pending=lambda prompt_index, sample: sample != 2)
+    )  # its conversation is over
+    assert not len(offloaded)
 
 
 @pytest.mark.parametrize("family", [name for name in KINDS if "delta" in name])

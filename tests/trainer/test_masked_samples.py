@@ -6,7 +6,7 @@ import pytest
 from rltrain.common.columns import names as c
 from rltrain.common.errors import AgentError
 from rltrain.runtime.samples import Samples, assemble
-from rltrain.trainer.left_out import left_out, refuse_failures
+from rltrain.trainer.masked_samples import loss_masks, raise_on_failures
 from tests.distance import distance
 from tests.trainer.steps import Moved
 
@@ -68,14 +68,16 @@ def samples(groups: list[int], failed: list[int]) -> Samples:
 def test_an_answer_with_nothing_to_be_compared_with_is_left_out_too():
     made = samples([0, 0, 1, 1, 1, 2], [0, 2])
     for compares, second in ((True, True), (False, False)):
-        both = left_out(made, compares=compares)
-        assert [both[name].tolist() for name in (c.LEFT_OUT, c.UNCOMPARED)] == [[True, second, True, *[False] * 3]] * 2
+        both = loss_masks(made, compares=compares)
+        assert [both[name].tolist() for name in (c.MASKED, c.EXCLUDED_FROM_BASELINE)] == [
+            [True, second, True, *[False] * 3]
+        ] * 2
 
 
 def test_more_than_half_end_the_run_and_say_why(tmp_path):
-    refuse_failures(samples([0, 0, 1, 1], [0, 2]), "no server", tmp_path)
-    with pytest.raises(AgentError, match=r"3 of 4 trajectories could not go on\. The first: no server$") as refusal:
-        refuse_failures(samples([0, 0, 1, 1], [0, 2, 3]), "no server", tmp_path)
+    raise_on_failures(samples([0, 0, 1, 1], [0, 2]), "no server", tmp_path)
+    with pytest.raises(AgentError, match=r"3 of 4 trajectories failed\. The first: no server$") as refusal:
+        raise_on_failures(samples([0, 0, 1, 1], [0, 2, 3]), "no server", tmp_path)
     assert refusal.value.exit_code == 75
 
 
@@ -93,7 +95,7 @@ def test_a_bug_of_an_agent_that_ends_every_trajectory_is_no_reason_to_run_again(
     (tmp_path / "agents.log").write_text("a line")
     failure = f'Traceback (most recent call last):\n  File "agent.py", line 3, in run\n{error}'
     with pytest.raises(AgentError) as refusal:
-        refuse_failures(samples([0, 0, 0], failed), failure, tmp_path)
+        raise_on_failures(samples([0, 0, 0], failed), failure, tmp_path)
     assert refusal.value.exit_code == code
     assert f"is in {tmp_path / 'agents.log'}." in str(refusal.value)
 
@@ -130,5 +132,5 @@ def test_a_greedy_answer_that_failed_is_no_baseline(make):
     trainer.actor.generate = failing
     answered = trainer.step(1).samples
     n = len(answered) // 4
-    assert answered[c.LEFT_OUT].tolist() == [place == 1 for place in range(4) for _ in range(n)]
+    assert answered[c.MASKED].tolist() == [place == 1 for place in range(4) for _ in range(n)]
     assert (answered[c.ADVANTAGE][n : 2 * n] == 0).all()

@@ -18,16 +18,16 @@ from rltrain.workers.rollout.conversations import Conversation
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
-def told_texts(answers: Sequence[Conversation], decode: Decode) -> list[str]:
+def texts_with_trajectories(answers: Sequence[Conversation], decode: Decode) -> list[str]:
     """Return the responses as `AnswerText` with their trajectory data. decode: decodes a batch of token ids."""
     texts = decode([answer.tokens.tolist() for answer in answers])
     parts = [_turns(answer) for answer in answers]
     turns = iter(decode([turn for of_answer in parts for turn in of_answer]))
-    told: list[str] = []
+    texts_with_info: list[str] = []
     for text, answer, of_answer in zip(texts, answers, parts, strict=True):
-        said = [next(turns) for _ in of_answer]
-        told.append(AnswerText.of(text, **_told(answer, said)))
-    return told
+        turn_texts = [next(turns) for _ in of_answer]
+        texts_with_info.append(AnswerText.of(text, **_trajectory_info(answer, turn_texts)))
+    return texts_with_info
 
 
 def per_turn(answers: Sequence[Conversation]) -> dict[str, NDArray[np.object_]]:
@@ -37,9 +37,9 @@ def per_turn(answers: Sequence[Conversation]) -> dict[str, NDArray[np.object_]]:
         edges = _edges(answer) or [0, 0]
         turns = list(pairwise(edges))[::2]
         # The first turn follows the prompt, which all samples of a group share.
-        told = [b"", *(_shown(answer, start, end) for start, end in list(pairwise(edges))[1::2])]
+        contexts = [b"", *(_shown(answer, start, end) for start, end in list(pairwise(edges))[1::2])]
         numbers[c.TURN_TOKENS][place] = np.array([end - start for start, end in turns])
-        numbers[c.TURN_STATES][place] = np.array([_hash(context) for context in told])
+        numbers[c.TURN_STATES][place] = np.array([_hash(context) for context in contexts])
         paid = [answer.turn_rewards.get(turn, 0.0) for turn in range(1, len(turns) + 1)]
         numbers[c.TURN_REWARDS][place] = np.array(paid)
     return numbers
@@ -69,12 +69,12 @@ def _turns(answer: Conversation) -> list[list[int]]:
     return [answer.tokens[start:end].tolist() for start, end in list(pairwise(_edges(answer)))[::2]]
 
 
-def _told(answer: Conversation, turns: Sequence[str]) -> dict[str, Any]:
+def _trajectory_info(answer: Conversation, turns: Sequence[str]) -> dict[str, Any]:
     messages: list[Message] = []
     for place, turn in enumerate(turns):
         messages.append({"role": "assistant", "content": turn})
-        messages += answer.said[place] if place < len(answer.said) else []
-    told: dict[str, Any] = {
+        messages += answer.messages_after[place] if place < len(answer.messages_after) else []
+    info: dict[str, Any] = {
         **{name: value for name, value in answer.extra.items() if not name.startswith("agent_")},
         # As in verl: turns of the policy, the replies to them, and the prompt.
         "num_turns": 2 * answer.num_turns,
@@ -84,6 +84,6 @@ def _told(answer: Conversation, turns: Sequence[str]) -> dict[str, Any]:
     }
     if answer.numbers:
         numbers = dict(answer.numbers)
-        told |= {"agent_score": numbers.pop("score")} if "score" in numbers else {}
-        told |= {"agent_numbers": numbers} if numbers else {}
-    return told | ({"agent_failed": answer.failed} if answer.failed else {})
+        info |= {"agent_score": numbers.pop("score")} if "score" in numbers else {}
+        info |= {"agent_numbers": numbers} if numbers else {}
+    return info | ({"agent_failed": answer.failed} if answer.failed else {})

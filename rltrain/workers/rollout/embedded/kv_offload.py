@@ -20,7 +20,7 @@ from rltrain.workers.rollout.embedded.running import EndedTurn
 
 
 @dataclass(frozen=True)
-class KeptRow:
+class OffloadedRow:
     """Copy of a row's cache."""
 
     length: int
@@ -37,33 +37,33 @@ class KeptRow:
         return sum(tensor.nbytes for part in parts for tensor in part)
 
 
-class ParkedRows:
+class OffloadedRows:
     """Offloaded rows of a `generate`, longest waiting first."""
 
     def __init__(self) -> None:
-        self._rows: dict[Key, tuple[NDArray[np.int32], KeptRow]] = {}
+        self._rows: dict[Key, tuple[NDArray[np.int32], OffloadedRow]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def put(self, turn: EndedTurn, row: KeptRow) -> None:
+    def put(self, turn: EndedTurn, row: OffloadedRow) -> None:
         """Keep the row of a turn that has ended."""
         self._rows[turn.key] = turn.tokens, row
 
-    def take(self, jobs: Sequence[Job]) -> dict[Key, KeptRow]:
+    def take(self, jobs: Sequence[Job]) -> dict[Key, OffloadedRow]:
         """Remove and return the rows that these jobs continue."""
         kept = {}
         for job in jobs:
             for sample, given in zip(job.samples.tolist(), job.given or [], strict=bool(job.given)):
-                tokens, row = self._rows.pop((job.place, sample), (None, None))
+                tokens, row = self._rows.pop((job.prompt_index, sample), (None, None))
                 # For any other text the keys and values would be wrong.
                 if row and np.array_equal(given[: len(tokens)], tokens):  # type: ignore[arg-type]
-                    kept[job.place, sample] = row
+                    kept[job.prompt_index, sample] = row
         return kept
 
-    def drop_over(self, source: Source) -> None:
+    def drop_ended(self, source: Source) -> None:
         """Drop the rows of conversations that have no next turn."""
-        self._rows = {key: kept for key, kept in self._rows.items() if source.goes_on(*key)}
+        self._rows = {key: kept for key, kept in self._rows.items() if source.is_pending(*key)}
 
     def fit(self, room_bytes: int) -> None:
         """Drop the longest waiting rows until the rest fits in this memory."""

@@ -56,37 +56,33 @@ class _Numbers:
     RAY_PORT: int = key(6379, least=1, most=65535)
 
 
-def read(argv: list[str]) -> Launch:
+def read_launch(argv: list[str]) -> Launch:
     """Read the arguments and variables of a node. Raises ConfigError."""
-    words, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    arguments, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     rank = first_set("NODE_RANK", "RANK", "SLURM_NODEID")
-    role = words.pop(0) if words and not words[0].startswith("-") else ""
+    role = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     role = role or {"": "", "0": "head"}.get(rank, "worker")
     if role not in ("head", "worker", "stop"):
-        wrong = f"{role!r} is neither head, worker nor stop" if role else "say head or worker, or set RANK"
+        wrong = f"{role!r} is not head, worker or stop" if role else "give head or worker, or set RANK"
         raise ConfigError(f"{wrong}\nusage: {_USAGE}")
-    named = words.pop(0) if role != "head" and words and not words[0].startswith("-") else ""
+    named = arguments.pop(0) if role != "head" and arguments and not arguments[0].startswith("-") else ""
     options = argparse.ArgumentParser(prog="ray_start.sh", usage=_USAGE, allow_abbrev=False, add_help=False)
     options.add_argument("--nodes", default=first_set("NNODES", "SLURM_NNODES"))
-    options.add_argument("--devices", default=_value_of("trainer.n_gpus_per_node", run))
-    given, rest = options.parse_known_args(words)
+    options.add_argument("--devices", default=_value_of("trainer.n_gpus_per_node", command))
+    given, rest = options.parse_known_args(arguments)
     address = named or ("" if role == "stop" else first_set("HEAD_ADDRESS", "MASTER_ADDR"))
     if address.count(":") > 1:
-        raise ConfigError(f"{address} is an address of IPv6: give one of IPv4, or a name that has one.")
+        raise ConfigError(f"{address} is an IPv6 address. Give an IPv4 address, or a name that resolves to one.")
     host, _, port = address.partition(":")
-    in_command = _value_of("trainer.nnodes", run)
+    in_command = _value_of("trainer.nnodes", command)
     texts = {"RANK": rank, "NNODES": given.nodes or in_command, "devices": given.devices}
     texts |= {"WAIT_S": first_set("WAIT_S"), "RAY_PORT": port or first_set("RAY_PORT", "MASTER_PORT")}
     numbers = read_arguments(_Numbers, [f"{name}={text}" for name, text in texts.items() if text], hint=_SOURCES)
     num_nodes = numbers.NNODES or None
     if in_command and num_nodes != int(in_command):
-        raise ConfigError(
-            f"NNODES={num_nodes}, but the command says trainer.nnodes={in_command}: leave one of them out."
-        )
-    if run and role == "head" and not num_nodes:
-        raise ConfigError(
-            "the command would not wait for other nodes: say how many there are, by NNODES=4 or --nodes=4."
-        )
+        raise ConfigError(f"NNODES={num_nodes}, but the command has trainer.nnodes={in_command}. Remove one of them.")
+    if command and role == "head" and not num_nodes:
+        raise ConfigError("the command would not wait for other nodes. Give their number with NNODES=4 or --nodes=4.")
     if role == "head":
         _check_port(numbers.RAY_PORT, rest)
     file = first_set("HEAD_FILE")
@@ -104,22 +100,23 @@ def read(argv: list[str]) -> Launch:
         num_nodes=num_nodes,
         devices=numbers.devices or None,
         arguments=rest,
-        command=run,
+        command=command,
     )
 
 
-def _check_port(port: int, ray_words: list[str]) -> None:
+def _check_port(port: int, ray_arguments: list[str]) -> None:
     """Raise ConfigError if a Ray started with these arguments uses this port itself: it would fail with a traceback."""
-    moved = any(word.startswith(("--min-worker-port", "--max-worker-port", "--worker-port-list")) for word in ray_words)
+    prefixes = ("--min-worker-port", "--max-worker-port", "--worker-port-list")
+    moved = any(argument.startswith(prefixes) for argument in ray_arguments)
     if port in _PORTS_OF_RAY or (port in _PORTS_OF_WORKERS and not moved):
         first, last = _PORTS_OF_WORKERS[0], _PORTS_OF_WORKERS[-1]
         raise ConfigError(
-            f"the head's port {port} (RAY_PORT, MASTER_PORT or HEAD_ADDRESS) is one that Ray uses itself: "
+            f"the head's port {port} (RAY_PORT, MASTER_PORT or HEAD_ADDRESS) is used by Ray itself: "
             f"{', '.join(map(str, _PORTS_OF_RAY))}, and {first} to {last} for its workers. Set RAY_PORT=6379."
         )
 
 
-def _value_of(key: str, words: list[str]) -> str:
+def _value_of(key: str, arguments: list[str]) -> str:
     """Return the last value of a key in a command; empty if it is not a number."""
-    values = [word.partition("=")[2] for word in words if word.partition("=")[0] == key]
+    values = [argument.partition("=")[2] for argument in arguments if argument.partition("=")[0] == key]
     return values[-1] if values and values[-1].isdigit() else ""

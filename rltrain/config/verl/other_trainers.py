@@ -20,7 +20,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def own_name(key: str) -> str | None:
+def rltrain_name(key: str) -> str | None:
     """Return rltrain's key for the name ``key`` of another trainer, or None.
 
     A name with a section needs a key of that section, because `critic.epochs` is not ``trainer.epochs``. Names without
@@ -52,12 +52,12 @@ def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
 
 def refusal(trainer: str, page: str, written: str, names: Collection[str]) -> str:
     """Return the error for a configuration or a launch (``written``) of another trainer with the keys ``names``."""
-    found = {name: own_name(name.replace("-", "_")) for name in names}
-    ours = "".join(f"\n  {name}: {key}" for name, key in found.items() if key)
-    table = f" Their names here (units may differ: see {page}):{ours}" if ours else ""
+    key_of = {name: rltrain_name(name.replace("-", "_")) for name in names}
+    counterparts = "".join(f"\n  {name}: {key}" for name, key in key_of.items() if key)
+    table = f" Their names here (units may differ: see {page}):{counterparts}" if counterparts else ""
     return (
-        f"{written} of {trainer}, which rltrain does not read. Write its settings with the keys "
-        f"of rltrain, which {page} and --help list.{table}"
+        f"{written} of {trainer}, which rltrain does not support. Write its settings with rltrain's keys (see {page} "
+        f"and --help).{table}"
     )
 
 
@@ -70,7 +70,7 @@ def recipes_named(settings: Mapping[str, Any]) -> Iterator[str]:
         for row in rows("named"):
             if re.search(rf"(?i){before}{row.key}(?![a-z])", str(settings.get(key, ""))):
                 yield (
-                    f"{key}={settings[key]}: this names verl's recipe {row.to}, a trainer with another loss, which is "
-                    f"not in this version. For plain PPO or GRPO give another name with {key}."
+                    f"{key}={settings[key]}: verl's recipe {row.to} has another loss and is not in this version. For "
+                    f"plain PPO or GRPO, set {key} to another name."
                 )
                 return

@@ -12,7 +12,7 @@ from rltrain.common.stop import Stop
 from rltrain.data.images import EncodedPrompt
 from rltrain.rewards.scorers.registry import find_scorer
 from rltrain.runtime.samples import Samples, assemble, whole
-from rltrain.trainer.tail import Prompt, PromptLine
+from rltrain.trainer.partial_rollout import PendingPrompts, Prompt
 from tests.batches import prompt_lengths, rows_of
 from tests.distance import distance
 
@@ -49,9 +49,9 @@ class Watch:
         self.log_probs: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         self.tokens: dict[tuple[int, int, int], list[int]] = {}
         self.born: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # step in which each token was sampled
-        policy, line = trainer.actor, self.experience.line
+        policy, pending = trainer.actor, self.experience.pending
         self._generate, policy.generate = policy.generate, self.generate
-        self._collect, line.collect_complete = line.collect_complete, self.collect_complete
+        self._collect, pending.collect_complete = pending.collect_complete, self.collect_complete
 
     def generate(self, task, listener=None, begun=None):
         samples, metrics = self._generate(task, listener, begun)
@@ -61,7 +61,7 @@ class Watch:
         for number, row in zip(ids.tolist(), rows_of(found), strict=True):
             key = (int(task.rows[number // n]), int(steps[number // n]), number % n)
             head = int(samples["prompt_length"][number])
-            if task.todo is None:  # every attempt starts anew
+            if task.pending_mask is None:  # every attempt starts anew
                 self.tokens[key], self.log_probs[key], self.born[key] = [], [], []
             answer, before = row[head:].tolist(), self.tokens.get(key, [])
             assert answer[: len(before)] == before
@@ -92,7 +92,7 @@ ALWAYS = ("oversample", "carry_over", "carry_over in jobs")
 )
 def test_every_drawn_prompt_is_in_one_batch_or_in_the_line(make, mode):
     trainer = make(**MODES[mode])
-    watch, line, sampler = Watch(trainer), trainer.experience.line, trainer.experience.sampler
+    watch, pending, sampler = Watch(trainer), trainer.experience.pending, trainer.experience.sampler
     left_over = 0.0
     for step in range(1, 7):
         metrics = trainer.step(step).metrics
@@ -101,7 +101,7 @@ def test_every_drawn_prompt_is_in_one_batch_or_in_the_line(make, mode):
             (row, draw + 1) for draw in range(trainer.experience.batches_drawn) for row in sampler.rows(draw)
         )
         used = Counter(key[:2] for keys in watch.keys for key in keys[::4])
-        assert used + Counter((row, draw) for row, draw, _ in line.state()) == drawn
+        assert used + Counter((row, draw) for row, draw, _ in pending.state()) == drawn
     assert left_over >= 6, "steps must have ended early"
     for batch, keys in zip(watch.batches, watch.keys, strict=True):
         assert len(batch) == 16
@@ -174,13 +174,13 @@ def test_a_prompt_keeps_its_random_numbers_in_every_attempt(make, mode):
 @pytest.mark.parametrize("mode", BOTH)
 def test_no_prompt_is_older_than_the_cap(make, mode):
     trainer = make(**MODES[mode], **{ROLLOUT + "tail_max_age": 1})
-    watch, line = Watch(trainer), trainer.experience.line
+    watch, pending = Watch(trainer), trainer.experience.pending
     for step in range(1, 6):
-        waiting = [(row, draw) for row, draw, age in line.state() if age]
+        waiting = [(row, draw) for row, draw, age in pending.state() if age]
         metrics = trainer.step(step).metrics
         assert set(waiting) <= {key[:2] for key in watch.keys[-1]}, "all that were left over once are waited for"
         assert metrics["rollout/tail/age_max"] == (1.0 if waiting else 0.0)
-    assert trainer.experience.line.state()
+    assert trainer.experience.pending.state()
 
 
 def samples_of(complete: list[list[bool]], length: int = 3, unserved: tuple[int, ...] = ()) -> Samples:
@@ -198,50 +198,50 @@ def samples_of(complete: list[list[bool]], length: int = 3, unserved: tuple[int,
     return samples
 
 
-def line_of(make, **changes) -> PromptLine:
+def pending_of(make, **changes) -> PendingPrompts:
     changes |= {"data__train_batch_size": 2, "actor_rollout_ref__actor__ppo_mini_batch_size": 2, ROLLOUT + "n": 2}
     trainer = make(**changes)
-    return PromptLine(trainer.cfg.actor_rollout_ref.rollout, trainer.plan)
+    return PendingPrompts(trainer.cfg.actor_rollout_ref.rollout, trainer.plan)
 
 
 def test_the_batch_is_the_oldest_prompts_that_are_complete(make):
-    line = line_of(make, **OVERSAMPLE, **{ROLLOUT + "tail_max_age": 2})
+    pending = pending_of(make, **OVERSAMPLE, **{ROLLOUT + "tail_max_age": 2})
     draws = iter([[Prompt(5, 1), Prompt(6, 1)], [Prompt(7, 2), Prompt(8, 2)], [Prompt(9, 3), Prompt(5, 3)]])
-    started = line.next_prompts(lambda: next(draws))
+    started = pending.next_prompts(lambda: next(draws))
     assert [prompt.row for prompt in started] == [5, 6, 7]
-    assert line.terms(started) == {"enough": 2, "must": 0, "todo": None}
-    _, ids, metrics = line.collect_complete(started, samples_of([[True, False], [True, True], [True, True]]))
+    assert pending.terms(started) == {"target_complete": 2, "num_required": 0, "pending_mask": None}
+    _, ids, metrics = pending.collect_complete(started, samples_of([[True, False], [True, True], [True, True]]))
     assert ids.tolist() == [2, 3, 4, 5]
     assert metrics["rollout/tail/tokens_thrown_away"] == 6
     assert metrics["rollout/tail/tokens_generated"] == 18
-    assert line.state() == [[5, 1, 1], [8, 2, 0]]
-    restored = line_of(make, **OVERSAMPLE)
-    restored.restore(json.loads(json.dumps(line.state())))
-    assert restored.state() == line.state()
-    started = line.next_prompts(lambda: next(draws))
+    assert pending.state() == [[5, 1, 1], [8, 2, 0]]
+    restored = pending_of(make, **OVERSAMPLE)
+    restored.restore(json.loads(json.dumps(pending.state())))
+    assert restored.state() == pending.state()
+    started = pending.next_prompts(lambda: next(draws))
     assert [prompt.row for prompt in started] == [5, 8, 9]
     # All are complete: the last has to wait, although it has its answers.
-    line.collect_complete(started, samples_of([[False, False], [True, True], [True, True]]))
-    assert line.state() == [[5, 1, 2], [5, 3, 0]]
-    started = line.next_prompts(lambda: [Prompt(1, 4), Prompt(2, 4)])
-    assert line.terms(started)["must"] == 1
+    pending.collect_complete(started, samples_of([[False, False], [True, True], [True, True]]))
+    assert pending.state() == [[5, 1, 2], [5, 3, 0]]
+    started = pending.next_prompts(lambda: [Prompt(1, 4), Prompt(2, 4)])
+    assert pending.terms(started)["num_required"] == 1
 
 
 def test_carried_answers_stay_and_only_missing_are_asked_for(make):
-    line = line_of(make, **CARRY)
-    started = line.next_prompts(lambda: [Prompt(5, 1), Prompt(6, 1), Prompt(7, 1)])
-    assert line.begun(started) is None
-    line.collect_complete(started, samples_of([[True, True], [False, True], [True, True]]))
-    (waiting,) = line.next_prompts(lambda: [Prompt(8, 2), Prompt(9, 2)])[:1]
+    pending = pending_of(make, **CARRY)
+    started = pending.next_prompts(lambda: [Prompt(5, 1), Prompt(6, 1), Prompt(7, 1)])
+    assert pending.begun(started) is None
+    pending.collect_complete(started, samples_of([[True, True], [False, True], [True, True]]))
+    (waiting,) = pending.next_prompts(lambda: [Prompt(8, 2), Prompt(9, 2)])[:1]
     assert (waiting.row, waiting.age) == (6, 1)
-    assert line.terms([Prompt(8, 2), waiting])["todo"].tolist() == [[True, True], [True, False]]
-    assert line.terms([waiting, Prompt(8, 2)])["enough"] == 2
+    assert pending.terms([Prompt(8, 2), waiting])["pending_mask"].tolist() == [[True, True], [True, False]]
+    assert pending.terms([waiting, Prompt(8, 2)])["target_complete"] == 2
     assert waiting.answers["token_ages"].tolist() == [3, 3]
     second = samples_of([[True, True], [False, False]], length=9, unserved=(3,))
-    _, ids, metrics = line.collect_complete([Prompt(8, 2), waiting], second)
+    _, ids, metrics = pending.collect_complete([Prompt(8, 2), waiting], second)
     assert ids.tolist() == [0, 1]
     assert metrics["rollout/tail/tokens_generated"] == 9 + 9 + (9 - 3)
-    (again,) = line.next_prompts(lambda: [Prompt(1, 3), Prompt(2, 3)])[:1]
+    (again,) = pending.next_prompts(lambda: [Prompt(1, 3), Prompt(2, 3)])[:1]
     assert again.age == 2
     assert again.answers["response_length"].tolist() == [9, 3]
     assert again.answers["complete"].tolist() == [False, True]
@@ -256,7 +256,7 @@ def test_validation_and_the_greedy_baseline_are_never_cut_short(make):
     trainer.actor.generate = lambda task, *others: asked.append(task) or generate(task, *others)
     metrics = trainer.step(1).metrics
     trainer.validation.run(1, Stop())
-    assert [task.enough for task in asked] == [4, None, None]
+    assert [task.target_complete for task in asked] == [4, None, None]
     assert len(asked[1].rows) == 4
     assert all(np.isfinite(value) for value in metrics.values())
 

@@ -17,7 +17,7 @@ import torch
 from rltrain.common.errors import ConfigError
 from rltrain.common.logs import count
 from rltrain.models.files.entries import Entries
-from rltrain.models.weights.placing import Placing
+from rltrain.models.weights.key_mapping import KeyMapping
 
 # Parts that wrappers add to names, anywhere and at the beginning.
 _WORDS = (
@@ -34,62 +34,62 @@ _NUM_SHOWN, _DEEPEST = 3, 3
 _ROWS = 8
 
 
-def refuse(key: str, entries: Entries, placing: Placing) -> None:
+def refuse(key: str, entries: Entries, key_mapping: KeyMapping) -> None:
     """Raise ConfigError if a weight of the model is missing or wrong in the files. key: names the checkpoint."""
     for look in (_missing, _misfit, _adapters, _twice):
-        if problem := look(entries, placing):
+        if problem := look(entries, key_mapping):
             raise ConfigError(f"{key}={entries.path}: {problem}")
 
 
-def notes(key: str, entries: Entries, placing: Placing) -> Iterator[str]:
+def notes(key: str, entries: Entries, key_mapping: KeyMapping) -> Iterator[str]:
     """Yield notes on unused weights in the files, and on missing ones that are harmless."""
     name, files = f"{key}={entries.path}", _files(entries)
-    ignored = [*(placing.plain._keys_to_ignore_on_load_unexpected or ()), _HEADS.pattern, _COMPUTED.pattern]
-    if left := [entry for entry in placing.left if not any(re.search(pattern, entry) for pattern in ignored)]:
-        model = type(placing.plain).__name__
-        deeper = _of_layers(left, placing)
+    ignored = [*(key_mapping.plain._keys_to_ignore_on_load_unexpected or ()), _HEADS.pattern, _COMPUTED.pattern]
+    if left := [entry for entry in key_mapping.left if not any(re.search(pattern, entry) for pattern in ignored)]:
+        model = type(key_mapping.plain).__name__
+        deeper = _of_layers(left, key_mapping)
         yield f"{name}: {model} does not take {count(len(left), 'weight')} of {files}: {_listed(left)}{deeper}"
-    if placing.computed:
-        yield f"{name}: what is not in {files} starts as the configuration says: {_listed(placing.computed)}"
+    if key_mapping.computed:
+        yield f"{name}: not in {files} and initialised by config.json: {_listed(key_mapping.computed)}"
 
 
-def unknown_rule(placing: Placing) -> str | None:
+def unknown_rule(key_mapping: KeyMapping) -> str | None:
     """Return why the shape of a weight cannot be determined although its entries exist, or None."""
-    return next((why for why in (_shape(placing, name)[1] for name in _there(placing)) if why), None)
+    return next((why for why in (_shape(key_mapping, name)[1] for name in _there(key_mapping)) if why), None)
 
 
-def _missing(entries: Entries, placing: Placing) -> str | None:
-    short = placing.missing
-    lacking = placing.in_files(short) if short else []
-    for name in [] if short else _there(placing):
-        shape, why = _shape(placing, name)
-        if why or shape != placing.shapes[name]:  # an incomplete stack
-            lacking += [entry for entry in placing.in_files([name]) if entry not in entries.empty]
+def _missing(entries: Entries, key_mapping: KeyMapping) -> str | None:
+    short = key_mapping.missing
+    missing = key_mapping.in_files(short) if short else []
+    for name in [] if short else _there(key_mapping):
+        shape, why = _shape(key_mapping, name)
+        if why or shape != key_mapping.shapes[name]:  # an incomplete stack
+            missing += [entry for entry in key_mapping.in_files([name]) if entry not in entries.empty]
             # A rule that has several ways to build a weight has no name for each entry.
-            short = [*short, name] if lacking else short
-    if not lacking:
+            short = [*short, name] if missing else short
+    if not missing:
         return None
-    total, model = placing.total, type(placing.plain).__name__
+    total, model = key_mapping.total, type(key_mapping.plain).__name__
     number = f"all {total:,}" if len(short) == total else f"{len(short):,} of the {total:,}"
     return (
-        f"{number} weights of {model} are missing in {_files(entries)}: {_listed(lacking)}. Training would begin with "
-        f"random numbers there. {_instead(entries, placing)}"
+        f"{number} weights of {model} are missing in {_files(entries)}: {_listed(missing)}. Training would begin with "
+        f"random numbers there. {_instead(entries, key_mapping)}"
     )
 
 
-def _instead(entries: Entries, placing: Placing) -> str:
+def _instead(entries: Entries, key_mapping: KeyMapping) -> str:
     """Return a probable cause and a fix."""
-    left, again = placing.left, "Copy the model again, or give the folder whose config.json belongs to its weights."
+    left, again = key_mapping.left, "Copy the model again, or give the folder whose config.json belongs to its weights."
     if not left:
         return again
-    tried = [(what, Placing({rename(name): weight for name, weight in entries.empty.items()}, placing.plain))
-             for what, rename in _renamings(left)]  # fmt: skip
-    what, fits = min(tried, key=lambda attempt: len(attempt[1].missing), default=("", placing))
-    if len(fits.missing) < len(placing.missing):
+    tried = [(attempt, KeyMapping({rename(name): weight for name, weight in entries.empty.items()}, key_mapping.plain))
+             for attempt, rename in _renamings(left)]  # fmt: skip
+    attempt, fits = min(tried, key=lambda attempt: len(attempt[1].missing), default=("", key_mapping))
+    if len(fits.missing) < len(key_mapping.missing):
         most = f"all but {len(fits.missing)} fit" if fits.missing else "fit"
-        adapted = any(map(_ADAPTER.search, left)) or "base_layer" in what
+        adapted = any(map(_ADAPTER.search, left)) or "base_layer" in attempt
         then = "Merge its adapters (peft: merge_and_unload) and save" if adapted else "Save"
-        return f"{what} and {most} without it. {then} the model itself, not its wrapper."
+        return f"{attempt} and {most} without it. {then} the model itself, not its wrapper."
     return f"It has {count(len(left), 'other name')} instead: {_listed(left)}. {again}"
 
 
@@ -102,12 +102,12 @@ def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
         starts.append(Counter(".".join(name_parts[:depth]) + "." for name_parts in parts if len(name_parts) > depth))
     for prefix, number in [pair for prefixes in starts for pair in prefixes.most_common(1)]:
         many = f"All {number}" if number == len(names) else f"{number} of {len(names)}"
-        yield f"{many} other names begin with {prefix}", partial(_without, prefix)
+        yield f"{many} other names start with {prefix}", partial(_without, prefix)
     if words := dict.fromkeys(word for name in names for word in _WRAPPERS.findall(name)):
         sentence = f"Other names, such as {names[0]}, have {'. and '.join(words)}. in them"
         yield sentence, partial(_WRAPPERS.sub, "")
         (prefix, _), *_ = Counter(_WRAPPERS.sub("", name).split(".")[0] + "." for name in names).most_common(1)
-        yield f"{sentence}, begin with {prefix}", partial(_without_all, prefix)
+        yield f"{sentence}, start with {prefix}", partial(_without_all, prefix)
 
 
 def _without(prefix: str, name: str) -> str:
@@ -118,41 +118,41 @@ def _without_all(prefix: str, name: str) -> str:
     return _WRAPPERS.sub("", name).removeprefix(prefix)
 
 
-def _misfit(entries: Entries, placing: Placing) -> str | None:
-    shapes = ((name, _shape(placing, name)[0]) for name in _there(placing))
-    odd = {name: shape for name, shape in shapes if shape not in (None, placing.shapes[name])}
-    if not odd:
+def _misfit(entries: Entries, key_mapping: KeyMapping) -> str | None:
+    shapes = ((name, _shape(key_mapping, name)[0]) for name in _there(key_mapping))
+    wrong = {name: shape for name, shape in shapes if shape not in (None, key_mapping.shapes[name])}
+    if not wrong:
         return None
-    name, stored_shape = next(iter(odd.items()))
-    entry, model = placing.entries(name)[0][0], type(placing.plain).__name__
+    name, stored_shape = next(iter(wrong.items()))
+    entry, model = key_mapping.entries(name)[0][0], type(key_mapping.plain).__name__
     return (
-        f"{count(len(odd), 'weight')} of {_files(entries)} and config.json are not of one size: {entry} makes "
-        f"{list(stored_shape or ())}, and {name} of {model} is {list(placing.shapes[name])}. Give the config.json that "
-        "belongs to these weights."
+        f"{count(len(wrong), 'weight')} of {_files(entries)} do not have the sizes of config.json: {entry} makes "
+        f"{list(stored_shape or ())}, and {name} of {model} is {list(key_mapping.shapes[name])}. Give the config.json "
+        "that belongs to these weights."
     )
 
 
-def _adapters(entries: Entries, placing: Placing) -> str | None:
-    left = [name for name in placing.left if _ADAPTER.search(name)]
+def _adapters(entries: Entries, key_mapping: KeyMapping) -> str | None:
+    left = [name for name in key_mapping.left if _ADAPTER.search(name)]
     if not left:
         return None
     return (
-        f"adapters in {_files(entries)} are not merged, and training would leave them out: {_listed(left)}. Merge "
-        "them (peft: merge_and_unload) and save the model again."
+        f"adapters in {_files(entries)} are not merged, so training would ignore them: {_listed(left)}. Merge them "
+        "(peft: merge_and_unload) and save the model again."
     )
 
 
-def _twice(entries: Entries, placing: Placing) -> str | None:
+def _twice(entries: Entries, key_mapping: KeyMapping) -> str | None:
     """Return the problem of two entries with different numbers for one weight, or None."""
     for name in entries.differing():
         files = " and ".join(file.name for file in entries.files[name])
-        return f"{name} stands in {files} with other numbers. Keep the one that is meant."
-    for first, second in placing.twice():
+        return f"{name} has different values in {files}. Keep the right one."
+    for first, second in key_mapping.twice():
         if entries.empty[first].shape == entries.empty[second].shape and _same(entries, first, second):
             continue
         return (
-            f"{first} and {second} are one weight to {type(placing.plain).__name__} (tie_word_embeddings, where one is "
-            f"the head), with other numbers for each in {_files(entries)}. Remove the one that is not meant, or set "
+            f"{first} and {second} are one weight of {type(key_mapping.plain).__name__} (tie_word_embeddings, if one "
+            f"is the head), but {_files(entries)} have different values for them. Remove the wrong one, or set "
             "tie_word_embeddings to false in config.json."
         )
     return None
@@ -165,23 +165,23 @@ def _same(entries: Entries, first: str, second: str) -> bool:
     return all(torch.allclose(rows, rows_of_second, 0.0, 0.0, equal_nan=True) for rows, rows_of_second in pairs)
 
 
-def _there(placing: Placing) -> Iterator[str]:
+def _there(key_mapping: KeyMapping) -> Iterator[str]:
     """Return the weights that have an entry."""
-    return (name for name in placing.shapes if placing.home.get(name, name) in placing.parts)
+    return (name for name in key_mapping.shapes if key_mapping.home.get(name, name) in key_mapping.parts)
 
 
-def _shape(placing: Placing, name: str) -> tuple[tuple[int, ...] | None, str | None]:
+def _shape(key_mapping: KeyMapping, name: str) -> tuple[tuple[int, ...] | None, str | None]:
     """Return a weight's shape, or the reason why it is unknown."""
     try:
-        return placing.shape(name), None
+        return key_mapping.shape(name), None
     except Exception as error:  # noqa: BLE001 - after any error of a rule, transformers reads the model itself
-        return None, f"{name} is not made of {placing.entries(name)[0][0]} as known: {error!r}"
+        return None, f"{name} is not made of {key_mapping.entries(name)[0][0]} as known: {error!r}"
 
 
-def _of_layers(left: list[str], placing: Placing) -> str:
+def _of_layers(left: list[str], key_mapping: KeyMapping) -> str:
     """Return a note if the files have more layers than config.json."""
     numbers = [int(match[1]) for name in left if (match := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name))]
-    depth = getattr(placing.plain.config.get_text_config(), "num_hidden_layers", None)
+    depth = getattr(key_mapping.plain.config.get_text_config(), "num_hidden_layers", None)
     if not depth or not numbers or max(numbers) < depth:
         return ""
     return f" config.json has {depth} layers (num_hidden_layers), and the files have {max(numbers) + 1}."

@@ -1,7 +1,7 @@
 """Offloading: models, optimizer states and engines on the device in each phase.
 
 The roles of a process together need more memory than the device has. Each registers its tensors and the phases that
-need them; `enter` first offloads everything else, so that both are never on the device at once.
+need them; `enter_phase` first offloads everything else, so that both are never on the device at once.
 
 Transfers are the slowest part, so waits are avoided. Host memory is page-locked and kept, because copies of pageable
 memory go through a driver buffer at a fraction of the speed. Onloading runs layer by layer on a separate stream: a
@@ -31,7 +31,7 @@ from rltrain.models.weights.shard import reshard
 _WRITTEN_IN = {*UPDATES}
 
 
-class Residency:
+class OffloadManager:
     """Offload manager: owner of all moves between device and host. On a CPU moves do nothing."""
 
     def __init__(self, device: Device) -> None:
@@ -39,9 +39,9 @@ class Residency:
         self.phase = "start"
         self.models: dict[Role, Any] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._staying: list[torch.optim.Optimizer] = []
+        self._not_offloaded: list[torch.optim.Optimizer] = []
         self._engines: list[tuple[frozenset[str], Callable[[], object]]] = []
-        self._residents: list[tuple[frozenset[str], _Resident]] = []
+        self._offloadables: list[tuple[frozenset[str], _Offloadable]] = []
         self._queue = None if device.is_cpu else device.new_stream()
         self._weight_bytes: dict[Role, int] = {}
         self._peaks: dict[str, Counter[str]] = {}
@@ -60,47 +60,51 @@ class Residency:
         self._weight_bytes[role] = sum(local(weight).nbytes for weight in model.parameters() if id(weight) not in known)
         self.models[role] = model
         if offload and self._queue is not None:
-            self._residents.append((frozenset(phases), _Model(model, self.device, self._queue)))
+            self._offloadables.append((frozenset(phases), _OffloadableModel(model, self.device, self._queue)))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: str, offload: bool) -> None:
         """Register the state of an optimizer in the same way."""
         self.optimizers.append(optimizer)
-        self._staying += [] if offload else [optimizer]
+        self._not_offloaded += [] if offload else [optimizer]
         if offload and self._queue is not None:
-            self._residents.append((frozenset(phases), _State(optimizer, self.device, self._queue)))
+            self._offloadables.append((frozenset(phases), _OffloadableState(optimizer, self.device, self._queue)))
 
-    def bytes_to_come(self) -> int:
+    def future_optimizer_bytes(self) -> int:
         """Return the bytes that optimizers allocate in their first step and keep on the device: two moments (AdamW)."""
-        weights = [weight for optim in self._staying for group in optim.param_groups for weight in group["params"]]
+        weights = [
+            weight for optim in self._not_offloaded for group in optim.param_groups for weight in group["params"]
+        ]
         return sum(2 * (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes for weight in weights)
 
     def is_here(self, model: nn.Module) -> bool:
         """Return True if the weights of a model are on the device or being copied to it."""
-        return all(resident.is_here for _, resident in self._residents if resident.owner is model)
+        return all(offloadable.is_here for _, offloadable in self._offloadables if offloadable.owner is model)
 
-    def enter(self, phase: str, *, whole: bool = False) -> None:
+    def enter_phase(self, phase: str, *, whole: bool = False) -> None:
         """Prepare the device for ``phase``, one of `device_phases`.
 
         whole: weights will be read outside of a forward pass, so kernels wait for all of them.
         """
         self._measure()
         self.phase = phase
-        leaving = [resident for phases, resident in self._residents if phase not in phases and resident.is_here]
-        for resident in leaving:
-            resident.copy_out()
+        to_offload = [
+            offloadable for phases, offloadable in self._offloadables if phase not in phases and offloadable.is_here
+        ]
+        for offloadable in to_offload:
+            offloadable.start_offload()
         for phases, release in self._engines:
             if phase not in phases:
                 release()
-        if leaving and self._queue is not None:
+        if to_offload and self._queue is not None:
             self._queue.synchronize()
-        for resident in leaving:
-            resident.leave()
+        for offloadable in to_offload:
+            offloadable.finish_offload()
         self.device.empty_cache()
-        for phases, resident in self._residents:
+        for phases, offloadable in self._offloadables:
             if phase in phases:
-                if not resident.is_here:
-                    resident.come()
-                resident.seen.add(phase)
+                if not offloadable.is_here:
+                    offloadable.onload()
+                offloadable.seen.add(phase)
         if self._queue is not None:
             self._take_peak()  # of the copies
             if whole:
@@ -108,16 +112,16 @@ class Residency:
 
     def memory_gb(self) -> dict[str, float]:
         """Return ``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, total and by phase."""
-        found = self.device.host_memory_gb()
+        memory = self.device.host_memory_gb()
         if self._queue is not None:
             self._measure()
             names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
-            found |= {name: size / 2**30 for name, size in zip(names, self._most, strict=True)}
+            memory |= {name: size / 2**30 for name, size in zip(names, self._most, strict=True)}
         for phase, owners in self._peaks.items():
-            found |= {f"perf/memory_gb/{phase}/{owner}": size / 2**30 for owner, size in owners.items()}
-        return found
+            memory |= {f"perf/memory_gb/{phase}/{owner}": size / 2**30 for owner, size in owners.items()}
+        return memory
 
-    def resting(self) -> Counter[str]:
+    def resident_bytes(self) -> Counter[str]:
         """Return the device bytes of weights, gradients and optimizer states, without gathered weights."""
         here = [role for role, model in self.models.items() if self.is_here(model)]
         grads = [weight.grad for role in here for weight in self.models[role].parameters() if weight.grad is not None]
@@ -132,7 +136,7 @@ class Residency:
     def _measure(self) -> None:
         """Record memory by owner at the peak of the current phase, if it is the largest so far."""
         if self._queue is not None:
-            owners = self.resting()
+            owners = self.resident_bytes()
             del owners["gradients"]  # temporary memory of an update that is done
             owners["work"] = max(0, self._take_peak() - owners.total())
             owners["others"] = self.device.bytes_of_others()
@@ -145,7 +149,7 @@ class Residency:
 
 
 @dataclass
-class _Resident:
+class _Offloadable:
     """Tensors that are either on the device or offloaded to host memory."""
 
     owner: Any
@@ -156,9 +160,9 @@ class _Resident:
     seen: set[str] = field(default_factory=set)
     """Phases since they were onloaded."""
     # Host copy of each tensor.
-    _twins: dict[Any, Tensor] = field(default_factory=dict)
+    _host_copies: dict[Any, Tensor] = field(default_factory=dict)
     # Event after the last copy of each part.
-    _underway: dict[int, Any] = field(default_factory=dict)
+    _copy_events: dict[int, Any] = field(default_factory=dict)
 
     def parts(self) -> list[dict[Any, Tensor]]:
         """Return groups of tensors by name, in the order in which they are needed."""
@@ -168,57 +172,57 @@ class _Resident:
         """Replace the tensors of these names."""
         raise NotImplementedError
 
-    def copy_out(self) -> None:
+    def start_offload(self) -> None:
         """Queue the copies to the host. The tensors must not be changed until the stream is synchronised."""
-        self.arrive()
+        self.wait_onloaded()
         self.queue.wait_stream(self.device.current_stream())
         tensors = self._tensors()
-        missing = [tensor for name, tensor in tensors.items() if name not in self._twins]
+        missing = [tensor for name, tensor in tensors.items() if name not in self._host_copies]
         hosts = iter(host_memory([local(tensor) for tensor in missing]))
         with self.device.on_stream(self.queue):
             for name, tensor in tensors.items():
-                if is_new := name not in self._twins:
-                    self._twins[name] = next(hosts)
+                if is_new := name not in self._host_copies:
+                    self._host_copies[name] = next(hosts)
                 if is_new or self.may_have_changed(tensor):
-                    self._twins[name].copy_(local(tensor), non_blocking=True)
+                    self._host_copies[name].copy_(local(tensor), non_blocking=True)
 
     def may_have_changed(self, tensor: Tensor) -> bool:
         """Return True if the tensor may differ from its copy on the host."""
         return True
 
-    def leave(self) -> None:
+    def finish_offload(self) -> None:
         """Switch to the copies on the host, which frees device memory."""
-        self.put({name: like(tensor, self._twins[name]) for name, tensor in self._tensors().items()})
+        self.put({name: like(tensor, self._host_copies[name]) for name, tensor in self._tensors().items()})
         self.is_here = False
 
-    def come(self) -> None:
+    def onload(self) -> None:
         """Queue the copies to the device, part by part."""
         parts, device = self.parts(), self.device.torch_device
         # Memory is allocated on the compute stream, where freed memory may still be in use.
-        on_device = {name: torch.empty_like(self._twins[name], device=device) for part in parts for name in part}
+        on_device = {name: torch.empty_like(self._host_copies[name], device=device) for part in parts for name in part}
         self.queue.wait_stream(self.device.current_stream())
         for number, part in enumerate(parts):
             for name, tensor in part.items():
                 # FSDP copies a shard that needs padding on the compute stream.
                 stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
                 with self.device.on_stream(stream):
-                    on_device[name].copy_(self._twins[name], non_blocking=True)
-            self._underway[number] = self.queue.record_event()
+                    on_device[name].copy_(self._host_copies[name], non_blocking=True)
+            self._copy_events[number] = self.queue.record_event()
         self.put({name: like(tensor, on_device[name]) for part in parts for name, tensor in part.items()})
         self.is_here = True
         self.seen.clear()
 
-    def arrive(self, part: int | None = None) -> None:
+    def wait_onloaded(self, part: int | None = None) -> None:
         """Wait until one part, or all of them, are on the device. The host waits, because FSDP uses further streams."""
-        for number in [part] if part is not None else list(self._underway):
-            if event := self._underway.pop(number, None):
+        for number in [part] if part is not None else list(self._copy_events):
+            if event := self._copy_events.pop(number, None):
                 event.synchronize()
 
     def _tensors(self) -> dict[Any, Tensor]:
         return {name: tensor for part in self.parts() for name, tensor in part.items()}
 
 
-class _Model(_Resident):
+class _OffloadableModel(_Offloadable):
     """Parameters of a model sharded by FSDP2. Buffers are small and stay on the device."""
 
     def __init__(self, model: nn.Module, device: Device, queue: Any) -> None:
@@ -231,11 +235,11 @@ class _Model(_Resident):
             self._names[unit_of[id(parameter)]].append(name)
         for number, unit in enumerate(units):
             # Before FSDP's hook, which gathers the weights.
-            unit.register_forward_pre_hook(lambda *_, part=number: self.arrive(part), prepend=True)
+            unit.register_forward_pre_hook(lambda *_, part=number: self.wait_onloaded(part), prepend=True)
 
-    def copy_out(self) -> None:
+    def start_offload(self) -> None:
         reshard(self.owner)  # otherwise the gathered weights of the last forward pass would be copied
-        super().copy_out()
+        super().start_offload()
 
     def may_have_changed(self, tensor: Tensor) -> bool:
         """Return True for trained weights after an update. Tensor versions do not show it with fused kernels."""
@@ -252,12 +256,12 @@ class _Model(_Resident):
         self.owner._apply(lambda tensor: new.get(id(tensor), tensor))
 
 
-class _State(_Resident):
+class _OffloadableState(_Offloadable):
     """Moments of an optimizer. Step counters are not moved: they are scalars, with fused AdamW on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, queue: Any) -> None:
         super().__init__(optimizer, device, queue)
-        optimizer.register_step_pre_hook(lambda *_: self.arrive())
+        optimizer.register_step_pre_hook(lambda *_: self.wait_onloaded())
 
     def parts(self) -> list[dict[Any, Tensor]]:
         states = self.owner.state.items()

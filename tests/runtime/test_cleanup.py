@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rltrain.runtime.sweep import sweep
+from rltrain.runtime.cleanup import kill_session_processes
 from tests.clock import eventually
 
 # As a worker of Ray's: what it prints goes into the session's folder.
@@ -24,6 +24,6 @@ def test_semaphores_of_what_is_swept_away_go_too(tmp_path):
     eventually(lambda: printed.read_text().endswith("\n"))
     semaphore = Path("/dev/shm") / f"sem.{printed.read_text().strip().lstrip('/')}"
     assert semaphore.exists()
-    sweep(str(printed.parent))
+    kill_session_processes(str(printed.parent))
     assert worker.wait() == -9
     eventually(lambda: not semaphore.exists())

@@ -5,8 +5,8 @@ exit code 1 and without any handler. Choice: a thread holds a connection to each
 when the peer dies. Waits of the driver check it (`raise_if_lost`), Ray is not called any more (`unless_lost`), and if
 the main thread is stuck below Python, the thread ends the process. The same thread ends a driver that hangs in storage
 or in user code. Ray's library may still end the process, so an error is reported before any part of Ray is shut down,
-and another process repeats it after our end (`ended_after_us`). Left out: Ray on other nodes, whose loss Ray reports;
-the Ray of a client driver (ray://); and a driver that hangs while it holds the GIL.
+and another process repeats it after our end (`cleanup_after_exit`). Left out: Ray on other nodes, whose loss Ray
+reports; the Ray of a client driver (ray://); and a driver that hangs while it holds the GIL.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rltrain.common.attempt import tell_supervisor
+from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.background import BackgroundJob, running
 from rltrain.common.errors import AGAIN, Interrupted, RltrainError, WorkerError, WorkerLost
-from rltrain.runtime import sweep as sweep_module
+from rltrain.runtime import cleanup
+from rltrain.runtime.cleanup import ORDERLY, SILENT, exit_message, kill_session_processes, remove_shared_memory
 from rltrain.runtime.hang import Deadlines
 from rltrain.runtime.stacks import stacks_here
-from rltrain.runtime.sweep import ORDERLY, SILENT, forget, message, sweep
 
 _POLL_S = 1.0
 _CONNECT_S = 5.0
@@ -47,11 +47,11 @@ _WRITE_S = 15.0
 # CPU seconds and bytes read per poll above which a driver is busy and not waiting for storage.
 BUSY_S, _BUSY_BYTES = 0.1 * _POLL_S, 1 << 16
 # Timeout of ray.shutdown.
-_GOODBYE_S = 30.0
+_SHUTDOWN_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class _Line:
+class _Connection:
     """Idle connection to a process of Ray."""
 
     def __init__(self, name: str, family: int, address: Any) -> None:
@@ -90,25 +90,25 @@ class _Line:
         return False
 
 
-class Watch(threading.Thread):
+class RayWatchdog(threading.Thread):
     """Watchdog thread.
 
-    lines: connections to watch. session: folder of a Ray that ends with this process, else "". deadlines: for the
-    driver's work; see `working`. reads, kept: see `watching`.
+    connections: to raylet and GCS. session: folder of a Ray that ends with this process, else "". deadlines: for the
+    driver's work; see `require_heartbeat`. reads, kept: see `watch_ray`.
     """
 
     def __init__(
         self,
-        lines: list[_Line],
+        connections: list[_Connection],
         session: str,
         logs: str,
         deadlines: Deadlines,
         reads: bool,
         kept: Callable[[], str] = str,
     ) -> None:
-        super().__init__(name="lifeline", daemon=True)
+        super().__init__(name="ray_watchdog", daemon=True)
         self._reads, self._kept, self._done = reads, kept, (0.0, 0)
-        self._lines, self.session, self._logs, self._deadlines = lines, session, logs, deadlines
+        self._connections, self.session, self._logs, self._deadlines = connections, session, logs, deadlines
         self._driver = threading.current_thread()
         self.beat = math.inf
         self.over = threading.Event()
@@ -117,17 +117,18 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._look()
+            self._watch_connections()
         finally:
-            for line in self._lines:
-                line.socket.close()
+            for connection in self._connections:
+                connection.socket.close()
 
-    def _look(self) -> None:
+    def _watch_connections(self) -> None:
         while not self.over.is_set():
             poll = select.poll()
-            for line in self._lines:
-                poll.register(line.socket, select.POLLIN)
-            if poll.poll(1000 * _POLL_S) and (lost := next((line.name for line in self._lines if line.broken()), "")):
+            for connection in self._connections:
+                poll.register(connection.socket, select.POLLIN)
+            has_event = poll.poll(1000 * _POLL_S)
+            if has_event and (lost := next((peer.name for peer in self._connections if peer.broken()), "")):
                 if not self.over.is_set():
                     self._ray_ended(lost)
                 return
@@ -170,43 +171,44 @@ class Watch(threading.Thread):
         BackgroundJob("stacks", write).ready(_WRITE_S)
         subject = "it" if thread is self._driver else f"its thread '{thread.name}'"
         self._exit(
-            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s {subject} has done "
-            f"nothing else than {where}: storage that does not answer, or code of your own ({self._deadlines.keys})."
-            f"{''.join(sentences)} {AGAIN}"
+            f"the driver (pid {os.getpid()} on {socket.gethostname()}) hangs: for {silent_s:.0f} s {subject} has been "
+            f"in {where}: storage that does not respond, or your own code "
+            f"({self._deadlines.keys}).{''.join(sentences)} {AGAIN}"
         )
 
     def _exit(self, message: str) -> None:
         message = f"{message}\n{self._kept()}".strip()
-        tell_supervisor(error=message, ends=WorkerLost.exit_code)
+        report_to_supervisor(error=message, ends=WorkerLost.exit_code)
         # Neither logging nor print: the main thread may hold their locks.
         os.write(2, f"error: {message}\n".encode())
-        _tell_after_us(ORDERLY)
+        _set_exit_message(ORDERLY)
         if self.session:
-            sweep(self.session)
+            kill_session_processes(self.session)
         os._exit(WorkerLost.exit_code)
 
 
-_watch: Watch | None = None
+_watchdog: RayWatchdog | None = None
 # Process that ends after this one.
-_last: subprocess.Popen[bytes] | None = None
+_cleanup_process: subprocess.Popen[bytes] | None = None
 _hanging = False
 
 
 @contextlib.contextmanager
-def watching(deadlines: Deadlines, local: bool, reads: bool = False, kept: Callable[[], str] = str) -> Iterator[None]:
+def watch_ray(deadlines: Deadlines, local: bool, reads: bool = False, kept: Callable[[], str] = str) -> Iterator[None]:
     """Watch this node's raylet and the GCS inside the context; raise WorkerLost at its end at the latest if one died.
 
-    deadlines: of the driver, see `working`. local: this process has started Ray for itself only. reads: the driver
-    loads and prepares data, which may take long: it does not count as hung while it is busy. kept: last line of the
-    error message (`Stop.kept`).
+    deadlines: of the driver, see `require_heartbeat`. local: this process has started Ray for itself only. reads: the
+    driver loads and prepares data, which may take long: it does not count as hung while it is busy. kept: last line of
+    the error message (`Stop.kept`).
     """
-    global _watch
-    if _watch:  # an outer caller already watches
+    global _watchdog
+    if _watchdog:  # an outer caller already watches
         yield
         return
     node: Any = ray._private.worker._global_node
-    lines, logs = (list(_lines(node)), node.get_logs_dir_path()) if node else ([], "")
-    watch = _watch = Watch(lines, node.get_session_dir_path() if local else "", logs, deadlines, reads, kept)
+    connections, logs = (list(_connections(node)), node.get_logs_dir_path()) if node else ([], "")
+    session = node.get_session_dir_path() if local else ""
+    watch = _watchdog = RayWatchdog(connections, session, logs, deadlines, reads, kept)
     watch.start()
     try:
         yield
@@ -218,70 +220,70 @@ def watching(deadlines: Deadlines, local: bool, reads: bool = False, kept: Calla
     finally:
         watch.over.set()
         if not watch.message:
-            _watch = None
+            _watchdog = None
         elif local:
-            sweep(watch.session)
+            kill_session_processes(watch.session)
 
 
-def _lines(node: Any) -> Iterator[_Line]:
+def _connections(node: Any) -> Iterator[_Connection]:
     """Yield connections to this node's raylet and to the GCS, if they accept connections."""
     host, _, port = node.gcs_address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError):
-        yield _Line("raylet", socket.AF_UNIX, node.raylet_socket_name)
+        yield _Connection("raylet", socket.AF_UNIX, node.raylet_socket_name)
     with contextlib.suppress(OSError, ValueError):
-        yield _Line("GCS (gcs_server)", family, (host.strip("[]"), int(port)))
+        yield _Connection("GCS (gcs_server)", family, (host.strip("[]"), int(port)))
 
 
 @contextlib.contextmanager
-def working() -> Iterator[None]:
+def require_heartbeat() -> Iterator[None]:
     """Require regular calls of `raise_if_lost` inside the context; without them the driver hangs, and the process ends.
 
     Errors are reported here already, because Ray may end the process during cleanup.
     """
-    if not (watch := _watch):
+    if not (watch := _watchdog):
         yield
         return
     watch.beat = time.monotonic()
-    _tell_after_us(SILENT)  # the caller may continue after an error
+    _set_exit_message(SILENT)  # the caller may continue after an error
     try:
         yield
     except Exception as error:
         if not isinstance(error, Interrupted):
             text = str(error) if isinstance(error, RltrainError) else f"{type(error).__name__}: {error}"
             code, passing = getattr(error, "exit_code", 1), getattr(error, "passing", False)
-            tell_supervisor(error=text, passing=passing, ends=code)
-            _tell_after_us(message(f"error: {text}\n"))
+            report_to_supervisor(error=text, passing=passing, ends=code)
+            _set_exit_message(exit_message(f"error: {text}\n"))
         raise
     finally:
         watch.beat = math.inf
 
 
 @contextlib.contextmanager
-def ended_after_us(local: bool) -> Iterator[None]:
+def cleanup_after_exit(local: bool) -> Iterator[None]:
     """Start a process that reports the error if this process ends inside the context, and cleans up its Ray. local:
     this process has started Ray."""
-    global _last
+    global _cleanup_process
     node: Any = ray._private.worker._global_node
     session = node.get_session_dir_path() if local else ""
-    command = [sys.executable, "-IS", sweep_module.__file__, session]
-    _last = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    _tell_after_us(SILENT)
+    command = [sys.executable, "-IS", cleanup.__file__, session]
+    _cleanup_process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    _set_exit_message(SILENT)
     try:
         yield
     finally:
-        _tell_after_us(SILENT if _hanging else ORDERLY)
+        _set_exit_message(SILENT if _hanging else ORDERLY)
         if not _hanging:
-            _last.communicate()
-            _last = None
+            _cleanup_process.communicate()
+            _cleanup_process = None
             if local:
-                forget(session)
+                remove_shared_memory(session)
 
 
-def _tell_after_us(words: bytes) -> None:
-    if _last and _last.stdin:
+def _set_exit_message(exit_message: bytes) -> None:
+    if _cleanup_process and _cleanup_process.stdin:
         with contextlib.suppress(OSError):  # it was killed
-            os.write(_last.stdin.fileno(), words)
+            os.write(_cleanup_process.stdin.fileno(), exit_message)
 
 
 def stop_ray() -> None:
@@ -293,10 +295,10 @@ def stop_ray() -> None:
     global _hanging
     leaving = threading.Thread(target=unless_lost(ray.shutdown), daemon=True)
     leaving.start()
-    leaving.join(_GOODBYE_S)
+    leaving.join(_SHUTDOWN_S)
     _hanging = leaving.is_alive()
     if _hanging:
-        log.warning("Ray has not let this process go in %d s", _GOODBYE_S)
+        log.warning("ray.shutdown did not return within %d s", _SHUTDOWN_S)
         atexit.unregister(ray.shutdown)  # it would wait for this call
 
 
@@ -307,15 +309,15 @@ def hanging() -> bool:
 
 def lost(wait_s: float = 0.0) -> str:
     """Return an error message if Ray on this node is lost, or will be within ``wait_s``; else ""."""
-    if _watch and wait_s:
-        _watch.noticed.wait(wait_s)
-    return _watch.message if _watch else ""
+    if _watchdog and wait_s:
+        _watchdog.noticed.wait(wait_s)
+    return _watchdog.message if _watchdog else ""
 
 
 def raise_if_lost() -> None:
     """Raise WorkerLost if Ray on this node is lost. The driver calls it during waits, which also shows it is alive."""
-    if _watch and _watch.beat < math.inf:
-        _watch.beat = time.monotonic()
+    if _watchdog and _watchdog.beat < math.inf:
+        _watchdog.beat = time.monotonic()
     if message := lost():
         raise WorkerLost(message)
 
@@ -331,6 +333,6 @@ def unless_lost(function: Callable[..., Any]) -> Callable[..., None]:
             if not lost():
                 function(*args, **kwargs)
         except RayError as error:
-            log.warning("Ray does not help to end the run: %s", error)
+            log.warning("Ray failed while the run was ending: %s", error)
 
     return guarded

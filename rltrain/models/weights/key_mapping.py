@@ -24,7 +24,7 @@ from rltrain.models.weights.names import CheckpointNames
 _LEARNT = re.compile(r"(bias|scalar)$")
 
 
-class Placing:
+class KeyMapping:
     """Mapping of entries (``empty``: names and shapes) to the weights of ``plain``. Both are on the meta device."""
 
     def __init__(self, empty: Mapping[str, Tensor], plain: PreTrainedModel) -> None:
@@ -45,15 +45,15 @@ class Placing:
             self._place(entry, renamings)
         self._tie(weights)
         ignored = plain._keys_to_ignore_on_load_missing or ()
-        lacking = [name for name in self.shapes if self.home.get(name, name) not in self.parts]
+        missing = [name for name in self.shapes if self.home.get(name, name) not in self.parts]
         buffers = {name for name, _ in plain.named_buffers() if not _LEARNT.search(name)}
-        self.ignored = [name for name in lacking if any(re.search(pattern, name) for pattern in ignored)]
+        self.ignored = [name for name in missing if any(re.search(pattern, name) for pattern in ignored)]
         """Weights without entries that transformers does not require."""
-        self.computed = [name for name in lacking if name in buffers and name not in self.ignored]
+        self.computed = [name for name in missing if name in buffers and name not in self.ignored]
         """Buffers without entries, which are computed from the configuration."""
         again = {id(weight): name for name, weight in reversed(weights.items())}
         once = {name for name, weight in weights.items() if again[id(weight)] == name}
-        self.missing = [name for name in lacking if name in once and name not in {*buffers, *self.ignored}]
+        self.missing = [name for name in missing if name in once and name not in {*buffers, *self.ignored}]
         """Missing weights."""
         self.total = len(once - set(self.computed))
         """Number of the model's weights. Tied ones count once."""
@@ -80,8 +80,8 @@ class Placing:
         for names in [*groups.values(), *map(list, tied)]:
             present = next((name for name in names if self.home.get(name, name) in self.parts), None)
             if present is not None:
-                lacking = [name for name in names if self.home.get(name, name) not in self.parts]
-                self.home |= dict.fromkeys(lacking, self.home.get(present, present))
+                missing = [name for name in names if self.home.get(name, name) not in self.parts]
+                self.home |= dict.fromkeys(missing, self.home.get(present, present))
 
     def twice(self) -> list[tuple[str, str]]:
         """Return pairs of entries for the same weight, by name or by a tie of the model."""

@@ -39,7 +39,7 @@ class Prompt:
     """Complete and partial responses, with the numbers of `KEPT` (carry_over)."""
 
 
-class PromptLine:
+class PendingPrompts:
     """Queue of prompts, oldest first. Empty with ``tail=off``."""
 
     def __init__(self, rollout: RolloutConfig, plan: Plan) -> None:
@@ -63,13 +63,14 @@ class PromptLine:
         """Return fields of the `GenerateTask`: when to stop, and which responses are missing."""
         if not self.stops_early:
             return {}
-        todo = np.ones((len(started), self._n), dtype=bool)
+        pending_mask = np.ones((len(started), self._n), dtype=bool)
         for place, prompt in enumerate(started):
             if prompt.answers:
-                todo[place] = ~prompt.answers[c.COMPLETE]
+                pending_mask[place] = ~prompt.answers[c.COMPLETE]
         # With 0 no replica would start a job, and the step would have no response.
-        enough = max(1, self._wanted - int((~todo.any(1)).sum()))
-        return {"enough": enough, "must": self._num_waited_for(started), "todo": todo if self._carries else None}
+        target = max(1, self._wanted - int((~pending_mask.any(1)).sum()))
+        mask = pending_mask if self._carries else None
+        return {"target_complete": target, "num_required": self._num_waited_for(started), "pending_mask": mask}
 
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
         """Return the number of (first) prompts that the step must complete.

@@ -64,7 +64,7 @@ def is_here(host: str) -> bool:
     return False
 
 
-def answers(address: str) -> bool:
+def accepts_connections(address: str) -> bool:
     """Return True if host:port accepts connections. Ray would retry silently for minutes."""
     host, _, port = address.rpartition(":")
     with suppress(OSError):
@@ -73,53 +73,53 @@ def answers(address: str) -> bool:
     return False
 
 
-class Board:
+class KVStore:
     """Client of the head's store. Raises ConnectionError if the head is unreachable or has another token."""
 
     def __init__(self, address: str) -> None:
         # Otherwise an earlier, wrong token would be used again.
         AuthenticationTokenLoader.instance().reset_cache()
         self.address = address
-        self._client = self._guarded(lambda: GcsClient(address=address))
+        self._client = self._checked(lambda: GcsClient(address=address))
 
-    def tell(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: Any) -> None:
         """Write a JSON value."""
-        self._ask("internal_kv_put", name.encode(), json.dumps(value).encode(), True)
+        self._request("internal_kv_put", name.encode(), json.dumps(value).encode(), True)
 
-    def read(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
         """Return the value, or None."""
-        value = self._ask("internal_kv_get", name.encode())
+        value = self._request("internal_kv_get", name.encode())
         return None if value is None else json.loads(value)
 
     def alive(self) -> dict[str, dict[str, float]]:
         """Return the devices of each live node, by address."""
-        nodes = self._ask("get_all_node_info").values()
+        nodes = self._request("get_all_node_info").values()
         return {node.node_manager_address: dict(node.resources_total) for node in nodes if node.state == 0}
 
     def nodes(self) -> list[Node]:
         """Return all published nodes, by rank."""
-        alive, names = self.alive(), self._ask("internal_kv_keys", b"node/")
-        records = map(json.loads, self._ask("internal_kv_multi_get", names).values() if names else ())
+        alive, names = self.alive(), self._request("internal_kv_keys", b"node/")
+        records = map(json.loads, self._request("internal_kv_multi_get", names).values() if names else ())
         listed_nodes = [Node(**record, resources=alive.get(record["address"], {})) for record in records]
         return sorted(listed_nodes, key=lambda node: (node.rank is None, node.rank or 0, node.address))
 
-    def tell_of(self, node: Node) -> None:
+    def publish_node(self, node: Node) -> None:
         """Publish or update a node's record."""
         key = f"node/{node.address}/{node.rank}{'/stranger' * node.stranger}"
-        self.tell(key, {k: v for k, v in vars(node).items() if k != "resources"})
+        self.put(key, {k: v for k, v in vars(node).items() if k != "resources"})
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _request(self, method: str, *arguments: Any) -> Any:
         place = {} if method == "get_all_node_info" else {"namespace": _NAMESPACE}
-        return self._guarded(lambda: getattr(self._client, method)(*arguments, timeout=4 * _ANSWER_S, **place))
+        return self._checked(lambda: getattr(self._client, method)(*arguments, timeout=4 * _ANSWER_S, **place))
 
-    def _guarded(self, ask: Callable[[], Any]) -> Any:
+    def _checked(self, request: Callable[[], Any]) -> Any:
         # Without this the client would wait for a lost head, and terminate this process after a minute.
-        if not answers(self.address):
-            raise ConnectionRefusedError(f"nobody answers at {self.address}")
+        if not accepts_connections(self.address):
+            raise ConnectionRefusedError(f"{self.address} does not accept connections")
         try:
-            return ask()
+            return request()
         except (RayError, RuntimeError) as error:
-            cause = "the token of this node is not the head's" if "AuthToken" in str(error) else str(error).strip()
+            cause = "this node's token differs from the head's" if "AuthToken" in str(error) else str(error).strip()
             raise ConnectionError(cause.partition("\n")[0]) from error
 
 

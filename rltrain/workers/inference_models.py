@@ -22,17 +22,17 @@ from rltrain.models.weights.lora import adapters_off
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.spec import Specs
 from rltrain.workers.interface.results import PassNumbers
-from rltrain.workers.interface.roles import Frozen
-from rltrain.workers.state.residency import Residency
+from rltrain.workers.interface.roles import InferenceModels
+from rltrain.workers.state.offload_manager import OffloadManager
 
 
-def load_role(role: Role, specs: Specs, passes: StepPasses, residency: Residency) -> Any:
+def load_role(role: Role, specs: Specs, passes: StepPasses, offloader: OffloadManager) -> Any:
     """Load the model of ``role`` (a collective). Freeze it if the role has no updates."""
     kind, spec = specs[role]
-    model = sharded_model(kind, spec, residency.device)
+    model = sharded_model(kind, spec, offloader.device)
     if not updates_of(role):
         model.requires_grad_(False).eval()
-    residency.add_model(role, model, *passes.needs(role), offload=spec.rests_on_host)
+    offloader.add_model(role, model, *passes.needs(role), offload=spec.rests_on_host)
     return model
 
 
@@ -64,14 +64,14 @@ def _on_host(model: PackedModel, outputs: Sequence[Any]) -> list[Tensor]:
     return [torch.cat(kind).cpu() for kind in zip(*parts, strict=True) if kind[0] is not None]
 
 
-class FrozenWorker(Frozen):
+class InferenceWorker(InferenceModels):
     """``models``: frozen policies by role. Excludes the reference of an actor with adapters, and a judge, which
     generates text and runs no pass over the samples."""
 
-    def __init__(self, specs: Specs, passes: StepPasses, residency: Residency, temperature: float) -> None:
-        self._residency, self._temperature = residency, temperature
+    def __init__(self, specs: Specs, passes: StepPasses, offloader: OffloadManager, temperature: float) -> None:
+        self._offloader, self._temperature = offloader, temperature
         self.models: dict[Role, PolicyModel] = {
-            role: load_role(role, specs, passes, residency)
+            role: load_role(role, specs, passes, offloader)
             for role, (kind, _) in specs.items()
             if kind is PolicyModel and passes_of(role) and not updates_of(role)
         }
@@ -79,14 +79,14 @@ class FrozenWorker(Frozen):
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
         """Compute log pi(response) with the policy of a pass. task: pass, output column, micro-batch sizes."""
         name, column, micro_sizes = task
-        self._residency.enter(name)
+        self._offloader.enter_phase(name)
         model, micros = self.models[PASSES[name].role], batch.split(micro_sizes)
-        log_probs = measure_known(model, micros, self._residency.device, self._temperature)
+        log_probs = measure_known(model, micros, self._offloader.device, self._temperature)
         known = Moments.of(log_probs[~log_probs.isnan()])
         return Batch({column: per_policy_token(log_probs, batch)}), PassNumbers({}, {name: known})
 
 
-class Beside:
+class ReferenceDistribution:
     """Full distribution of ``model``, without adapters, during the forward pass of a policy on the same samples.
 
     The hidden states of a micro-batch are computed just before, and the logits chunk by chunk along with the policy's.

@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from rltrain.runtime.hang import Deadlines
-from rltrain.runtime.lifeline import Watch, unless_lost
+from rltrain.runtime.ray_watchdog import RayWatchdog, unless_lost
 
 
 def test_ray_that_does_not_answer_hides_no_error(caplog):
@@ -21,7 +21,7 @@ def test_ray_that_does_not_answer_hides_no_error(caplog):
 
 
 def test_a_driver_that_reads_or_computes_does_not_hang(tmp_path):
-    watch = Watch([], "", "", Deadlines(), reads=True)
+    watch = RayWatchdog([], "", "", Deadlines(), reads=True)
     watch.is_busy()
     assert not watch.is_busy()
     (tmp_path / "data").write_bytes(bytes(1 << 20))

@@ -74,7 +74,7 @@ class Trial:
         _print(f"calls are written as {self._format.name}" if self._schemas else "the prompt shows no tools")
         prompt = self._start.prompt
         text = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-        _print(self._encoder.written(prompt, tools=self._schemas) if self._seam else text, f"prompt, {origin}")
+        _print(self._encoder.render(prompt, tools=self._schemas) if self._turn_delta else text, f"prompt, {origin}")
 
     async def run(self, toolbox: Toolbox) -> bool:
         """Run the trajectory. Return True if it ended without an error."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rltrain.common.errors import DataError, command, plain
+from rltrain.common.errors import DataError, command, sanitize
 from rltrain.run.report.samples import (
     HEAD,
     POLICY,
@@ -102,12 +102,12 @@ def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
     right = is_right(sample)
     head = " ".join(f"{name} {sample[name]}" for name in HEAD if sample.get(name) is not None)
     console.rule(
-        Text(plain(f"{head} {'✓' if right else '✗'}"), style="bold green" if right else "bold red"), align="left"
+        Text(sanitize(f"{head} {'✓' if right else '✗'}"), style="bold green" if right else "bold red"), align="left"
     )
     for label, text in texts_of(sample, most, " (--chars)"):
         style = "bold green" if label.startswith(POLICY) else "bold cyan"
-        console.print(Text(f"{label}: ", style=style) + Text(plain(text)))
-    console.print(Text(plain(numbers_of(sample)), style="dim"))
+        console.print(Text(f"{label}: ", style=style) + Text(sanitize(text)))
+    console.print(Text(sanitize(numbers_of(sample)), style="dim"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,9 +130,9 @@ def _parser() -> argparse.ArgumentParser:
 @command
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    from rltrain.common.logs import PlainConsole
+    from rltrain.common.logs import SanitizedConsole
 
-    console = PlainConsole(markup=False, emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = SanitizedConsole(markup=False, emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         if arguments.compare is not None:
             lines = compare(arguments.run, arguments.compare, arguments.n, arguments.source, console.width)

@@ -83,7 +83,7 @@ def make_mesh(
     if tensor_parallel_size > 1:
         grid = ranks.view(*ranks.shape[:-1], -1, tensor_parallel_size)
         parts = _mesh(device, grid, [*copies, "shard", "tensor"])
-        mesh = Mesh(parts[(*copies, "shard")], mesh.experts, parts["tensor"], mesh.weights)
+        mesh = Mesh(parts[tuple([*copies, "shard"])], mesh.experts, parts["tensor"], mesh.weights)
     return mesh
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.agents.content import as_text
-from rltrain.common.errors import DataError, host_error, plain
+from rltrain.common.errors import DataError, host_error, sanitize
 from rltrain.common.storage import run_folder
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _parts(sample: Mapping[str, Any]) -> list[str]:
 
 def shorten(text: str, width: int) -> str:
     """Return one line of at most ``width`` characters, with the start and the end of the text."""
-    text = plain(" ".join(text.split()))
+    text = sanitize(" ".join(text.split()))
     head = (width - 3) // 2
     return text if len(text) <= width else f"{text[:head]} … {text[len(text) - (width - 3 - head) :]}"
 

@@ -82,8 +82,8 @@ def make_mesh(
         mesh = mesh._replace(experts=_mesh(device, grid, [*copies, "shard", "expert"]))
     if tensor_parallel_size > 1:
         grid = ranks.view(*ranks.shape[:-1], -1, tensor_parallel_size)
-        parts = _mesh(device, grid, [*copies, "shard", "tensor"])
-        mesh = Mesh(parts[tuple([*copies, "shard"])], mesh.experts, parts["tensor"], mesh.weights)
+        parts, names = _mesh(device, grid, [*copies, "shard", "tensor"]), (*copies, "shard")
+        mesh = Mesh(parts[names], mesh.experts, parts["tensor"], mesh.weights)
     return mesh
 
 

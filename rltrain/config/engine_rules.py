@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rltrain.common.plugin import is_plugin
 from rltrain.config.agents import LOOPS_KEY, NAMES, SINGLE_TURN, several_turns, who_answers
+from rltrain.config.budgets import longest_text
 from rltrain.config.schema import Config
 from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES, engines_with
@@ -233,3 +234,29 @@ def supervised_problems(config: Config) -> Iterator[str]:
     for key in (key for key, is_set in refused.items() if is_set):
         why = f"it needs generated responses, and {enabled} learns from the data"
         yield f"{key}={as_text(get(config, key))}: {why}. Leave it out."
+
+
+def position_problems(cfg: Config, limit: int | None, notes: list[str]) -> Iterator[str]:
+    """Yield problems of sequences longer than the model's positions.
+
+    With engines other than vLLM it is only a note, added to ``notes``. limit: the positions of the model.
+    """
+    rollout = cfg.actor_rollout_ref.rollout
+    longest = rollout.max_model_len or longest_text(cfg)
+    keys = f"{_R}max_model_len" if rollout.max_model_len else "data.max_prompt_length + data.max_response_length"
+    budget = rollout.max_num_batched_tokens
+    if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:
+        yield (
+            f"{_R}enable_chunked_prefill=False: {rollout.name} then computes a sequence at once, and refuses "
+            f"{_R}max_num_batched_tokens={budget} below the longest, {longest}. Leave it out, or set "
+            f"max_num_batched_tokens={longest}."
+        )
+    if limit and longest > limit:
+        statement = f"{keys} = {longest:,} tokens, and the model knows {limit:,} positions"
+        if not ENGINES[rollout.name].beyond_positions:
+            yield (
+                f"{statement}, which {rollout.name} refuses. "
+                "Lower it, or raise actor_rollout_ref.model.override_config.max_position_embeddings."
+            )
+        else:
+            notes.append(f"{statement}: longer ones are beyond what it was trained for")

@@ -59,7 +59,7 @@ class Run:
     settings: dict[str, Any]
     """Settings by dotted key and, as ``env.…``, versions and machine, without names of runs and folders."""
     unused: frozenset[str] = frozenset()
-    """Settings without effect, such as those of roles that the run does not have."""
+    """Settings without effect, such as keys of roles that the run does not have."""
 
     @cached_property
     def seeds(self) -> str:

@@ -104,11 +104,8 @@ class ActorRefWorker(Actor):
         chip, size = self._device.chip(), resolve_dtype(self._rollout_cfg.dtype, self._device).itemsize
         peaks = {"peak_flops": chip.peak_flops, "peak_bandwidth": chip.peak_bandwidth} if chip else {}
         numbers = model_numbers(self.policy)
-        decode = {
-            "decode_bytes": size * numbers["matmul_parameters"],
-            "cache_bytes_per_token": size * numbers["cache_width"],
-        }
-        return numbers | decode | peaks
+        decode = {"decode_bytes": size * numbers["matmul_parameters"]}
+        return numbers | decode | {"cache_bytes_per_token": size * numbers["cache_width"]} | peaks
 
     # -- scoring -------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def test_what_float16_cannot_hold_is_told(held, tiny_model, tmp_path, process_gr
     folder = damaged(tiny_model, tmp_path / "model", value=1e5)
     said = told(folder, master_dtype=held, compute_dtype=torch.float16)
     assert f": {NORM}. " in said
-    assert ("beyond those of float16" in said) == (held == torch.float32)
+    assert ("beyond the range of float16" in said) == (held == torch.float32)
     sharded_model(PolicyModel, ModelSpec(str(folder), compute_dtype=torch.bfloat16), get_device("cpu"))
 
 

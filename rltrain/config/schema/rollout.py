@@ -51,7 +51,7 @@ class ValKwargs:
     max_tokens: int | None = key(None, least=1)
     """Maximum tokens of a validation response; null: data.max_response_length."""
     stop: list[str] | None = None
-    """Texts that end a validation response; null: those of rollout.stop."""
+    """Texts that end a validation response; null: rollout.stop."""
 
     @property
     def greedy(self) -> bool:

@@ -12,4 +12,4 @@ _ALL = (
     of.SEED, of.MINIMAX,
 )  # fmt: skip
 FORMATS = {item.name: item for item in (*(family.format for family in _ALL), GPT_OSS)}
-"""Formats by name. The names are those of verl's ``multi_turn.format``, where it has the format."""
+"""Formats by name. The names of ``multi_turn.format`` in verl, where it has the format."""

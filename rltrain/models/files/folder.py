@@ -25,7 +25,7 @@ _PATTERN = "model{suffix}.safetensors"
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Copy the small files of ``source``, except those that describe its weights, and its additional chat templates."""
+    """Copy the small files of ``source``, except descriptions of its weights, and its additional chat templates."""
     for file in sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")]):
         if file.is_file() and file.suffix in COPIED_SUFFIXES and file.name not in WRITTEN_ANEW:
             target = folder / file.relative_to(source)

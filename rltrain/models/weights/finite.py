@@ -45,7 +45,7 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
     )
     damaged += [name for name, buffer in buffers if bool(buffer.isnan().any())]
     lines = _describe(damaged, "numbers that are not finite (NaN or infinity)", "Give another copy of the model", files)
-    lines += _describe(too_large, "numbers beyond those of float16 (65,504)", "Compute in bfloat16", files)
+    lines += _describe(too_large, "numbers beyond the range of float16 (65,504)", "Compute in bfloat16", files)
     num_reports = torch.tensor(len(lines))
     dist.all_reduce(num_reports, dist.ReduceOp.MAX)
     if not num_reports:

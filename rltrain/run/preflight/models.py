@@ -17,7 +17,8 @@ from rltrain.common.device import get_device
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.plugin import load_plugin
 from rltrain.config.agents import AGENT_KEY, LOOPS_KEY, several_turns, who_answers
-from rltrain.config.budgets import judge_lengths, longest_text
+from rltrain.config.budgets import judge_lengths
+from rltrain.config.engine_rules import position_problems
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
@@ -254,7 +255,8 @@ def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str
 def _policy(cfg: Config, spec: ModelSpec, config: Any, result: PreflightResult) -> None:
     """Check the policy's template, positions, engine weights and router replay."""
     _chat(cfg, config, result)
-    result.problems += _positions(cfg, config, result)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    result.problems += position_problems(cfg, limit, result.notes)
     if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
         refuse_on_npu(config)
     actor = cfg.actor_rollout_ref.actor
@@ -385,33 +387,9 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightRe
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, tuple[int, int]]:
-    """Return the sizes, other than the actor's, by which the heads of the policy are divided, and those of rings."""
+    """Return the sizes, other than the actor's, by which the heads of the policy are divided, and of rings."""
     rollout, models = cfg.actor_rollout_ref.rollout, specs_of(cfg, get_device(cfg.trainer.device)).values()
     sizes = {spec.ulysses_key: spec.ulysses_and_ring for _, spec in models if spec.is_copy}
     if ENGINES[rollout.name].tensor_parallel:
         sizes[f"{_R}tensor_model_parallel_size"] = rollout.tensor_model_parallel_size, 1
     return sizes
-
-
-def _positions(cfg: Config, config: Any, result: PreflightResult) -> Iterator[str]:
-    """Yield problems of sequences longer than the model's positions. With engines other than vLLM it is only a note."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    rollout = cfg.actor_rollout_ref.rollout
-    longest = rollout.max_model_len or longest_text(cfg)
-    keys = f"{_R}max_model_len" if rollout.max_model_len else "data.max_prompt_length + data.max_response_length"
-    budget = rollout.max_num_batched_tokens
-    if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:
-        yield (
-            f"{_R}enable_chunked_prefill=False: {rollout.name} then computes a sequence at once, and refuses "
-            f"{_R}max_num_batched_tokens={budget} below the longest, {longest}. Leave it out, or set "
-            f"max_num_batched_tokens={longest}."
-        )
-    if limit and longest > limit:
-        statement = f"{keys} = {longest:,} tokens, and the model knows {limit:,} positions"
-        if not ENGINES[rollout.name].beyond_positions:
-            yield (
-                f"{statement}, which {rollout.name} refuses. "
-                "Lower it, or raise actor_rollout_ref.model.override_config.max_position_embeddings."
-            )
-        else:
-            result.notes.append(f"{statement}: longer ones are beyond what it was trained for")

@@ -66,7 +66,7 @@ class Model:
         return (self.folder.parent if is_export else self.folder).parent / "evaluation"
 
     def identity(self) -> str:
-        """Return a digest of its files except those that describe it; for a name on the hub, the name."""
+        """Return a digest of its files without descriptions; for a name on the hub, the name."""
         if not self.folder:
             return self.named
         if self.step is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from rltrain.common.storage import replacing
 
 # Okabe and Ito's colour-blind safe palette, without black and yellow, which would be invisible on one of the two pages.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7fd6", "#7f8c8d")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7fd6", "#7f8c8d", "#a6761d")
 _INK = "#8b929a"
 _AXIS_TEXT = {"text_color": _INK, "text_font_size": "11px"}
 _THEME = {
@@ -36,6 +36,7 @@ _THEME = {
         **dict.fromkeys(("background_fill_alpha", "border_line_alpha", "padding", "spacing"), 0),
         **dict.fromkeys(("glyph_width", "glyph_height", "label_height"), 14),
         "click_policy": "hide",
+        "location": "bottom_left",
     },
 }
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -91,6 +92,8 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", x_label: str =
         drawn.append(chart.line(x=x, y=y, color=colour, line_width=1.6, name=line.label, **named))
         if len(x) <= _MOST_MARKED:
             chart.scatter(x=x, y=y, color=colour, size=4, **named)
+    if lines and not any(np.any(line.y) for line in lines):
+        chart.y_range.start = 0  # otherwise a share that is always 0 gets an axis from -1
     return _finished(chart, drawn, [(x_label, "@x"), ("$name", "@y{0.[0000]a}")])
 
 

@@ -98,6 +98,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
         (f"{SEVERAL} critic.model.override_config.mine=1", "critic.model.override_config.mine: Qwen3Config has no"),
         (f"{SEVERAL} critic.model.path=/no/critic", "critic.model.path=/no/critic: there is no such folder"),
         (f"{SEVERAL} actor.ulysses_sequence_parallel_size=4", "actor.ulysses_sequence_parallel_size=4"),
+        (f"{SEVERAL} actor.ulysses_sequence_parallel_size=4", "share sequences further by ring_attention_size"),
         (f"{SEVERAL} ref.ulysses_sequence_parallel_size=4", "ref.ulysses_sequence_parallel_size=4"),
         (f"{SEVERAL} critic.ulysses_sequence_parallel_size=4", "critic.ulysses_sequence_parallel_size=4"),
         (f"{SEVERAL} rollout.name=vllm rollout.tensor_model_parallel_size=4", "size=4 does not divide"),

@@ -9,6 +9,7 @@ mean something else on another number of devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +70,7 @@ def decide(config: Config, keys: BudgetKeys) -> tuple[PassBudget, str]:
 
 def ranks_per_sequence(config: Config, keys: BudgetKeys) -> int:
     """Return the number of ranks that share a sequence in the pass of ``keys``."""
-    return get(config, f"{keys.sharing}.ulysses_sequence_parallel_size") if keys.sharing else 1
+    return get(config, f"{keys.sharing}.ranks_per_sequence") if keys.sharing else 1
 
 
 def budgets(config: Config) -> dict[str, PassBudget]:
@@ -144,6 +145,7 @@ def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[in
     not change the result.
     """
     keys = next((step_pass.keys for step_pass in PASSES.values() if step_pass.keys.samples == f"{key}_per_gpu"), None)
-    sharing = value(f"{keys.sharing}.ulysses_sequence_parallel_size") if keys and keys.sharing else 1
+    names = ("ulysses_sequence_parallel_size", "ring_attention_size") if keys and keys.sharing else ()
+    sharing = math.prod(value(f"{keys.sharing}.{name}") for name in names)
     ranks = max(1, value("trainer.nnodes") * value("trainer.n_gpus_per_node") // max(1, sharing))
     return max(1, total // ranks), ranks

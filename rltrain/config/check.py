@@ -38,6 +38,7 @@ _TRAINED = (_A + "ref.", "critic.", "distillation.")
 # Suffixes of keys that count cooperating devices, with the object that they share.
 _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
+    "ring_attention_size": "sequences",
     "tensor_model_parallel_size": "engines",
     "fsdp_size": "copies of the weights",
     "expert_parallel_size": "layers of experts",
@@ -222,6 +223,11 @@ def uneven(config: Config) -> Iterator[str]:
         if not spanning or (not trains and key.startswith(_TRAINED)):
             continue
         size = get(config, key)
+        # Both keys of a section together, reported once.
+        if key.endswith("ring_attention_size") and size > 1:
+            section = key.rpartition(".")[0]
+            size = get(config, f"{section}.ranks_per_sequence")
+            key = f"{section}.ulysses_sequence_parallel_size x ring_attention_size"
         size = min(size, devices) if key.endswith("fsdp_size") else size  # a larger size means all devices
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."
@@ -339,10 +345,15 @@ def _mixing(config: Config) -> Iterator[str]:
 
 def _shared_sequences(config: Config) -> Iterator[str]:
     """Yield errors for models that compute together with the actor and divide sequences differently."""
-    roles, key = config.actor_rollout_ref, _A + "ref.ulysses_sequence_parallel_size"
-    actor, ref = roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size
-    distillation, of_teacher = config.distillation, "distillation.teacher.ulysses_sequence_parallel_size"
-    if distillation.compares_all and (size := distillation.teacher.ulysses_sequence_parallel_size) != actor:
+    for name in ("ulysses_sequence_parallel_size", "ring_attention_size"):
+        yield from _shared_by(config, name)
+
+
+def _shared_by(config: Config, name: str) -> Iterator[str]:
+    roles, key = config.actor_rollout_ref, f"{_A}ref.{name}"
+    actor, ref = getattr(roles.actor, name), getattr(roles.ref, name)
+    distillation, of_teacher = config.distillation, f"distillation.teacher.{name}"
+    if distillation.compares_all and (size := getattr(distillation.teacher, name)) != actor:
         yield (
             f"{of_teacher}={size}: with loss_mode={distillation.distillation_loss.loss_mode} actor and teacher share "
             f"the devices of a sequence. Use {of_teacher}={actor}, as the actor."

@@ -66,4 +66,5 @@ def _budget(config: Config, name: str) -> Iterator[str]:
     elif keys.sharing and config.trainer.nnodes * config.trainer.n_gpus_per_node % (2 * group) == 0:
         # The number of tokens is per device, so more devices need less memory only if it falls.
         tokens = f" with {_less(config, key)}" if by_tokens else ""
-        yield f"{keys.sharing}.ulysses_sequence_parallel_size={2 * group}{tokens}"
+        size = get(config, f"{keys.sharing}.ulysses_sequence_parallel_size")
+        yield f"{keys.sharing}.ulysses_sequence_parallel_size={2 * size}{tokens}"

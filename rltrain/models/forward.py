@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rltrain.common.errors import ConfigError
 from rltrain.models.attention.packed import PLAN
 from rltrain.models.attention.packing import PackedInputs
+from rltrain.models.attention.ring import RING, Ring
 from rltrain.models.attention.ulysses import GROUP, share_of_row, slice_of_row, whole_row, whole_sum
 from rltrain.models.head import (
     ReferenceStates,
@@ -34,11 +35,12 @@ from rltrain.models.vision import read_with_images, tower, tower_numbers
 class PackedModel(nn.Module):
     """Hugging Face model over packed sequences: the unit that FSDP wraps.
 
-    group: the ranks that share each sequence (`ulysses`), or None. sees: prompts may have images, so every forward uses
-    the vision tower.
+    group: the ranks that share each sequence (`ulysses`), or None. ring: the rings among them, or None. sees: prompts
+    may have images, so every forward uses the vision tower.
     """
 
     sees = False
+    ring: Ring | None = None
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class PackedModel(nn.Module):
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """Compute the last hidden states [total, hidden]."""
         # By default, transformers would fill a cache with unused keys and values.
-        arguments = {"use_cache": False, PLAN: inputs.plan, GROUP: self.group}
+        arguments = {"use_cache": False, PLAN: inputs.plan, GROUP: self.group, RING: self.ring}
         if self.sees:
             return read_with_images(self.model, inputs.tokens, inputs.positions, inputs.images, **arguments)
         return trunk(self.model)(

@@ -126,7 +126,7 @@ def make_plan(
         devices_per_node=config.trainer.n_gpus_per_node,
         num_devices=devices,
         devices_per_copy=devices_per_copy(actor.fsdp_config.fsdp_size, devices),
-        sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+        sequence_parallel_size=actor.ranks_per_sequence,
         ranks=ranks,
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,

@@ -125,6 +125,19 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
             "actor.kl_loss_type=full",
             "Use actor_rollout_ref.ref.ulysses_sequence_parallel_size=2, as the actor",
         ),
+        (
+            "actor.ulysses_sequence_parallel_size=2 actor.ring_attention_size=8",
+            "actor.ulysses_sequence_parallel_size x ring_attention_size=16 does not divide the 8 devices",
+        ),
+        (
+            "actor.ring_attention_size=2 data.max_response_length=40000",
+            "= 40512 tokens over 2 devices. Set it to at least 20256",
+        ),
+        (
+            "actor.ring_attention_size=2 ref.ring_attention_size=1 actor.use_kl_loss=True actor.kl_loss_type=full",
+            "Use actor_rollout_ref.ref.ring_attention_size=2, as the actor",
+        ),
+        ("actor.ring_attention_size=0", "actor.ring_attention_size=0: it must be"),
         ("actor.fsdp_config.fsdp_size=3", "fsdp_size=3 does not divide the 8 devices"),
         ("rollout.log_prob_use_dynamic_bsz=False", f"needs {A}rollout.log_prob_micro_batch_size_per_gpu"),
         ("reward_model.micro_batch_size=0", "at least 1, or reward_model.micro_batch_size_per_gpu."),

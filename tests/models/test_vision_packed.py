@@ -20,6 +20,7 @@ from rltrain.common.device import get_device
 from rltrain.config.schema.model import ShardingConfig
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.attention.packing import pack
+from rltrain.models.attention.ring import ring_of
 from rltrain.models.attention.ulysses import sequence_group
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.vision import tower
@@ -182,16 +183,17 @@ def test_values_see_the_images(folder):
 
 # By data: which samples each rank has (ORDER mixes the prompts; 1 and 6 are texts). Or both hold every sequence.
 CUTS = {"by data": [[0, 3, 4], [2, 5, 1, 6]], "texts beside images": [[0, 3, 4, 2, 5], [1, 6]],
-        "one idles": [[*range(7)], []], "by sequence": None}  # fmt: skip
+        "one idles": [[*range(7)], []], "by sequence": None, "in a ring": None}  # fmt: skip
 MODES = {"trained": {}, "frozen": {"tower": "frozen"}, "adapters": {"lora": LORA}}
 
 
-def run_cut(policy: PolicyModel, batch: Batch, cut: list[list[int]] | None) -> dict[str, torch.Tensor]:
+def run_cut(policy: PolicyModel, batch: Batch, name: str) -> dict[str, torch.Tensor]:
     """Log-probs of this rank and the gradients of all."""
-    world = dist.get_world_size()
+    world, cut = dist.get_world_size(), CUTS.get(name, [[*range(7)]])
     weights = Ragged(torch.linspace(-1, 1, 32), batch.ragged("response").lengths)
     mine = [*range(7)] if cut is None else cut[dist.get_rank()]
     policy.group = sequence_group(policy.model.config, world, "key") if cut is None else None
+    policy.ring = ring_of(dist.group.WORLD, 1, world) if name == "in a ring" else None
     policy.zero_grad(set_to_none=True)
     log_probs, *_ = policy(pack(batch.select(mine) if mine else Batch(), CPU), TEMPERATURE)
     loss = (log_probs * weights.select(np.array(mine)).values).sum() if mine else log_probs.sum()
@@ -207,8 +209,8 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
             # Where ranks differ, each keeps some of the experts.
             shared = world if family == WITH_EXPERTS else 1
             policy = make(str(folder / family), **changes, fsdp=ShardingConfig(expert_parallel_size=shared))
-            for name, cut in (CUTS if world > 1 else {"alone": None}).items():
-                found[family, name, mode] = run_cut(policy, batch, cut)
+            for name in CUTS if world > 1 else ("alone",):
+                found[family, name, mode] = run_cut(policy, batch, name)
     torch.save(found, folder / f"rank_{rank}_of_{world}.pt")
 
 

@@ -23,6 +23,7 @@ from rltrain.config.schema.model import (
     OptimConfig,
     RewardModelConfig,
     RouterReplayConfig,
+    SharesSequences,
 )
 from rltrain.config.schema.policy_loss import POLICY_LOSS, PolicyLossConfig
 from rltrain.config.schema.reward import CustomRewardConfig, RewardConfig, ScoringConfig
@@ -147,7 +148,7 @@ class AdaptiveEntropyConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(SharesSequences):
     """The update of the policy."""
 
     optim: OptimConfig = section(OptimConfig, only_with=TRAINS)
@@ -245,6 +246,9 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = key(1, least=1)
     """Neighbouring devices that share each sequence (Ulysses), and thus their token budgets. It must divide the
     attention heads."""
+    ring_attention_size: int = key(1, least=1)
+    """Share each sequence among this many times as many devices, which pass keys and values around (ring attention). It
+    need not divide the attention heads, and sends more data than Ulysses."""
 
 
 @dataclass
@@ -259,7 +263,7 @@ class RefModelConfig:
 
 
 @dataclass
-class RefConfig:
+class RefConfig(SharesSequences):
     """The frozen reference policy, sharded and computed like the actor. Its budgets follow the actor's unless set."""
 
     model: RefModelConfig = section(RefModelConfig)
@@ -277,6 +281,8 @@ class RefConfig:
     """Tokens per forward on one device; null: as for the actor."""
     ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
     """Devices that share each sequence. It may differ from the actor's, except with full KLs and with LoRA."""
+    ring_attention_size: int = key(ACTOR + "ring_attention_size}", least=1)
+    """As actor.ring_attention_size."""
     update_every_steps: int | None = key(None, least=1)
     """Interval in steps at which the reference is updated from the policy (update_mix); null: never. A reference that
     is updated is part of the checkpoint."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rltrain.config.schema.fields import key, section
-from rltrain.config.schema.model import ACTOR, OffloadConfig
+from rltrain.config.schema.model import ACTOR, OffloadConfig, SharesSequences
 
 # Divergences over the whole vocabulary; every other loss_mode is an estimate from the sampled token.
 EXACT = ("reverse_kl", "forward_kl", "jsd")
@@ -59,7 +59,7 @@ class TeacherModelConfig:
 
 
 @dataclass
-class TeacherConfig:
+class TeacherConfig(SharesSequences):
     """The teacher, sharded and computed like the actor. Its budgets follow the actor's unless set."""
 
     model: TeacherModelConfig = section(TeacherModelConfig)
@@ -74,6 +74,8 @@ class TeacherConfig:
     """Tokens per forward on one device; null: as for the actor."""
     ulysses_sequence_parallel_size: int = key(ACTOR + "ulysses_sequence_parallel_size}", least=1)
     """Devices that share each sequence. It may differ from the actor's, except if whole distributions are compared."""
+    ring_attention_size: int = key(ACTOR + "ring_attention_size}", least=1)
+    """As actor.ring_attention_size."""
 
 
 @dataclass

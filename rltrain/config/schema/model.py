@@ -34,6 +34,18 @@ _GENERATES = {_SCORED: "", "reward_model.model.type=generative": "the reward mod
 _RECOMPUTED = {"enable_gradient_checkpointing": "what rests on the host is what a layer is recomputed from"}
 
 
+class SharesSequences:
+    """A role whose sequences may be shared among devices."""
+
+    ulysses_sequence_parallel_size: int
+    ring_attention_size: int
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Number of ranks that share each sequence."""
+        return self.ulysses_sequence_parallel_size * self.ring_attention_size
+
+
 @dataclass
 class OptimConfig:
     """AdamW and its learning rate."""
@@ -215,7 +227,7 @@ class CriticOptimConfig(OptimConfig):
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(SharesSequences):
     """The value function. Its sizes and passes follow the actor's unless set."""
 
     model: CriticModelConfig = section(CriticModelConfig)
@@ -244,6 +256,8 @@ class CriticConfig:
     """As actor.loss_agg_mode; null: token-mean."""
     ulysses_sequence_parallel_size: int = key(1, least=1)
     """Devices that share each sequence."""
+    ring_attention_size: int = key(1, least=1)
+    """As actor.ring_attention_size."""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rltrain.common.errors import ConfigError
 from rltrain.config.schema.families import family
 from rltrain.models.attention.packing import AttentionPlan
+from rltrain.models.attention.ring import Ring, ring_attend
 from rltrain.models.attention.scores import Kind, masked, tempered
 from rltrain.models.attention.ulysses import share_of_heads, share_of_tokens
 from rltrain.models.attention.varlen import kernel_for
@@ -75,12 +76,13 @@ def packed_attention(
     s_aux: Tensor | None = None,
     rltrain_plan: AttentionPlan | None = None,
     rltrain_group: ProcessGroup | None = None,
+    rltrain_ring: Ring | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Call `attend` with the signature that transformers expects. Raises NotImplementedError for unsupported layers.
 
     With ``rltrain_group``, the tensors hold this rank's slice of the tokens, and the plan covers the tokens of all
-    ranks of the group.
+    ranks of the group, which attend by Ulysses or as ``rltrain_ring``.
     """
     if rltrain_plan is None:
         raise NotImplementedError(
@@ -93,13 +95,16 @@ def packed_attention(
             "sequences do not get"
         )
     kind = Kind.of(module, scaling, sliding_window, softcap, s_aux)
-    if rltrain_group is not None:
-        query, key, value = share_of_heads(rltrain_group, query, key, value)
+    group = rltrain_group if rltrain_ring is None else rltrain_ring.heads
+    if group is not None:
+        query, key, value = share_of_heads(group, query, key, value)
         if s_aux is not None:
-            kind = kind._replace(sinks=s_aux.chunk(rltrain_group.size())[rltrain_group.rank()])
-    query = tempered(module, query, rltrain_plan.places)
-    output = attend(query, key, value, rltrain_plan, kind)
-    return output if rltrain_group is None else share_of_tokens(rltrain_group, output), None
+            kind = kind._replace(sinks=s_aux.chunk(group.size())[group.rank()])
+    if rltrain_ring is None:
+        output = attend(tempered(module, query, rltrain_plan.places), key, value, rltrain_plan, kind)
+    else:
+        output = ring_attend(module, query, key, value, rltrain_plan, kind, rltrain_ring.around)
+    return output if group is None else share_of_tokens(group, output), None
 
 
 def register() -> None:

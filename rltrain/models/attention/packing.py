@@ -127,6 +127,11 @@ class AttentionPlan:
     def _chunked(self) -> dict[int, AttentionPlan]:
         return {}
 
+    @cached_property
+    def by_slice(self) -> dict[Any, Any]:
+        """Cache of `models.attention.ring`."""
+        return {}
+
     def places(self, device: torch.device) -> Tensor:
         """Return the position of every token in its sample [tokens]."""
         if device not in self._places:

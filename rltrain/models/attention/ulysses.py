@@ -4,7 +4,7 @@ The activations of a long sequence may not fit on one rank. Therefore every rank
 tokens, and an all-to-all around attention trades heads for tokens: each rank attends over all tokens with its share of
 the heads. The log-probs of response tokens are computed on the ranks of their predictors and then gathered on every
 rank, so that all see the same loss. Each rank's gradient is its part of the group's gradient, and FSDP sums the parts.
-Ring attention is not implemented: it does not need divisible heads, but needs a separate kernel per device.
+Where the heads do not divide, ranks pass keys and values around instead (`models.attention.ring`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,38 @@ from rltrain.common.errors import ConfigError
 from rltrain.models.attention.packing import PackedInputs
 
 GROUP = "rltrain_group"
+RING_KEY = "ring_attention_size"
 
 
-def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGroup | None:
+def sequence_group(config: PretrainedConfig, size: int, key: str, ring: int = 1) -> ProcessGroup | None:
     """Return the group of ``size`` neighbouring ranks that share sequences, or None for size 1. A collective.
 
-    Raises ConfigError, which names ``key``, if the model cannot be split.
+    ring: size of the rings among them (`models.attention.ring`). Raises ConfigError, which names ``key``, if the model
+    cannot be split.
     """
-    if problem := heads_problem(config, size, key):
+    if problem := heads_problem(config, size // ring, key, ring):
         raise ConfigError(problem)
     return _neighbours(dist.group.WORLD, size) if size > 1 else None
 
 
-def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
-    """Return why the model's attention cannot be split into ``size`` parts, as ``key`` requires, or None."""
+def heads_problem(config: PretrainedConfig, size: int, key: str, ring: int = 1) -> str | None:
+    """Return why the model's attention cannot be split into ``size`` parts, as ``key`` requires, or None.
+
+    ring: size of the rings over such groups. Recurrent layers divide their heads among all ranks of a sequence.
+    """
     text = config.get_text_config()
     # The states of recurrent layers belong to the value heads.
-    for name, kind in (("num_attention_heads", "attention"), ("linear_num_value_heads", "recurrent")):
-        heads = getattr(text, name, None) or size
-        if heads % size:
+    for name, kind, parts in (
+        ("num_attention_heads", "attention", size), ("linear_num_value_heads", "recurrent", size * ring),
+    ):  # fmt: skip
+        heads = getattr(text, name, None) or parts
+        if heads % parts:
             fits = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
-            return f"{key}={size} does not divide the {heads} {kind} heads of the model. Use one of {fits}."
+            if parts > size:
+                rings = f"{key.rpartition('.')[0]}.{RING_KEY}={ring}"
+                return f"{rings} times {key}={size} does not divide the {heads} {kind} heads. Use a product of {fits}."
+            around = f", and share sequences further by {RING_KEY}" if "ulysses" in key and kind == "attention" else ""
+            return f"{key}={size} does not divide the {heads} {kind} heads of the model. Use one of {fits}{around}."
     return None
 
 

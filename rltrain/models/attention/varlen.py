@@ -165,6 +165,12 @@ class _Flash(torch.autograd.Function):
         return (*input_gradients, of_sinks, None, None, None)
 
 
+def flash_operators(query: Tensor, kind: Kind) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return torch's flash operators, forward and backward, or None if they do not take such queries."""
+    takes = kind.softcap is None and kernel_for(query, kind) is _cuda
+    return _operators() if takes and torch.backends.cuda.is_flash_attention_available() else None
+
+
 def _operators() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 

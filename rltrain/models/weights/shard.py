@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rltrain.common.device import COLLECTIVE_TIMEOUT, Device
 from rltrain.models.attention import packed as attention
+from rltrain.models.attention.ring import ring_of
 from rltrain.models.attention.ulysses import sequence_group
 from rltrain.models.experts import keep_experts
 from rltrain.models.files.entries import NoEntries, files_of, read_entries
@@ -136,10 +137,9 @@ def _plain(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -
 def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     """Load the model, one shard per rank. No rank holds a complete weight, except for files that cannot be sliced."""
     config = spec.load_config()
-    key = f"{spec.role}.ulysses_sequence_parallel_size"
-    group = sequence_group(config, spec.sequence_parallel_size, key)
     packed = empty_packed(kind, spec, config)
-    packed.group, model = group, packed.model
+    join_sequences(packed, spec, config)
+    model = packed.model
     if kernels := kernels_of(device, spec.fused_kernels):
         fuse(model, kernels)
     if spec.compiled:
@@ -212,6 +212,14 @@ def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: Slic
         _local(parameter).copy_(values[within])
     for name, buffer in packed.named_buffers():
         buffer.copy_(checkpoint.buffers[huggingface_name(name)])
+
+
+def join_sequences(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> None:
+    """Set the groups of ranks that share sequences. A collective. Raises ConfigError if the model cannot be split."""
+    size, ring = spec.sequence_parallel_size, spec.ring_size
+    packed.group = sequence_group(config, size, spec.ulysses_key, ring)
+    if ring > 1:
+        packed.ring = ring_of(dist.group.WORLD, size // ring, ring)
 
 
 def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ from rltrain.config.budgets import judge_lengths, longest_sequence
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
-from rltrain.config.schema.model import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
+from rltrain.config.schema.model import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig, SharesSequences
 from rltrain.config.step_passes import StepPasses, make_step_passes, rests_on_host
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
@@ -40,6 +40,8 @@ class ModelSpec:
     """Recomputed layers: all, a number or "selective"; and where their inputs wait (`recompute_activations`)."""
     sequence_parallel_size: int = 1
     """Number of ranks that share each sequence."""
+    ring_size: int = 1
+    """Number of groups of these ranks that pass keys and values around (`models.attention.ring`)."""
     lora: Lora | None = None
     """Adapters, in a separate dtype, over frozen weights in ``master_dtype``."""
     longest: int | None = None
@@ -62,6 +64,16 @@ class ModelSpec:
         """Config section of the model."""
         return _section(self.role)
 
+    @property
+    def ulysses_key(self) -> str:
+        """Key of the size of Ulysses."""
+        return f"{self.role}.ulysses_sequence_parallel_size"
+
+    @property
+    def ulysses_and_ring(self) -> tuple[int, int]:
+        """Both sizes, whose product is ``sequence_parallel_size``."""
+        return self.sequence_parallel_size // self.ring_size, self.ring_size
+
     def load_config(self) -> PretrainedConfig:
         """Load the Hugging Face config with the user's overrides. Raises ConfigError."""
         trust = self.trust_remote_code
@@ -80,8 +92,7 @@ Specs = dict[Role, tuple[type[Any], ModelSpec]]
 def actor_spec(cfg: Config, device: Device, images: bool = False, learns_from_them: bool = True) -> ModelSpec:
     """Return the spec of the trained policy. If images occur only in evaluation, the tower is frozen."""
     roles = cfg.actor_rollout_ref
-    size = roles.actor.ulysses_sequence_parallel_size
-    spec = _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, size, device, images)
+    spec = _trained(cfg, "actor_rollout_ref.actor", roles.model, roles.actor.fsdp_config, roles.actor, device, images)
     spec = replace(spec, fp32_head=roles.model.fp32_head)
     return spec if learns_from_them or not images else replace(spec, tower="frozen")
 
@@ -100,7 +111,8 @@ def frozen_spec(cfg: Config, device: Device, images: bool = False, role: Role = 
         role=section,
         master_dtype=torch.float32 if mixes else actor.compute_dtype,
         gradient_checkpointing=False,
-        sequence_parallel_size=get(cfg, f"{section}.ulysses_sequence_parallel_size"),
+        sequence_parallel_size=get(cfg, f"{section}.ranks_per_sequence"),
+        ring_size=get(cfg, f"{section}.ring_attention_size"),
         lora=None,
         tower="frozen" if images else "rests",
         is_copy=path == actor.path,
@@ -109,8 +121,7 @@ def frozen_spec(cfg: Config, device: Device, images: bool = False, role: Role = 
 
 def critic_spec(cfg: Config, device: Device, images: bool = False) -> ModelSpec:
     """Return the spec of the value function."""
-    model, size = cfg.critic.model, cfg.critic.ulysses_sequence_parallel_size
-    return _trained(cfg, "critic", model, model.fsdp_config, size, device, images)
+    return _trained(cfg, "critic", cfg.critic.model, cfg.critic.model.fsdp_config, cfg.critic, device, images)
 
 
 def reward_model_spec(cfg: Config, device: Device) -> ModelSpec:
@@ -160,7 +171,7 @@ def _trained(
     role: str,
     model: ModelConfig | CriticModelConfig,
     fsdp: FSDPConfig,
-    size: int,
+    sharing: SharesSequences,
     device: Device,
     images: bool,
 ) -> ModelSpec:
@@ -178,7 +189,8 @@ def _trained(
         compute_dtype=compute_dtype,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         activation_offload=model.enable_activation_offload,
-        sequence_parallel_size=size,
+        sequence_parallel_size=sharing.ranks_per_sequence,
+        ring_size=sharing.ring_attention_size,
         lora=lora,
         longest=longest_sequence(cfg),
         fused_kernels=cfg.actor_rollout_ref.model.use_liger,

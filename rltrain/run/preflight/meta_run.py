@@ -36,10 +36,10 @@ from rltrain.models import experts, forward
 from rltrain.models.attention import delta_rule, recurrent, varlen
 from rltrain.models.attention import packed as attention
 from rltrain.models.attention.packing import PackedInputs, pack
-from rltrain.models.attention.ulysses import sequence_group, share_of_row
+from rltrain.models.attention.ulysses import share_of_row
 from rltrain.models.forward import PackedModel, PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
-from rltrain.models.weights.shard import empty_packed, make_mesh, reshard, spread
+from rltrain.models.weights.shard import empty_packed, join_sequences, make_mesh, reshard, spread
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import moments
 
@@ -194,7 +194,7 @@ def fake_model(
         enter(_pretended_ranks(num_ranks))
         inputs = None if batch is None else pack(batch, torch.device("cpu"))
         if spec.sequence_parallel_size > 1:
-            packed.group = sequence_group(config, spec.sequence_parallel_size, "")
+            join_sequences(packed, spec, config)
             # The responses of a rank depend on values, which fake tensors do not have.
             mine = None if inputs is None else share_of_row(inputs, packed.group)
             enter(patch.object(forward, "share_of_row", lambda *_: mine))

@@ -148,7 +148,7 @@ def _problem_between_turns(cfg: Config) -> str:
 
 def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, result: PreflightResult) -> None:
     config, is_policy, row = spec.load_config(), role == "actor", ROLES[role]
-    sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size}
+    sizes = {spec.ulysses_key: spec.ulysses_and_ring}
     if is_policy:
         _policy(cfg, spec, config, result)
         sizes |= _sizes_of_policy(cfg)
@@ -158,7 +158,7 @@ def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, resu
         result.problems += _vocabulary(spec, config, chat_encoder(cfg))
         if kind is PolicyModel:
             result.problems += _other_tokens(cfg, spec, config, result)
-    result.problems += filter(None, (heads_problem(config, size, key) for key, size in sizes.items()))
+    result.problems += filter(None, (heads_problem(config, size, key, ring) for key, (size, ring) in sizes.items()))
     # On the hub, the head is in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if row.reads_texts:
@@ -364,13 +364,12 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightRe
         )  # fmt: skip
 
 
-def _sizes_of_policy(cfg: Config) -> dict[str, int]:
-    """Return the sizes, other than the actor's, by which the heads of the policy are divided, by key."""
+def _sizes_of_policy(cfg: Config) -> dict[str, tuple[int, int]]:
+    """Return the sizes, other than the actor's, by which the heads of the policy are divided, and those of rings."""
     rollout, models = cfg.actor_rollout_ref.rollout, specs_of(cfg, get_device(cfg.trainer.device)).values()
-    copies = [spec for _, spec in models if spec.is_copy]
-    sizes = {f"{spec.role}.ulysses_sequence_parallel_size": spec.sequence_parallel_size for spec in copies}
+    sizes = {spec.ulysses_key: spec.ulysses_and_ring for _, spec in models if spec.is_copy}
     if ENGINES[rollout.name].tensor_parallel:
-        sizes[f"{_R}tensor_model_parallel_size"] = rollout.tensor_model_parallel_size
+        sizes[f"{_R}tensor_model_parallel_size"] = rollout.tensor_model_parallel_size, 1
     return sizes
 
 

@@ -258,6 +258,7 @@ def _left_out(cfg: Config, plan: Plan) -> Iterator[str]:
     rollout, passes, model = cfg.actor_rollout_ref.rollout, plan.passes, cfg.actor_rollout_ref.model
     judged = bool({"reward_model", "judge"} & set(passes.roles))
     experts = cfg.actor_rollout_ref.actor.fsdp_config.expert_parallel_size > 1
+    around = cfg.actor_rollout_ref.actor.ring_attention_size > 1
     on_device = ENGINES[rollout.name].embedded and not get_device(cfg.trainer.device).is_cpu
     notes = {
         "tools and environments, as if each response had one turn": several_turns(rollout),
@@ -268,6 +269,7 @@ def _left_out(cfg: Config, plan: Plan) -> Iterator[str]:
         "images: the vision tower": passes.images,
         "model.lora.merge=False: every weight sync is estimated with all weights": not model.merges,
         "expert parallelism: experts are gathered here like other weights, and no token is sent": experts,
+        "ring attention: transfers of keys and values, and waiting for later slices": around,
         "rollout.tail=exact: drafted tokens": rollout.tail == "exact",
         "launches of the embedded engine, which has no graphs (--assume step_ms=…)": on_device,
     }

@@ -145,7 +145,7 @@ def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[in
     not change the result.
     """
     keys = next((step_pass.keys for step_pass in PASSES.values() if step_pass.keys.samples == f"{key}_per_gpu"), None)
-    names = ("ulysses_sequence_parallel_size", "ring_attention_size") if keys and keys.sharing else ()
-    sharing = math.prod(value(f"{keys.sharing}.{name}") for name in names)
+    names = ("ulysses_sequence_parallel_size", "ring_attention_size")
+    sharing = math.prod(value(f"{keys.sharing}.{name}") for name in names) if keys and keys.sharing else 1
     ranks = max(1, value("trainer.nnodes") * value("trainer.n_gpus_per_node") // max(1, sharing))
     return max(1, total // ranks), ranks

@@ -145,7 +145,7 @@ def results(tmp_path_factory):
 def test_a_ring_computes_scores_gradients_and_a_step_of_one_process(results, name, layout):
     expected, ranks = results
     for found in ranks:
-        for part, bound in (("scores", 1e-5), ("gradients", 1e-5), ("step", 1e-4)):
+        for part, bound in (("scores", 1e-5), ("gradients", 3e-4), ("step", 3e-4)):
             one, other = found[name, layout][part], expected[name][part]
             other = {each: values for each, values in other.items() if each in one or values.any()}
             assert distance(one, other) < bound, part

@@ -165,7 +165,7 @@ class Rounds:
         self.group, self.kind, self._plan, self._length = group, kind, plan, len(query)
         self._scale = kind.scale(query.shape[-1])
         self._dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        self.operators = flash_operators(query, kind)
+        self.operators: Any = flash_operators(query, kind)
         self._state: list[Tensor] = []
 
     def rounds(self, rows: Tensor, width: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -196,12 +196,12 @@ class Rounds:
             return output, sums
         for part in parts:
             value = self._gathered(values, part)
-            for rows, within, scores in self._scores(query, keys, part):
+            for block, within, scores in self._scores(query, keys, part):
                 total = scores.logsumexp(-1, keepdim=True)
                 # A window may hide all of the slice.
                 weights = (scores - total.clamp(min=torch.finfo(self._dtype).min)).exp()
-                output[rows] = _by_token(weights @ value[:, None, within])
-                sums[rows] = _by_token(total)[..., 0]
+                output[block] = _by_token(weights @ value[:, None, within])
+                sums[block] = _by_token(total)[..., 0]
         return output, sums
 
     def backward(
@@ -225,16 +225,16 @@ class Rounds:
         for part in parts:
             key, value = self._gathered(keys, part), self._gathered(values, part)
             of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
-            for rows, within, scores in self._scores(query, keys, part):
+            for block, within, scores in self._scores(query, keys, part):
                 asked, wanted, logs, sums = (
-                    _by_head(each[rows].to(self._dtype), len(key))
+                    _by_head(each[block].to(self._dtype), len(key))
                     for each in (query, gradient, total[..., None], products[..., None])
                 )
                 weights = (scores - logs).exp()
                 of_scores = weights * (wanted @ value[:, None, within].mT - sums) * self._scale
                 if (cap := self.kind.softcap) is not None:
                     of_scores *= 1 - (scores.clamp(min=-cap) / cap).square()
-                of_query[rows] += _by_token(of_scores @ key[:, None, within])
+                of_query[block] += _by_token(of_scores @ key[:, None, within])
                 of_key[:, within] += of_scores.flatten(1, 2).mT @ asked.flatten(1, 2)
                 of_value[:, within] += weights.flatten(1, 2).mT @ wanted.flatten(1, 2)
             sizes = [each.stop - each.start for each in part.keys]

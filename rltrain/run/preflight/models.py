@@ -365,7 +365,7 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightRe
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, tuple[int, int]]:
-    """Return the sizes, other than the actor's, by which the heads of the policy are divided, and those of rings."""
+    """Return the sizes, other than the actor's, by which the heads of the policy are divided, and ring sizes."""
     rollout, models = cfg.actor_rollout_ref.rollout, specs_of(cfg, get_device(cfg.trainer.device)).values()
     sizes = {spec.ulysses_key: spec.ulysses_and_ring for _, spec in models if spec.is_copy}
     if ENGINES[rollout.name].tensor_parallel:

@@ -36,6 +36,7 @@ PINNED = {
     "one response on four ranks, the bias moves, R2": BIASED | EP | ONE | FOUR
     | {A + "router_bias_update_rate": 0.02, A + "router_replay.mode": "R2"},
     "one response, sequences and copies": MOE | EP | ULYSSES | ONE | FOUR | {A + "fsdp_config.fsdp_size": 2},
+    "one response in a ring on four ranks": MOE | EP | AUX | ULYSSES | ONE | FOUR | {A + "ring_attention_size": 2},
     "exact kl next to experts": MOE | EP | EXACT | ONE | {A + "use_kl_loss": True},
     "exact kl, adapters": MOE | EP | EXACT | LORA | ONE | {A + "use_kl_loss": True},
     "an exact teacher with experts": DENSE | ONE | ULYSSES
@@ -59,7 +60,7 @@ DRAWN = [
     (A + "fsdp_config.reshard_after_forward", 0.15, [False]),
     (A + "fsdp_config.use_no_sync_for_gradient_accumulation", 0.15, [True]),
     (A + "fsdp_config.compute_dtype", 0.2, ["float16", "bfloat16"]),
-    (MODEL + "enable_gradient_checkpointing", 0.35, [False]),
+    (MODEL + "enable_gradient_checkpointing", 0.35, [False, "selective"]), (A + "ring_attention_size", 0.2, [2]),
     (A + "ppo_max_token_len_per_gpu", 0.7, [24, 32, 48, 200]), (R + "log_prob_max_token_len_per_gpu", 0.2, [24, 48]),
     (A + "use_kl_loss", 0.4, [True]), (A + "kl_loss_type", 0.4, ["full", "k1", "k3"]),
     (ALG + "adv_estimator", 0.6, ["gae", "gae", "rloo", "remax", "opo", "reinforce_plus_plus", "grpo_passk"]),

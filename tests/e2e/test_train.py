@@ -89,6 +89,15 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             },
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            {
+                "trainer__n_gpus_per_node": 4,
+                "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,
+                "actor_rollout_ref__actor__ring_attention_size": 2,
+                "actor_rollout_ref__ref__ulysses_sequence_parallel_size": 1,
+            },
+            marks=pytest.mark.long,
+        ),
         # Replicas that serve one queue: tests/workers/test_replicas.py has them in every run.
         pytest.param({"trainer__n_gpus_per_node": 2, R + "name": "vllm"}, marks=pytest.mark.long),
         pytest.param(
@@ -99,6 +108,7 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
     ids=[
         "two_processes",
         "shared_sequences",
+        "shared_sequences_in_rings",
         "two_replicas_of_vllm",
         "one_replica_of_vllm_over_two",
     ],

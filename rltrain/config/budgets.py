@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rltrain.config.passes import PASSES, BudgetKeys
+from rltrain.config.passes import PASSES, ROLES, BudgetKeys
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import roles_of
@@ -145,5 +145,6 @@ def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[in
     """
     keys = next((step_pass.keys for step_pass in PASSES.values() if step_pass.keys.samples == f"{key}_per_gpu"), None)
     sharing = value(f"{keys.sharing}.ulysses_sequence_parallel_size") if keys and keys.sharing else 1
+    sharing *= value(f"{ROLES['actor'].fsdp}.tensor_parallel_size") or 1
     ranks = max(1, value("trainer.nnodes") * value("trainer.n_gpus_per_node") // max(1, sharing))
     return max(1, total // ranks), ranks

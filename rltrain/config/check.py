@@ -28,6 +28,7 @@ from rltrain.config.schema.model import HALF, NO_MASTER
 from rltrain.config.schema.reward import asked_of_scorers, reward_problems, reward_terms
 from rltrain.config.schema.trainer import folder_problems, name_problems, profile_problems, word_problems
 from rltrain.config.step_passes import roles_of
+from rltrain.config.tensor_parallel import tensor_problems
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
@@ -39,6 +40,7 @@ _TRAINED = (_A + "ref.", "critic.", "distillation.")
 _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
     "tensor_model_parallel_size": "engines",
+    "tensor_parallel_size": "matrices",
     "fsdp_size": "copies of the weights",
     "expert_parallel_size": "layers of experts",
 }
@@ -81,6 +83,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     # An evaluation is mostly the command of a training run with one more key, so keys that only a step needs may stay.
     if "actor" in roles_of(config):
         rules += [rule(config) for rule in (_mixing, _precision, _comparison, _correction, _entropy, _shared_sequences)]
+        rules.append(tensor_problems(config))
         rules += [reward_terms(config.scoring, algorithm), tail_problems(config), replay_problems(config)]
         rules.append(supervised_problems(config))
         rules.append(asked_of_scorers(config.reward_model, algorithm, config.data.sampler.name))
@@ -221,7 +224,7 @@ def uneven(config: Config) -> Iterator[str]:
         spanning = [name for ending, name in _SPANNING.items() if key.endswith(ending)]
         if not spanning or (not trains and key.startswith(_TRAINED)):
             continue
-        size = get(config, key)
+        size = get(config, key) or 0
         size = min(size, devices) if key.endswith("fsdp_size") else size  # a larger size means all devices
         if size > 0 and devices % size:
             yield f"{key}={size} does not divide the {devices} devices (trainer.nnodes x trainer.n_gpus_per_node)."

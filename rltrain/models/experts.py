@@ -29,7 +29,7 @@ from rltrain.models.routing import num_experts
 
 # Attribute of experts in transformers whose forward takes (tokens, experts, expert weights) and uses the weights only
 # to multiply outputs.
-_PLAIN = "is_transposed"
+PLAIN = "is_transposed"
 
 
 def parts_with_experts(model: nn.Module) -> list[nn.Module]:
@@ -52,7 +52,7 @@ def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shard
             "experts in target_modules."
         )
     weights = [weight for part in parts for weight in part.parameters()]
-    odd = [part for part in parts if not hasattr(part, _PLAIN)]
+    odd = [part for part in parts if not hasattr(part, PLAIN)]
     odd += [part for part in parts if any(each.dim() < 2 or len(each) != number for each in part.parameters())]
     if odd:
         return f"{type(odd[0]).__name__} computes experts in a way of its own. Leave it out."

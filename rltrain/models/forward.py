@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rltrain.common.errors import ConfigError
@@ -28,6 +29,7 @@ from rltrain.models.head import (
 )
 from rltrain.models.load import decoder_layers
 from rltrain.models.routing import Routing, num_experts
+from rltrain.models.tensor_parallel import local
 from rltrain.models.vision import read_with_images, tower, tower_numbers
 
 
@@ -44,6 +46,8 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.group = group
+        self.tensor_size = 1
+        """Number of ranks that share each matrix."""
         # Collected now, because sharding renames their classes.
         self._layers = decoder_layers(model)
 
@@ -198,10 +202,14 @@ def trunk(model: PreTrainedModel) -> nn.Module:
 
 
 def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """Map hidden states [n, hidden] to logits [n, vocabulary] in fp32, with the scaling of the model's family."""
+    """Map hidden states [n, hidden] to logits [n, vocabulary] in fp32, with the scaling of the model's family.
+
+    Under tensor parallelism they are the logits of this rank's part of the vocabulary.
+    """
     head, scaling = model.get_output_embeddings(), Scaling.of(model.config)._replace(temperature=temperature)
-    if has_fp32_head(model.config):
-        return scaling.apply(head_product(head.weight, head.bias, True)(hidden))
+    if has_fp32_head(model.config) or isinstance(head.weight, DTensor):
+        in_fp32 = has_fp32_head(model.config)
+        return scaling.apply(head_product(local(head.weight), local(head.bias), in_fp32)(hidden))
     return scaling.apply(head(hidden))
 
 

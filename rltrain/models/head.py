@@ -5,7 +5,8 @@ several tensors of this size. Therefore logits exist only for a chunk of tokens 
 hand-written backward pass. Apart from the gradient of the head's weight, memory grows with neither vocabulary nor
 tokens. The head's product may be in float32 with half-precision weights and states (MiniMax 2025, section 3.2), so that
 logits are not rounded. Heads that are not a linear map are not supported, because they would need a second
-implementation.
+implementation. Under tensor parallelism each rank has the logits of some tokens of the vocabulary: maxima and sums are
+reduced over the ranks, and logits are never gathered.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import PretrainedConfig
 from rltrain.algorithms.distillation import Divergence, ReverseKL
 from rltrain.common.device import device_of
 from rltrain.config.schema.families import family
+from rltrain.models.tensor_parallel import Vocabulary, local
 
 REVERSE_KL = ReverseKL()
 
@@ -133,7 +135,8 @@ def token_log_probs(
     in_fp32: compute the head's product in float32; the gradients are rounded to the dtype of their tensors as usual.
     """
     asked = with_entropy, reference, in_fp32, with_squares
-    outputs = _TokenLogProbs.apply(hidden, head.weight, head.bias, labels, scaling, *asked)
+    weights = local(head.weight), local(head.bias), Vocabulary(head.weight)
+    outputs = _TokenLogProbs.apply(hidden, *weights, labels, scaling, *asked)
     log_probs, entropy, kl, squares = outputs
     return TokenLogProbs(
         log_probs, entropy if with_entropy else None, kl if reference else None, squares if with_squares else None
@@ -152,6 +155,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        vocabulary: Vocabulary,
         labels: Tensor,
         scaling: Scaling,
         with_entropy: bool,
@@ -161,7 +165,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Outputs that no loss uses then have gradient None, so backward can skip their terms.
         ctx.set_materialize_grads(False)
-        ctx.scaling, ctx.reference, ctx.in_fp32 = scaling, reference, in_fp32
+        ctx.scaling, ctx.reference, ctx.in_fp32, ctx.vocabulary = scaling, reference, in_fp32, vocabulary
         output_of = head_product(weight, bias, in_fp32)
         log_probs, normaliser = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2))
         # Every output must be a tensor, so an empty one represents an output that is not requested.
@@ -169,19 +173,23 @@ class _TokenLogProbs(torch.autograd.Function):
         kl = torch.empty_like(log_probs) if reference else log_probs[:0].clone()
         squares = torch.empty_like(log_probs) if with_squares else log_probs[:0].clone()
         kept = torch.empty_like(kl)
+        columns = vocabulary.columns(labels, len(weight))
         for part in _chunks(len(labels), weight):
             logits = scaling.apply_(output_of(hidden[part]))
             # Kept for backward, which would otherwise reduce over the vocabulary again.
-            normaliser[part] = logits.logsumexp(-1)
+            normaliser[part] = vocabulary.logsumexp(logits)
             log_pi = logits.sub_(normaliser[part, None])
-            log_probs[part] = log_pi.gather(-1, labels[part, None])[:, 0]
+            log_probs[part] = log_pi.gather(-1, columns[part, None])[:, 0]
             if with_entropy:
                 entropy[part] = -torch.linalg.vecdot(log_pi.exp(), log_pi)
             if reference:
-                theirs = _theirs(reference, part, scaling.temperature, len(weight))
+                theirs = _theirs(reference, part, scaling.temperature, len(weight), vocabulary)
                 kl[part], kept[part] = reference.divergence.value(log_pi, theirs)
             if with_squares:
                 squares[part] = torch.linalg.vecdot(probs := log_pi.exp(), probs)
+        log_probs = vocabulary.own(log_probs, labels, len(weight))
+        # All are sums over the vocabulary.
+        vocabulary.sum(log_probs, entropy, kl, kept, squares)
         ctx.mark_non_differentiable(squares)
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, kept)
         return log_probs, entropy, kl, squares
@@ -193,6 +201,8 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
         output_of = head_product(weight, bias, ctx.in_fp32)
+        vocabulary: Vocabulary = ctx.vocabulary
+        columns = vocabulary.columns(labels, len(weight))
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if to_hidden else None
         # In fp32, because the chunks are summed here: in half precision, small contributions would be rounded away.
@@ -214,13 +224,14 @@ class _TokenLogProbs(torch.autograd.Function):
                     factor.sub_(of_log_probs[part, None])
                 of_divergence: Tensor | None = None
                 if of_kl is not None:
-                    theirs = _theirs(ctx.reference, part, scaling.temperature, len(weight))
+                    theirs = _theirs(ctx.reference, part, scaling.temperature, len(weight), vocabulary)
                     of_divergence = ctx.reference.divergence.gradient(log_pi, theirs, kept[part])
                 gradient = log_pi.exp_().mul_(factor)
                 if of_divergence is not None and of_kl is not None:
                     gradient.addcmul_(of_divergence, of_kl[part, None])
             if of_log_probs is not None:
-                gradient.scatter_add_(-1, labels[part, None], of_log_probs[part, None])
+                of_labels = vocabulary.own(of_log_probs[part], labels[part], len(weight))
+                gradient.scatter_add_(-1, columns[part, None], of_labels[:, None])
             gradient = scaling.backward_(gradient, capped)
             if d_bias is not None:
                 d_bias += gradient.sum(0)
@@ -232,14 +243,17 @@ class _TokenLogProbs(torch.autograd.Function):
                 d_weight.addmm_(gradient.T, hidden[part])
             elif d_weight is not None:
                 d_weight += gradient.T @ hidden[part]
-        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
+        vocabulary.sum(d_hidden)
+        return d_hidden, d_weight, d_bias, *[None] * 7
 
 
-def _theirs(reference: ReferenceStates, part: slice, temperature: float, vocabulary: int) -> Tensor:
+def _theirs(
+    reference: ReferenceStates, part: slice, temperature: float, num_columns: int, vocabulary: Vocabulary
+) -> Tensor:
     """Compute log pi_ref [part, vocabulary] of the policy's tokens, without padding rows of a larger model's head."""
     # With the same operations as log pi instead of log_softmax: the KL of equal models is then exactly 0.
-    logits = reference.logits(reference.hidden[part], temperature)[:, :vocabulary]
-    return logits.sub_(logits.logsumexp(-1, keepdim=True))
+    logits = reference.logits(reference.hidden[part], temperature)[:, :num_columns]
+    return logits.sub_(vocabulary.logsumexp(logits)[:, None])
 
 
 def _chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:

@@ -57,7 +57,8 @@ def _norm(group: list[nn.Parameter]) -> Tensor:
     if isinstance(first := group[0], DTensor):
         squares = norm.square()
         for dim, placement in enumerate(first.placements):
-            if placement.is_shard():
+            # Rows that tensor parallelism has cut are strided over the other ranks, which is no Shard.
+            if not placement.is_replicate():
                 dist.all_reduce(squares, group=first.device_mesh.get_group(dim))
         norm = squares.sqrt()
     return norm

@@ -74,7 +74,7 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
     """Load the models on the workers. Return them with the rewards."""
     sizes = group.call(Models.init_models, plan.passes)[0]
     log.info("%s, %s parameters", count(group.world, "worker"), f"{int(sizes['num_parameters']):,}")
-    model = RewardModel(group) if cfg.reward_model.classifies else None
+    model = RewardModel(group, plan.ranks["reward_model"]) if cfg.reward_model.classifies else None
     seed = rollout_seed(cfg.actor_rollout_ref.rollout, cfg.data)
     readings = readings_of(cfg.reward_model.rollout.temperature)
     judge = Judge(group, seed, readings) if cfg.reward_model.judges else None

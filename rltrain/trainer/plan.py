@@ -11,12 +11,13 @@ import numpy as np
 
 from rltrain.common.env import cpu_quota
 from rltrain.common.errors import ConfigError
-from rltrain.config.budgets import PassBudget, budgets, ranks_per_sequence
+from rltrain.config.budgets import PassBudget, budgets
 from rltrain.config.check import uneven
 from rltrain.config.passes import PASSES, ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import StepPasses, make_step_passes
+from rltrain.config.tensor_parallel import ranks_per_sample, tensor_size
 from rltrain.data.prompts import PromptStore
 
 _MOST_REWARD_WORKERS_PER_NODE = 16
@@ -64,8 +65,9 @@ class Plan:
     num_devices: int
     devices_per_copy: int
     sequence_parallel_size: int
+    tensor_parallel_size: int
     ranks: dict[Role, int]
-    """Data-parallel ranks per role: groups of devices that share sequences."""
+    """Data-parallel ranks per role: groups of devices that share sequences or matrices."""
     prompts_per_step: int
     answers_per_prompt: int
     samples_per_step: int
@@ -108,7 +110,7 @@ def make_plan(
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     ranks = dict.fromkeys(ROLES, devices)
-    ranks |= {row.role: devices // ranks_per_sequence(config, row.keys) for row in PASSES.values()}
+    ranks |= {row.role: devices // ranks_per_sample(config, row.role, row.keys) for row in PASSES.values()}
     replicas = devices // rollout.tensor_model_parallel_size
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     filtering, critic = config.algorithm.filter_groups, config.critic
@@ -127,6 +129,7 @@ def make_plan(
         num_devices=devices,
         devices_per_copy=devices_per_copy(actor.fsdp_config.fsdp_size, devices),
         sequence_parallel_size=actor.ulysses_sequence_parallel_size,
+        tensor_parallel_size=tensor_size(config, "actor"),
         ranks=ranks,
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,

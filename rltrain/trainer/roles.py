@@ -315,7 +315,11 @@ class StepModels:
 
 
 class RewardModel(_Remote):
-    """The reward model."""
+    """The reward model. num_ranks: number of its data-parallel ranks."""
+
+    def __init__(self, group: WorkerGroup, num_ranks: int) -> None:
+        super().__init__(group)
+        self._num_ranks = num_ranks
 
     def score(self, split: str, samples: Samples, at_once: int | None = None) -> np.ndarray:
         """Return a score per response [n], ``at_once`` per call (None: all). Ranks get about equally many tokens."""
@@ -324,11 +328,12 @@ class RewardModel(_Remote):
         lengths, at_once = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], at_once or max(1, len(samples))
         scores = np.zeros(len(samples))
         for first in range(0, len(samples), at_once):
-            shares = [first + ids for ids in deal_by_length(lengths[first : first + at_once], self._group.world)]
+            shares = [first + ids for ids in deal_by_length(lengths[first : first + at_once], self._num_ranks)]
             calls = [
                 bind(roles.RewardModel.score, samples.request(ids, [c.TEXT], [c.ROW]).as_batch, split) for ids in shares
             ]
-            for ids, rank_scores in zip(shares, self._group.submit(calls).collect(), strict=True):
+            results = self._group.submit(calls).collect()[:: self._group.world // self._num_ranks]
+            for ids, rank_scores in zip(shares, results, strict=True):
                 scores[ids] = rank_scores
         return scores
 

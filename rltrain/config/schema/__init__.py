@@ -246,6 +246,11 @@ class ActorConfig:
     """Neighbouring devices that share each sequence (Ulysses), and thus their token budgets. It must divide the
     attention heads."""
 
+    @property
+    def ranks_per_sample(self) -> int:
+        """Return the number of ranks that compute the same samples."""
+        return self.ulysses_sequence_parallel_size * (self.fsdp_config.tensor_parallel_size or 1)
+
 
 @dataclass
 class RefModelConfig:

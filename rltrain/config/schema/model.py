@@ -63,10 +63,13 @@ class OptimConfig:
 
 @dataclass
 class OffloadConfig:
-    """Offloading of a model while it is unused."""
+    """Offloading of a model while it is unused, and its division."""
 
     param_offload: bool = key(False, only_with=_ON_DEVICE)
     """Keep the parameters in host memory while they are unused."""
+    tensor_parallel_size: int | None = key(None, least=1)
+    """Neighbouring devices that share each matrix of a layer: each computes some heads, columns and tokens of the
+    vocabulary. null: as for the actor, whose default is 1."""
 
 
 @dataclass

@@ -29,14 +29,15 @@ from rltrain.models.attention.packing import PackedInputs
 GROUP = "rltrain_group"
 
 
-def sequence_group(config: PretrainedConfig, size: int, key: str) -> ProcessGroup | None:
-    """Return the group of ``size`` neighbouring ranks that share sequences, or None for size 1. A collective.
+def sequence_group(config: PretrainedConfig, size: int, key: str, tensor_size: int = 1) -> ProcessGroup | None:
+    """Return the group of ``size`` ranks that share sequences, or None for size 1. A collective.
 
+    They are neighbours, or every ``tensor_size``-th rank: the neighbours of a tensor-parallel group share them too.
     Raises ConfigError, which names ``key``, if the model cannot be split.
     """
-    if problem := heads_problem(config, size, key):
+    if problem := heads_problem(config, size * tensor_size, key):
         raise ConfigError(problem)
-    return _neighbours(dist.group.WORLD, size) if size > 1 else None
+    return _neighbours(dist.group.WORLD, size, tensor_size) if size > 1 else None
 
 
 def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
@@ -52,9 +53,10 @@ def heads_problem(config: PretrainedConfig, size: int, key: str) -> str | None:
 
 
 @cache
-def _neighbours(world: ProcessGroup, size: int) -> ProcessGroup:
+def _neighbours(world: ProcessGroup, size: int, stride: int) -> ProcessGroup:
     """Return one group for all models of a process. ``world``: cache key, so that a new world is split again."""
-    group, _ = dist.new_subgroups(size, world, COLLECTIVE_TIMEOUT)
+    ranks = torch.arange(world.size()).view(-1, size, stride).mT.reshape(-1, size)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), COLLECTIVE_TIMEOUT)
     return group
 
 

@@ -163,8 +163,9 @@ def _buckets(
     sizes: list[int] = []
     filled = 0
     for unit in units.values():
-        size = sum(_num_shards(weight) * _shard_size(weight) for _, weight in unit) * dtype.itemsize
-        if bucket and (filled + size > most_bytes or _is_of_rank(unit[0][1]) != _is_of_rank(bucket[0][1])):
+        size = sum(max(_num_shards(weight) * _shard_size(weight), weight.numel()) for _, weight in unit)
+        size *= dtype.itemsize
+        if bucket and (filled + size > most_bytes or _layout(unit[0][1]) != _layout(bucket[0][1])):
             yield bucket, sizes
             bucket, sizes, filled = [], [], 0
         # Merged while the bucket is filled, so that merged copies never exceed a bucket.
@@ -197,9 +198,8 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
             cast: Any = weight.to(dtype)
             yield Weight(name, cast.full_tensor())
         return
-    # All other weights are sharded over one mesh, so the first weight determines it for the bucket.
     if ranks == 1:
-        yield from (Weight(name, _local(weight).to(dtype)) for name, weight in bucket)
+        yield from _joined([(name, weight, _local(weight).to(dtype)) for name, weight in bucket])
         return
     assert isinstance(first, DTensor)
     sizes = [_shard_size(weight) for _, weight in bucket]
@@ -212,14 +212,55 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
     received = send.new_empty(ranks, len(send))
     all_gather(received.view(-1), send, group=first.device_mesh.get_group(_shard_dim(first)))
     del send
+    parts = []
     for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
         # Padding is at the end, because only the last shards can be shorter. A single weight is a view without a copy.
-        yield Weight(name, shards.reshape(-1)[: weight.numel()].view(weight.shape))
+        shape = _part_shape(weight)
+        parts.append((name, weight, shards.reshape(-1)[: math.prod(shape)].view(shape)))
+    yield from _joined(parts)
+
+
+def _joined(parts: list[tuple[str, Tensor, Tensor]]) -> Iterator[Weight]:
+    """Gather weights that tensor parallelism has cut, given (name, weight, this rank's part)."""
+    cut = [part for _, weight, part in parts if _tensor_dim(weight) is not None]
+    mesh = next((weight.device_mesh for _, weight, _ in parts if _tensor_dim(weight) is not None), None)  # type: ignore[attr-defined]
+    received = torch.empty(0)
+    if mesh is not None:
+        send = torch.cat([part.reshape(-1) for part in cut])
+        received = send.new_empty(mesh["tensor"].size(), len(send))
+        all_gather(received.view(-1), send, group=mesh.get_group("tensor"))
+        del send
+    gathered = iter(received.split([part.numel() for part in cut], 1) if cut else ())
+    for name, weight, part in parts:
+        dim = _tensor_dim(weight)
+        whole = part if dim is None else torch.cat([each.view(part.shape) for each in next(gathered)], dim)
+        yield Weight(name, whole)
+
+
+def _layout(weight: Tensor) -> tuple[bool, int]:
+    """Return a value that is equal for weights of a bucket, which are gathered over the same ranks."""
+    return _is_of_rank(weight), _num_shards(weight)
 
 
 def _is_of_rank(weight: Tensor) -> bool:
-    """Return whether the weight is sharded in two directions, like experts distributed by `models.experts`."""
-    return isinstance(weight, DTensor) and sum(placement.is_shard() for placement in weight.placements) > 1
+    """Return whether the weight is of experts distributed by `models.experts`, sharded in two directions."""
+    return isinstance(weight, DTensor) and "expert" in (weight.device_mesh.mesh_dim_names or ())
+
+
+def _tensor_dim(weight: Tensor) -> int | None:
+    """Return the dimension in which tensor parallelism has cut the weight, or None."""
+    if not isinstance(weight, DTensor) or "tensor" not in (weight.device_mesh.mesh_dim_names or ()):
+        return None
+    placement: Any = weight.placements[-1]
+    return int(placement.dim)
+
+
+def _part_shape(weight: Tensor) -> list[int]:
+    """Return the shape of the part that this rank's tensor-parallel neighbours do not have."""
+    shape = list(weight.shape)
+    if isinstance(weight, DTensor) and (dim := _tensor_dim(weight)) is not None:
+        shape[dim] //= weight.device_mesh.size(weight.device_mesh.ndim - 1)
+    return shape
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -227,8 +268,9 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _shard_dim(weight: DTensor) -> int:
-    """Return the mesh dimension over which rows are sharded: the last (with HSDP, the first has the replicas)."""
-    return weight.device_mesh.ndim - 1
+    """Return the mesh dimension over which rows are sharded: the last but that of tensor parallelism (with HSDP, the
+    first has the replicas)."""
+    return weight.device_mesh.ndim - (1 if _tensor_dim(weight) is None else 2)
 
 
 def _num_shards(weight: Tensor) -> int:
@@ -237,4 +279,5 @@ def _num_shards(weight: Tensor) -> int:
 
 def _shard_size(weight: Tensor) -> int:
     """Return the elements of the largest shard. FSDP2 shards like torch.chunk: full, one shorter, then empty ones."""
-    return -(-weight.shape[0] // _num_shards(weight)) * math.prod(weight.shape[1:]) if weight.dim() else 1
+    rows, *others = _part_shape(weight) or [1]
+    return -(-rows // _num_shards(weight)) * math.prod(others)

@@ -31,6 +31,7 @@ from rltrain.models.load import (
     recompute_activations,
     without_dropout,
 )
+from rltrain.models.tensor_parallel import split
 from rltrain.models.vision import tower
 from rltrain.models.weights.finite import check_finite
 from rltrain.models.weights.lacking import notes, refuse
@@ -53,25 +54,36 @@ class Mesh(NamedTuple):
     """[shards of a copy], or [copies, shards of a copy] (HSDP)."""
     experts: DeviceMesh | None
     """Mesh of the experts over the same ranks: [ranks that share an expert, ranks that share the experts], after the
-    copies. None: all weights are sharded alike.
+    copies. None: they are not distributed.
     """
+    tensor: DeviceMesh | None = None
+    """[ranks that share each matrix]. ``weights`` are then the ranks that have the same parts."""
+    all_shards: DeviceMesh | None = None
+    """With ``tensor``, the mesh of weights that it does not split: like ``weights``, over all ranks."""
 
 
-def make_mesh(device: Device, fsdp_size: int = -1, expert_parallel_size: int = 1) -> Mesh:
+def make_mesh(
+    device: Device, fsdp_size: int = -1, expert_parallel_size: int = 1, tensor_parallel_size: int = 1
+) -> Mesh:
     """Return a mesh: all ranks in one shard group, or replicas of shard groups of size ``fsdp_size`` (HSDP).
 
-    expert_parallel_size: number of neighbouring ranks that share the experts of each layer.
+    expert_parallel_size: number of neighbouring ranks that share the experts of each layer. tensor_parallel_size:
+    number of neighbouring ranks that share each matrix.
     """
     world = dist.get_world_size()
     ranks = torch.arange(world)
     copies = ["replicate"] if 0 < fsdp_size < world else []
     if copies:
         ranks = ranks.view(-1, fsdp_size)
-    weights = _mesh(device, ranks, [*copies, "shard"])
-    if expert_parallel_size == 1:
-        return Mesh(weights, None)
-    grid = ranks.view(*ranks.shape[:-1], -1, expert_parallel_size)
-    return Mesh(weights, _mesh(device, grid, [*copies, "shard", "expert"]))
+    mesh = Mesh(_mesh(device, ranks, [*copies, "shard"]), None)
+    if expert_parallel_size > 1:
+        grid = ranks.view(*ranks.shape[:-1], -1, expert_parallel_size)
+        mesh = mesh._replace(experts=_mesh(device, grid, [*copies, "shard", "expert"]))
+    if tensor_parallel_size > 1:
+        grid = ranks.view(*ranks.shape[:-1], -1, tensor_parallel_size)
+        parts = _mesh(device, grid, [*copies, "shard", "tensor"])
+        mesh = Mesh(parts[(*copies, "shard")], mesh.experts, parts["tensor"], mesh.weights)
+    return mesh
 
 
 def _mesh(device: Device, ranks: Tensor, names: list[str]) -> DeviceMesh:
@@ -137,14 +149,15 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     """Load the model, one shard per rank. No rank holds a complete weight, except for files that cannot be sliced."""
     config = spec.load_config()
     key = f"{spec.role}.ulysses_sequence_parallel_size"
-    group = sequence_group(config, spec.sequence_parallel_size, key)
+    group = sequence_group(config, spec.sequence_parallel_size, key, spec.tensor_size)
     packed = empty_packed(kind, spec, config)
     packed.group, model = group, packed.model
     if kernels := kernels_of(device, spec.fused_kernels):
         fuse(model, kernels)
     if spec.compiled:
         _compile_layers(model)
-    spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size, spec.fsdp.expert_parallel_size))
+    sizes = spec.fsdp.expert_parallel_size, spec.tensor_size
+    spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size, *sizes))
     # Sharded on the meta device, the model gets memory only for its shards.
     packed.to_empty(device=device.torch_device)
     # to_empty allocates tied weights separately.
@@ -220,12 +233,30 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
     if mesh.experts:
         _spread_experts(packed, mesh, held)
+    # Tokens are shared around their way to the ranks of their experts.
+    shared = split(packed.model, mesh.tensor) if mesh.tensor else []
+    packed.tensor_size = mesh.tensor.size() if mesh.tensor else 1
+    for part in shared if not mesh.experts else ():
+        fully_shard(part, mesh=mesh.all_shards, **held)
+    for part in shared:
+        # Each rank has the gradient of its tokens only, and the loss is scaled for whole gradients.
+        group: Any = part
+        group.set_gradient_divide_factor(dist.get_world_size() / packed.tensor_size / _num_owners(mesh))
+        # Otherwise FSDP would ask for a reduction that multiplies, which only NCCL has.
+        group.set_force_sum_reduction_for_comms(True)
+    # A tower is not split, so all ranks can share it.
+    whole = {id(module) for part in tower(packed.model) for module in part.modules()} if mesh.tensor else set()
     # Layers first: the root then gets the remaining parameters.
     for layer in decoder_layers(packed.model):
-        fully_shard(layer, mesh=mesh.weights, **held)
+        fully_shard(layer, mesh=mesh.all_shards if id(layer) in whole else mesh.weights, **held)
     # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
     # until `reshard`. Otherwise they would be gathered twice per micro-batch.
     fully_shard(packed, mesh=mesh.weights, mp_policy=precision, reshard_after_forward=False)
+
+
+def _num_owners(mesh: Mesh) -> int:
+    """Return the number of ranks that share the experts, by which `models.experts` divides their gradients."""
+    return mesh.experts["expert"].size() if mesh.experts else 1
 
 
 def _spread_experts(packed: PackedModel, mesh: Mesh, held: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.config.schema.model import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig
 from rltrain.config.step_passes import StepPasses, make_step_passes, rests_on_host
+from rltrain.config.tensor_parallel import tensor_size
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.weights.lora import Lora, lora_of
@@ -40,6 +41,8 @@ class ModelSpec:
     """Recomputed layers: all, a number or "selective"; and where their inputs wait (`recompute_activations`)."""
     sequence_parallel_size: int = 1
     """Number of ranks that share each sequence."""
+    tensor_size: int = 1
+    """Number of ranks that share each matrix (tensor parallelism)."""
     lora: Lora | None = None
     """Adapters, in a separate dtype, over frozen weights in ``master_dtype``."""
     longest: int | None = None
@@ -152,7 +155,10 @@ def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> S
         return PolicyModel, frozen_spec(cfg, device, passes.images_in_training, role)
 
     kinds = {role: model(role) for role in ROLES if role == "actor" or role in passes.roles}
-    return {role: (kind, replace(spec, rests_on_host=rests_on_host(cfg, role))) for role, (kind, spec) in kinds.items()}
+    return {
+        role: (kind, replace(spec, rests_on_host=rests_on_host(cfg, role), tensor_size=tensor_size(cfg, role)))
+        for role, (kind, spec) in kinds.items()
+    }
 
 
 def _trained(

@@ -21,7 +21,7 @@ import torch
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.columns.ragged import Ragged
-from rltrain.common.device import Device, get_device, resolve_dtype
+from rltrain.common.device import DEVICES, Device, get_device, resolve_dtype
 from rltrain.config.budgets import PassBudget, judge_lengths, longest_text
 from rltrain.config.passes import JUDGE_PHASE, PASSES, ROLES, Role, device_phases, updates_of
 from rltrain.config.schema import Config
@@ -35,7 +35,7 @@ from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.names import ADAPTER, Part, whole_weights
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, actor_spec, judge_spec, specs_of
-from rltrain.run.preflight.meta_run import Owners, Work, fake_model, forward_only, peak_of, update
+from rltrain.run.preflight.meta_run import Owners, Work, fake_model, forward_only, local, peak_of, update
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
 from rltrain.workers.rollout.embedded.kv import ROOM
@@ -114,6 +114,12 @@ class _Role:
         packed = empty_packed(self.kind, self.spec, self.spec.load_config())
         kept = parts_with_experts(packed.model) if self.spec.fsdp.expert_parallel_size > 1 else []
         even = {id(weight) for part in kept for weight in part.parameters()}
+        elements = sum(each.numel() for name, each in packed.named_parameters() if ADAPTER not in name)
+        if self.spec.tensor_size > 1:
+            # Some weights are cut in two directions, and others not at all.
+            with fake_model(self.kind, self.spec, DEVICES["cpu"], self.ranks) as (split, _, _):
+                own = [(local(each).nbytes, each.requires_grad) for each in split.parameters()]
+            return sum(size for size, _ in own), sum(size for size, learns in own if learns), elements
         weights = learning = 0
         for each in packed.parameters():
             # FSDP2 shards rows, and the first rank's shard is the largest.
@@ -121,7 +127,7 @@ class _Role:
             size = round(rows * math.prod(each.shape[1:])) * each.dtype.itemsize
             weights += size
             learning += size if each.requires_grad else 0
-        return weights, learning, sum(each.numel() for name, each in packed.named_parameters() if ADAPTER not in name)
+        return weights, learning, elements
 
     @cached_property
     def slot(self) -> int:

@@ -194,11 +194,12 @@ def fake_model(
         enter(_pretended_ranks(num_ranks))
         inputs = None if batch is None else pack(batch, torch.device("cpu"))
         if spec.sequence_parallel_size > 1:
-            packed.group = sequence_group(config, spec.sequence_parallel_size, "")
+            packed.group = sequence_group(config, spec.sequence_parallel_size, "", spec.tensor_size)
             # The responses of a rank depend on values, which fake tensors do not have.
             mine = None if inputs is None else share_of_row(inputs, packed.group)
             enter(patch.object(forward, "share_of_row", lambda *_: mine))
-        spread(packed, spec, make_mesh(DEVICES["cpu"], spec.fsdp.fsdp_size, spec.fsdp.expert_parallel_size))
+        sizes = spec.fsdp.expert_parallel_size, spec.tensor_size
+        spread(packed, spec, make_mesh(DEVICES["cpu"], spec.fsdp.fsdp_size, *sizes))
         enter(patch.object(experts, "row_sizes", _evenly))
         enter(patch.dict(DEVICES, cpu=replace(device, kind="cpu")))
         enter(patch.dict(sys.modules, torch_npu=_Kernels))

@@ -32,6 +32,7 @@ from rltrain.models.files.source import model_problem
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
 from rltrain.models.routing import correction_biases, num_experts
+from rltrain.models.tensor_parallel import tensor_problem
 from rltrain.models.weights.lora import exclusion_note
 from rltrain.models.weights.shard import empty_packed, look_at_weights
 from rltrain.models.weights.spec import ModelSpec, specs_of
@@ -84,10 +85,11 @@ def check_models(cfg: Config, result: PreflightResult) -> None:
 
 
 def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> Iterator[str]:
-    """Experts that cannot be shared by as many ranks, in the models of ``paths`` (all). Needs no weights."""
+    """Experts and matrices that as many ranks cannot share, in the models of ``paths`` (all). Needs no weights."""
     for role, (kind, spec) in _models(cfg).items():
-        if spec.fsdp.expert_parallel_size > 1 and (paths is None or spec.path in paths):
-            yield from _experts(cfg, role, spec, empty_packed(kind, spec, config := spec.load_config()).model, config)
+        shares = spec.fsdp.expert_parallel_size > 1 or spec.tensor_size > 1
+        if shares and (paths is None or spec.path in paths):
+            yield from _sharing(cfg, role, spec, empty_packed(kind, spec, config := spec.load_config()).model, config)
 
 
 def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
@@ -167,7 +169,7 @@ def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, resu
     packed = empty_packed(kind, spec, config)
     if is_policy:
         result.problems += _bias(cfg, spec, packed.model, config)
-    result.problems += _experts(cfg, role, spec, packed.model, config)
+    result.problems += _sharing(cfg, role, spec, packed.model, config)
     result.notes += [note for note in look_at_weights(kind, spec, config) if note not in result.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
     if role == "ref" and cfg.actor_rollout_ref.ref.update_every_steps:
@@ -192,6 +194,24 @@ def _unchecked(cfg: Config, untried: str | None, result: PreflightResult) -> Non
         result.problems.append(
             f"{untried}. Use a model of a family that works (docs/models.md), or set "
             "trainer.allow_unchecked_models=True and compare its log-probs yourself."
+        )
+
+
+def _sharing(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
+    """Yield problems of experts and matrices that cannot be divided among the ranks."""
+    yield from _experts(cfg, role, spec, model, config)
+    size, section = spec.tensor_size, ROLES[role].fsdp
+    if get(cfg, f"{section}.tensor_parallel_size") is None:
+        section = ROLES["actor"].fsdp
+    key, heads = f"{section}.tensor_parallel_size={size}", config.get_text_config().num_attention_heads
+    if size > 1 and (spec.lora or spec.tower != "rests"):
+        yield f"{key} does not work with {'LoRA' if spec.lora else 'images'} yet. Leave it out."
+    if problem := tensor_problem(model, config, size):
+        yield f"{key}: {'' if role == 'actor' else f'of {spec.path}, '}{problem}"
+    elif size > 1 and heads % (size * spec.sequence_parallel_size):
+        yield (
+            f"{key} x {spec.role}.ulysses_sequence_parallel_size={spec.sequence_parallel_size} does not divide the "
+            f"{heads} attention heads of the model. Lower one of them."
         )
 
 

@@ -36,7 +36,8 @@ def describe(plan: Plan, config: Config) -> str:
 def _training(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Return the rows that only training has."""
     return [
-        ("data-parallel", f"{plan.ranks['actor']} (sequence-parallel {plan.sequence_parallel_size}, at most "
+        ("data-parallel", f"{plan.ranks['actor']} (sequence-parallel {plan.sequence_parallel_size}, "
+         f"tensor-parallel {plan.tensor_parallel_size}, at most "
          f"{plan.most_samples_per_rank:,} samples each)"),
         ("prompts per step", f"{plan.prompts_per_step:,}"),
         ("samples per step", f"{plan.samples_per_step:,} ({count(plan.answers_per_prompt, 'answer')} to each prompt)"),

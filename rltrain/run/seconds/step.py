@@ -194,12 +194,13 @@ def pass_speed(
     weight_bytes = _of(role, "num_parameters", sizes) * spec.compute_dtype.itemsize
     devices = plan.num_devices // plan.ranks[role]
     # A backward writes and reads about twice as much as a forward.
-    traffic = _traffic(spec) * (3 if learns else 1) * again
+    traffic, passed = _traffic(spec) * (3 if learns else 1) * again, _passed_bytes(spec) * (2 if learns else 1)
     link = assumed.node_gb_per_s if shards <= plan.devices_per_node else assumed.network_gb_per_s
     return PassSpeed(
         flops=devices * chip.peak_flops * share / again,
-        token_s=traffic / (devices * chip.peak_bandwidth * assumed.bandwidth_share),
-        gather_s=weight_bytes * (1 - 1 / shards) / (link * 1e9),
+        token_s=traffic / (devices * chip.peak_bandwidth * assumed.bandwidth_share)
+        + passed * spec.tensor_size / devices / (assumed.node_gb_per_s * 1e9),
+        gather_s=weight_bytes * (1 / spec.tensor_size - 1 / shards) / (link * 1e9),
         micro_batch_s=assumed.micro_batch_ms / 1e3,
         sample_s=assumed.sample_us / 1e6,
         optimizer_s=assumed.optimizer_ms / 1e3,
@@ -220,14 +221,23 @@ def _traffic(spec: ModelSpec) -> float:
 
     This is a rough count, in two bytes per element. A layer writes or reads its width about 20 times (norms, residuals,
     rotations, inputs and outputs of the products) and the width of its MLP 7 times. The logits are written in two bytes
-    and become log-probs in four, which makes about 24 bytes per word of the vocabulary.
+    and become log-probs in four, which makes about 24 bytes per word of the vocabulary. Ranks that share matrices
+    share the widths of the MLP and the vocabulary, and each has all of the layer's width.
     """
     config = spec.load_config().get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 1
     inner = getattr(config, "moe_intermediate_size", None) or getattr(
         config, "intermediate_size", 4 * config.hidden_size
     )
-    return float(config.num_hidden_layers * (40 * config.hidden_size + 14 * experts * inner) + 24 * config.vocab_size)
+    widths = 40 * config.hidden_size * spec.tensor_size + 14 * experts * inner
+    return float(config.num_hidden_layers * widths + 24 * config.vocab_size)
+
+
+def _passed_bytes(spec: ModelSpec) -> float:
+    """Return the bytes of a token that a rank sends in a forward to ranks that share its matrices: two all-reduces of
+    each layer's width, in two bytes per element."""
+    config = spec.load_config().get_text_config()
+    return 2 * 2 * 2 * (1 - 1 / spec.tensor_size) * float(config.num_hidden_layers * config.hidden_size)
 
 
 def _spec(role: Role, cfg: Config, plan: Plan) -> ModelSpec:

@@ -64,8 +64,8 @@ class ExpertBalance:
         chosen = torch.tensor([choices.shape[2] if len(choices) else 0])
         dist.all_reduce(chosen, dist.ReduceOp.MAX)
         dist.all_reduce(load)
-        # Every rank of a sequence-parallel group counted the whole row.
-        load //= self._policy.group.size() if self._policy.group else 1
+        # Every rank that shares sequences or matrices counted the whole row.
+        load //= self._policy.tensor_size * (self._policy.group.size() if self._policy.group else 1)
         self._policy.balance(balance_weights(load, int(chosen)).float().to(self._device.torch_device))
 
     def _choices(self, micros: Sequence[Batch]) -> Tensor:

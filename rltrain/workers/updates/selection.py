@@ -44,7 +44,7 @@ def look_ahead(
         _add_tokens(micros, c.SELECTED, mask.like(select(inputs, numbers, entry.selection, num_tokens, cfg)))
     if cfg.top_entropy_quantile < 1:
         entropies = torch.cat([empty, *(micro.ragged(c.ENTROPY).values for micro in micros)])
-        keys, copies = certainty(entropies, mask.values), cfg.ulysses_sequence_parallel_size
+        keys, copies = certainty(entropies, mask.values), cfg.ranks_per_sample
         chosen = smallest_share(keys, cfg.top_entropy_quantile, num_tokens, copies, rounding=ENTROPY_ROUNDING)
         _add_tokens(micros, c.UNCERTAIN, mask.like(chosen))
     if entry.group_weights:
@@ -63,10 +63,10 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
     """Return a mask of this rank's tokens that are selected over all ranks (a collective).
 
     Ties at the threshold are all selected by a share, and all excluded by a largest mean. inputs: all tokens of this
-    rank's part of the mini-batch; the ranks of a sequence-parallel group have the same part. num_tokens: of the global
+    rank's part of the mini-batch; ranks that share sequences or matrices have the same part. num_tokens: of the global
     mini-batch.
     """
-    copies = cfg.ulysses_sequence_parallel_size
+    copies = cfg.ranks_per_sample
     mask = inputs.mask.values
     sums = torch.stack([(inputs.advantages * mask).double().sum(), (inputs.log_probs * mask).double().sum()])
     dist.all_reduce(sums)
@@ -100,7 +100,7 @@ def _smallest(keys: Tensor, count: int, copies: int) -> Tensor:
 def _everyones(rows: Tensor, copies: int) -> tuple[Tensor, slice]:
     """Return the float64 rows [n, k] of all ranks, and the slice of this rank's rows (a collective).
 
-    The ``copies`` ranks of a sequence-parallel group have the same rows, which are returned once.
+    The ``copies`` ranks that share sequences or matrices have the same rows, which are returned once.
     """
     ranks, rank = range(dist.get_world_size()), dist.get_rank()
     size = torch.tensor([len(rows)])
@@ -130,7 +130,7 @@ def weigh(
     labels = mask.like(inputs.advantages * mask.values).sum().sign()
     rows = torch.stack([scores.double(), labels.double(), groups.double()], 1)
     there, weights = counts > 0, torch.zeros(len(counts))
-    everyone, own = _everyones(rows[there], cfg.ulysses_sequence_parallel_size)
+    everyone, own = _everyones(rows[there], cfg.ranks_per_sample)
     weights[there] = function(everyone[:, 0], everyone[:, 1], everyone[:, 2].long(), cfg)[own].float()
     return weights * (counts_of_all.sequences / max(counts_of_all.groups, 1))
 

@@ -1,0 +1,195 @@
+"""Ranks that share matrices compute, learn and save what one process in float64 computes, learns and saves."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoModelForCausalLM
+
+from rltrain.common.columns.batch import Batch
+from rltrain.common.device import get_device
+from rltrain.config.schema.model import OptimConfig, ShardingConfig
+from rltrain.models.attention import packed
+from rltrain.models.attention.packing import pack
+from rltrain.models.forward import PolicyModel
+from rltrain.models.optim import clip_gradients, make_optimizer
+from rltrain.models.tensor_parallel import tensor_problem
+from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.models.weights.state import load_training_state, moments, save_training_state
+from tests.distance import distance
+from tests.models.kinds import DELTA, SIZES, TABLE
+from tests.models.test_routing import FAMILIES as ROUTED
+from tests.models.test_routing import batch
+from tests.ranks import run_on_ranks
+
+WORLD = 4
+FAMILIES = {
+    "qwen2, biases and tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3, norms of heads": ("Qwen3Config", {}),
+    "mistral, window": ("MistralConfig", {"sliding_window": 4}),
+    "phi3, fused": ("Phi3Config", {}),
+    "glm4, fused": ("Glm4Config", {}),
+    "gpt_neox, interleaved": ("GPTNeoXConfig", {}),
+    "gemma2": TABLE["gemma2, capped"],
+    "gpt_oss": ROUTED["gpt_oss, softmax of the chosen"],
+    "qwen3_moe": ROUTED["qwen3_moe"],
+    "deepseek_v3": ROUTED["deepseek_v3, groups of experts"],
+}
+# Ranks that share matrices, sequences and experts, and ranks of a copy of the weights.
+LAYOUTS = {
+    "1": (1, 1, 1, -1), "2": (2, 1, 1, -1), "4": (4, 1, 1, -1), "2, long sequences": (2, 2, 1, -1),
+    "2, two copies": (2, 1, 1, 2), "2, experts on 2": (2, 1, 2, -1), "2, experts on 4": (2, 1, 4, -1),
+}  # fmt: skip
+# Every kind of weight and layout that is split in its own way; the others take the same road.
+ALWAYS = [
+    ("qwen3, norms of heads", "2"), ("phi3, fused", "4"), ("deepseek_v3", "4"), ("gpt_oss", "2, long sequences"),
+    ("qwen3_moe", "2, experts on 2"),
+]  # fmt: skip
+LONG = [(name, layout) for name in FAMILIES for layout in ("2", "4")]
+LONG += [("qwen3_moe", layout) for layout in LAYOUTS if layout not in ("1", "2", "4")]
+CASES = [*ALWAYS, *(pytest.param(case, marks=pytest.mark.long) for case in LONG if case not in ALWAYS)]
+ANSWERS = [(6, 3, 5), (1, 2, 9), (4, 4, 4), ()]
+CPU = torch.device("cpu")
+# With a larger eps, as a gradient that is rounding alone would make a whole step.
+OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5, eps=1e-3)
+
+
+def given(part: int) -> Batch:
+    return batch(ANSWERS[part]) if ANSWERS[part] else Batch()
+
+
+def step(policy, parts, scale: float) -> dict[str, torch.Tensor]:
+    """Log-probs, gradients, their norm, and the weights after a step of AdamW."""
+    optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
+    found = {}
+    for part in parts:
+        outputs = policy(pack(given(part), CPU), 0.7, True, None, True)
+        ((outputs.log_probs.sum() + 0.3 * outputs.entropy.sum()) * scale).backward()
+        names = ("log_probs", "entropy", "sum_pi_squared")
+        found |= {f"scores {name} {part}": getattr(outputs, name).detach() for name in names}
+    found |= {f"gradient {name}": whole(each.grad) for name, each in policy.named_parameters() if each.grad is not None}
+    found["norm"] = clip_gradients(policy.parameters(), OPTIM.clip_grad)
+    optimizer.step()
+    return found | {f"weight {name}": each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12)}
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def spec(folder: Path, layout: str) -> ModelSpec:
+    size, sharing, experts, fsdp_size = LAYOUTS[layout]
+    return ModelSpec(
+        str(folder), fsdp=ShardingConfig(fsdp_size=fsdp_size, expert_parallel_size=experts), tensor_size=size,
+        sequence_parallel_size=sharing, gradient_checkpointing=True,
+    )  # fmt: skip
+
+
+def rank_main(rank: int, world: int, folder: Path, cases: list[tuple[str, str]]) -> None:
+    found = {}
+    for name, layout in cases:
+        size, sharing, *_ = LAYOUTS[layout]
+        policy = sharded_model(PolicyModel, spec(folder / name, layout), get_device("cpu")).train()
+        same = size * sharing
+        found[name, layout] = step(policy, range(rank // same, len(ANSWERS), world // same), world / size)
+    everyone = [None] * world
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        torch.save(everyone, folder / "found.pt")
+
+
+def save(name: str, folder: Path) -> AutoModelForCausalLM:
+    kind, keys = FAMILIES[name]
+    packed.register()
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**SIZES | keys)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=packed.NAME)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight += 0.2 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, request):
+    """Results of all ranks for the collected cases, and of one process."""
+    own = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
+    cases = [item.callspec.params["case"] for item in own]
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    expected = {}
+    for name in dict.fromkeys(name for name, _ in cases):
+        model = save(name, folder / name)
+        model.set_experts_implementation("eager")  # grouped products have no float64
+        expected[name] = step(PolicyModel(model.double()).train(), range(len(ANSWERS)), 1)
+    run_on_ranks(rank_main, WORLD, folder, cases)
+    return torch.load(folder / "found.pt"), expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_gradients_and_a_step_are_those_of_one_process(found, case):
+    everyone, expected = found[0], found[1][case[0]]
+    ranks = [rank[case] for rank in everyone]
+    scores = {key: each for rank in ranks for key, each in rank.items() if key.startswith("scores")}
+    for kind in ("scores", "gradient", "norm", "weight"):
+        one = {key: each for key, each in (scores | ranks[0]).items() if key.startswith(kind)}
+        other = {key: each for key, each in expected.items() if key.startswith(kind)}
+        assert distance(one, other) < 1e-5, kind
+
+
+def state_of(policy, optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name} {part}": whole(values)
+        for name, parameter in policy.named_parameters()
+        for part, values in {"weight": parameter, **moments(optimizer, parameter)}.items()
+    }
+
+
+def goes_between_sizes(rank: int, world: int, folder: Path) -> None:
+    """Load in every layout, bit for bit, the weights and moments that another one saved; and compare the exports."""
+    states, files = {}, {}
+    for layout in ("1", "2", "4", "2, experts on 2"):
+        policy = sharded_model(PolicyModel, spec(folder / "model", layout), get_device("cpu"))
+        names = CheckpointNames(policy.model)
+        files[layout] = {name: each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12, names)}
+        optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
+        for parameter in policy.parameters():
+            parameter.grad = torch.cos((len(states) + 1) * parameter.detach())
+        optimizer.step()
+        save_training_state(policy, optimizer, str(folder / layout))
+        states[layout] = state_of(policy, optimizer)
+        for other in states:
+            load_training_state(policy, optimizer, str(folder / other))
+            loaded = state_of(policy, optimizer)
+            assert all(torch.equal(loaded[name], each) for name, each in states[other].items()), (layout, other)
+        assert files[layout].keys() == files["1"].keys()
+        assert all(torch.equal(files[layout][name], each) for name, each in files["1"].items())
+
+
+def test_states_and_files_go_between_all_sizes(tmp_path):
+    save("qwen3_moe", tmp_path / "model")
+    run_on_ranks(goes_between_sizes, WORLD, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "keys", "size", "message"), [
+    ("Qwen3Config", {}, 2, None),
+    ("Qwen3Config", {"num_key_value_heads": 1}, 4, None),
+    ("Qwen3Config", {"num_attention_heads": 6, "num_key_value_heads": 2}, 3, r"6 attention heads .* one of 1, 2, 6"),
+    ("Qwen3Config", {"vocab_size": 129}, 2, r"does not divide the vocabulary of 129 tokens"),
+    ("Qwen3Config", {"intermediate_size": 49}, 2, r"does not divide the 49 columns of model\.layers\.0\.mlp"),
+    ("GPTNeoXConfig", {}, 2, r"^gpt_neox has not been compared"),
+    ("Olmo2Config", {}, 2, r"^Olmo2Attention has k_norm, which the plan .* does not cover"),
+    ("Qwen3_5TextConfig", DELTA, 2, r"linear_attn\.\w+, which the plan"),
+])  # fmt: skip
+def test_models_that_cannot_be_shared_are_refused_with_a_fix(kind, keys, size, message):
+    config = getattr(transformers, kind)(**SIZES | keys)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    problem = tensor_problem(model, config, size)
+    assert problem is None if message is None else re.search(message, problem or "")

@@ -55,7 +55,9 @@ _COUNTS = {
 
 
 # Families (`model_type` of the text) whose log-probs, gradients and optimizer steps equal those of one process.
-COMPARED = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "glm4", "gpt_oss", "deepseek_v3"}
+COMPARED = {
+    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl_text", "mistral", "phi3", "glm4", "gpt_oss", "deepseek_v3"
+}  # fmt: skip
 
 
 class Plan(NamedTuple):

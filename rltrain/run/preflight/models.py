@@ -204,8 +204,6 @@ def _sharing(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) 
     if get(cfg, f"{section}.tensor_parallel_size") is None:
         section = ROLES["actor"].fsdp
     key, heads = f"{section}.tensor_parallel_size={size}", config.get_text_config().num_attention_heads
-    if size > 1 and (spec.lora or spec.tower != "rests"):
-        yield f"{key} does not work with {'LoRA' if spec.lora else 'images'} yet. Leave it out."
     if problem := tensor_problem(model, config, size):
         yield f"{key}: {'' if role == 'actor' else f'of {spec.path}, '}{problem}"
     elif size > 1 and heads % (size * spec.sequence_parallel_size):

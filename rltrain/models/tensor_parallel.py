@@ -344,13 +344,11 @@ def _row(layer: Any, group: ProcessGroup, states: Tensor) -> Tensor:
 
 
 def _sliced(layer: Any, rows: list[slice], group: ProcessGroup, enter: _Entry, states: Tensor) -> Tensor:
-    def part(weight: Tensor | None) -> Tensor | None:
-        if weight is None:
-            return None
+    def part(weight: Tensor) -> Tensor:
         entered = _Enter.apply(weight, group)
         return torch.cat([entered[each] for each in rows])
 
-    return linear(enter(states), part(layer.weight), part(layer.bias))
+    return linear(enter(states), part(layer.weight), None if layer.bias is None else part(layer.bias))
 
 
 def _embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, start: int, tokens: Tensor) -> Tensor:

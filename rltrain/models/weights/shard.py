@@ -82,7 +82,8 @@ def make_mesh(
     if tensor_parallel_size > 1:
         grid = ranks.view(*ranks.shape[:-1], -1, tensor_parallel_size)
         parts = _mesh(device, grid, [*copies, "shard", "tensor"])
-        mesh = Mesh(parts[(*copies, "shard")], mesh.experts, parts["tensor"], mesh.weights)
+        equal = (*copies, "shard")
+        mesh = Mesh(parts[equal], mesh.experts, parts["tensor"], mesh.weights)
     return mesh
 
 

@@ -29,7 +29,7 @@ from rltrain.models.head import (
 )
 from rltrain.models.load import decoder_layers
 from rltrain.models.routing import Routing, num_experts
-from rltrain.models.tensor_parallel import local
+from rltrain.models.tensor_layers import local
 from rltrain.models.vision import read_with_images, tower, tower_numbers
 
 

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from rltrain.algorithms.distillation import Divergence, ReverseKL
 from rltrain.common.device import device_of
 from rltrain.config.schema.families import family
-from rltrain.models.tensor_parallel import Vocabulary, local
+from rltrain.models.tensor_layers import Vocabulary, local
 
 REVERSE_KL = ReverseKL()
 

@@ -20,16 +20,23 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.functional import linear, pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rltrain.models.experts import PLAIN, parts_with_experts
+from rltrain.models.tensor_layers import (
+    Entry,
+    column,
+    embed,
+    entering,
+    replicate,
+    row,
+    share_tokens,
+    sliced,
+    weights_of,
+)
 from rltrain.models.vision import language_model
 
 # Names of the linear layers and norms of attention, by their part in it.
@@ -54,7 +61,7 @@ _COUNTS = {
 }
 
 
-# Families (`model_type` of the text) whose log-probs, gradients and optimizer steps equal those of one process.
+# Families (`model_type` of the text) whose log-probs, gradients and optimizer steps match one process.
 COMPARED = {
     "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl_text", "mistral", "phi3", "glm4", "gpt_oss", "deepseek_v3"
 }  # fmt: skip
@@ -176,7 +183,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> list[Any]:
     for _, mlp in plan.mlps:
         splitter.mlp(mlp)
     for part in plan.experts:
-        part.forward = partial(_share_tokens, part.forward, splitter.group)
+        part.forward = partial(share_tokens, part.forward, splitter.group)
     return plan.experts
 
 
@@ -186,7 +193,7 @@ class _Splitter:
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         self._model, self._mesh = model, mesh
         self.group, self._size, self._rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self._enter = _Entry(self.group)
+        self._enter = Entry(self.group)
         self._heads, self._kv_heads = _heads(model.config.get_text_config())
 
     def vocabulary(self) -> None:
@@ -196,7 +203,7 @@ class _Splitter:
         tied = head is not None and head.weight is embedding.weight
         self._shard(embedding, "weight", 0)
         rows = embedding.weight.shape[0] // self._size
-        embedding.forward = partial(_embed, embedding, embedding.forward, self.group, self._rank * rows)
+        embedding.forward = partial(embed, embedding, embedding.forward, self.group, self._rank * rows)
         if tied:
             head.weight = embedding.weight
         elif head is not None:
@@ -211,14 +218,14 @@ class _Splitter:
         ways: list[tuple[set[str], Callable[[Any], None]]] = [
             (_QUERIES, enter), (_KEYS, enter if self._kv_heads >= self._size else self._keys), (_FUSED, self._fused),
             (_LATENT, self._latent), (_FROM_LATENT, partial(self._column, enter=None)), (_OUTPUTS, self._row),
-            (_HEAD_NORMS | {"kv_a_layernorm"}, partial(_replicate, group=self.group)),
+            (_HEAD_NORMS | {"kv_a_layernorm"}, partial(replicate, group=self.group)),
         ]  # fmt: skip
         for name, child in list(module.named_children()):
             for names, way in ways:
                 if name in names:
                     way(child)
         if "sinks" in module._parameters:
-            _replicate(module, self.group, sinks=self._rows(self._heads))
+            replicate(module, self.group, sinks=self._rows(self._heads))
         counts = {"num_attention_heads": self._heads // self._size, "num_key_value_heads": kv_heads}
         for field, name in ((field, name) for field, names in _COUNTS.items() for name in names):
             if isinstance(getattr(module, name, None), int):
@@ -242,7 +249,7 @@ class _Splitter:
 
     def _latent(self, layer: Any) -> None:
         # Its output goes to this rank's heads in two ways: through kv_b_proj, and as positions of all heads.
-        layer.forward = partial(_entering, layer.forward, _Entry(self.group))
+        layer.forward = partial(entering, layer.forward, Entry(self.group))
 
     def mlp(self, module: nn.Module) -> None:
         """Shard an MLP by columns before the activation, and by rows after it."""
@@ -269,29 +276,29 @@ class _Splitter:
         first = start + self._rank * self._kv_heads // self._size * share
         return slice(first, first + share)
 
-    def _column(self, layer: Any, enter: _Entry | None) -> None:
+    def _column(self, layer: Any, enter: Entry | None) -> None:
         """Shard the outputs of a linear layer. enter: None if its input has entered already."""
         first, second = _adapters(layer)
-        for each, entry in ((_base(layer), enter), (second, enter and _Entry(self.group))):
+        for each, entry in ((_base(layer), enter), (second, enter and Entry(self.group))):
             if each is not None:
-                for name in _weights(each):
+                for name in weights_of(each):
                     self._shard(each, name, 0)
-                each.forward = partial(_column, each, entry)
+                each.forward = partial(column, each, entry)
         if first is not None and enter is None:
-            _replicate(first, self.group)
+            replicate(first, self.group)
 
     def _row(self, layer: Any) -> None:
         """Shard the inputs of a linear layer. A bias is added once."""
         for each in (_base(layer), _adapters(layer)[0]):
             if each is not None:
                 self._shard(each, "weight", 1)
-                each.forward = partial(_row, each, self.group)
+                each.forward = partial(row, each, self.group)
 
     def _slices(self, layer: Any, rows: list[slice]) -> None:
         """Let a linear layer compute only these rows of its outputs. Its weights stay whole."""
         for each in (_base(layer), _adapters(layer)[1]):
             if each is not None:
-                each.forward = partial(_sliced, each, rows, self.group, _Entry(self.group))
+                each.forward = partial(sliced, each, rows, self.group, Entry(self.group))
 
     def _shard(self, module: Any, name: str, dim: int) -> None:
         weight, shape = getattr(module, name), list(getattr(module, name).shape)
@@ -300,204 +307,9 @@ class _Splitter:
         module.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
 
 
-def _weights(layer: nn.Module) -> list[str]:
-    return [name for name, _ in layer.named_parameters(recurse=False)]
-
-
 def _adapters(layer: Any) -> tuple[Any, Any]:
     """Return A and B of a layer with adapters, or None for each."""
     if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict):
         return None, None
     (first,), (second,) = layer.lora_A.values(), layer.lora_B.values()
     return first, second
-
-
-# -- forward -----------------------------------------------------------------------------------------------------------
-
-
-def local(weight: Any) -> Any:
-    """Return this rank's part of a gathered weight, differentiably; None and plain tensors unchanged."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-class _Entry:
-    """Entry of hidden states into a block. Layers that read the same states share one all-reduce."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-        self._last: tuple[Tensor, bool, Tensor] | None = None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        grad = torch.is_grad_enabled()
-        if self._last is None or self._last[0] is not states or self._last[1] != grad:
-            self._last = states, grad, _Enter.apply(states, self.group)
-        return self._last[2]
-
-
-def _column(layer: Any, enter: _Entry | None, states: Tensor) -> Tensor:
-    return linear(states if enter is None else enter(states), local(layer.weight), local(layer.bias))
-
-
-def _row(layer: Any, group: ProcessGroup, states: Tensor) -> Tensor:
-    output: Tensor = _Leave.apply(linear(states, local(layer.weight)), group)
-    return output if layer.bias is None else output + layer.bias
-
-
-def _sliced(layer: Any, rows: list[slice], group: ProcessGroup, enter: _Entry, states: Tensor) -> Tensor:
-    def part(weight: Tensor) -> Tensor:
-        entered = _Enter.apply(weight, group)
-        return torch.cat([entered[each] for each in rows])
-
-    return linear(enter(states), part(layer.weight), None if layer.bias is None else part(layer.bias))
-
-
-def _embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, start: int, tokens: Tensor) -> Tensor:
-    weight = local(layer.weight)
-    own = (tokens >= start) & (tokens < start + len(weight))
-    # The padding token has no gradient. It is a row of one rank.
-    padding = layer.padding_idx
-    inside = padding is not None and start <= padding < start + len(weight)
-    vars(layer).update(weight=weight, padding_idx=padding - start if inside else None)
-    try:
-        output = compute((tokens - start).where(own, 0))
-    finally:
-        del vars(layer)["weight"]
-        layer.padding_idx = padding
-    result: Tensor = _Leave.apply(output.masked_fill(~own[..., None], 0), group)
-    return result
-
-
-def _entering(compute: Callable[..., Tensor], enter: _Entry, *args: Any, **kwargs: Any) -> Tensor:
-    return enter(compute(*args, **kwargs))
-
-
-def _replicate(module: Any, group: ProcessGroup, **rows: slice) -> None:
-    """Sum the gradients of a module's own weights over the group. rows: the rows that are used, by weight."""
-    module.forward = partial(_replicated, module, module.forward, group, rows)
-
-
-def _replicated(
-    module: Any, compute: Callable[..., Any], group: ProcessGroup, rows: dict[str, slice], *args: Any, **kwargs: Any
-) -> Any:
-    # Instance attributes shadow the parameters of the same names in the family's code.
-    names = list(rows) or _weights(module)
-    own = {name: _Enter.apply(getattr(module, name), group) for name in names}
-    vars(module).update({name: own[name][rows[name]] if rows else own[name] for name in names})
-    try:
-        return compute(*args, **kwargs)
-    finally:
-        for name in names:
-            del vars(module)[name]
-
-
-def _share_tokens(
-    compute: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor, experts: Tensor, weights: Tensor
-) -> Tensor:
-    """Compute experts for this rank's share of ``tokens`` [n, hidden], and gather the outputs of all."""
-    missing = -len(tokens) % group.size()
-    parts = (pad(each, (0, 0, 0, missing)) for each in (tokens, experts, weights))
-    output = compute(*(_Share.apply(part, group) for part in parts))
-    whole: Tensor = _Gather.apply(output, group)
-    return whole[: len(tokens)].clone() if missing else whole
-
-
-class _Enter(torch.autograd.Function):
-    """Identity, whose gradient is summed over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _Leave(torch.autograd.Function):
-    """Sum over the group, whose gradient is that of every part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        total = part.contiguous()
-        ctx.mark_dirty(part) if total is part else None
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _Share(torch.autograd.Function):
-    """This rank's share of rows that all ranks have, whose gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return rows.chunk(group.size())[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradients[0], ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of all ranks, in rank order. The gradient of this rank's rows is a slice."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, rows.contiguous(), group=group)
-    return torch.cat(parts)
-
-
-class Vocabulary:
-    """Reductions over the vocabulary of a chunk's logits, of which this rank may have some columns.
-
-    weight: of the head. A head that is not shared reduces nothing.
-    """
-
-    def __init__(self, weight: Any) -> None:
-        shared = isinstance(weight, DTensor)
-        self.group = weight.device_mesh.get_group() if shared else None
-        self._start = weight.device_mesh.get_local_rank() * len(local(weight)) if shared else 0
-
-    def sum(self, *parts: Tensor | None) -> None:
-        """Sum tensors over the group, in place."""
-        for part in parts if self.group is not None else ():
-            if part is not None:
-                dist.all_reduce(part, group=self.group)
-
-    def logsumexp(self, logits: Tensor) -> Tensor:
-        """Return log sum exp over the vocabulary [n]."""
-        if self.group is None:
-            return logits.logsumexp(-1)
-        own = logits.logsumexp(-1)
-        highest = own.clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
-        total = own.sub_(highest).exp_()
-        dist.all_reduce(total, group=self.group)
-        return total.log_().add_(highest)
-
-    def columns(self, labels: Tensor, count: int) -> Tensor:
-        """Return the columns of ``labels`` here. The column of a label on another rank is any."""
-        return labels if self.group is None else (labels - self._start).clamp(0, count - 1)
-
-    def own(self, values: Tensor, labels: Tensor, count: int) -> Tensor:
-        """Return ``values``, with 0 for labels on another rank."""
-        if self.group is None:
-            return values
-        places = labels - self._start
-        return values.masked_fill((places < 0) | (places >= count), 0)

@@ -150,7 +150,7 @@ def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[in
     return max(1, total // ranks), ranks
 
 
-# -- tensor parallelism --------------------------------------------------------------------------------------------------
+# -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
 def tensor_size(config: Config, role: Role) -> int:

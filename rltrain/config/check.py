@@ -16,7 +16,7 @@ from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import is_plugin, plugin_file
 from rltrain.common.storage import converter_hint, matching
 from rltrain.config.agents import several_turns
-from rltrain.config.budgets import budget_problems
+from rltrain.config.budgets import budget_problems, tensor_problems
 from rltrain.config.engine_rules import engine_problems, replay_problems, supervised_problems, tail_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.passes import has_critic, has_reference, step_phases
@@ -28,7 +28,6 @@ from rltrain.config.schema.model import HALF, NO_MASTER
 from rltrain.config.schema.reward import asked_of_scorers, reward_problems, reward_terms
 from rltrain.config.schema.trainer import folder_problems, name_problems, profile_problems, word_problems
 from rltrain.config.step_passes import roles_of
-from rltrain.config.tensor_parallel import tensor_problems
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."

@@ -1,6 +1,6 @@
-"""Tensor parallelism: forward and backward of layers whose matrices are split over the ranks of a group.
+"""Forward passes of modules that the ranks of a tensor-parallel group share, and reductions over the vocabulary.
 
-`models.tensor_parallel` decides which layers are split, and how.
+`models.tensor_parallel` decides which modules these are.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, pad
+
+
+def weights_of(layer: nn.Module) -> list[str]:
+    """Return the names of a module's own weights."""
+    return [name for name, _ in layer.named_parameters(recurse=False)]
 
 
 def local(weight: Any) -> Any:
@@ -32,34 +37,33 @@ class Entry:
     def __call__(self, states: Tensor) -> Tensor:
         grad = torch.is_grad_enabled()
         if self._last is None or self._last[0] is not states or self._last[1] != grad:
-            self._last = states, grad, Enter.apply(states, self.group)
+            self._last = states, grad, _Enter.apply(states, self.group)
         return self._last[2]
 
 
 def column(layer: Any, enter: Entry | None, states: Tensor) -> Tensor:
-    """Compute a layer whose outputs are split: this rank has some of its rows of weights."""
+    """Compute a linear layer whose outputs are shared."""
     return linear(states if enter is None else enter(states), local(layer.weight), local(layer.bias))
 
 
 def row(layer: Any, group: ProcessGroup, states: Tensor) -> Tensor:
-    """Compute a layer whose inputs are split, and sum its outputs over the ranks."""
-    output: Tensor = Leave.apply(linear(states, local(layer.weight)), group)
+    """Compute a linear layer whose inputs are shared."""
+    output: Tensor = _Leave.apply(linear(states, local(layer.weight)), group)
     return output if layer.bias is None else output + layer.bias
 
 
 def sliced(layer: Any, rows: list[slice], group: ProcessGroup, enter: Entry, states: Tensor) -> Tensor:
-    """Compute with ``rows`` of a layer that every rank has whole."""
+    """Compute these rows of a linear layer's outputs."""
 
     def part(weight: Tensor) -> Tensor:
-        entered = Enter.apply(weight, group)
+        entered = _Enter.apply(weight, group)
         return torch.cat([entered[each] for each in rows])
 
-    bias = None if layer.bias is None else part(layer.bias)
-    return linear(enter(states), part(layer.weight), bias)
+    return linear(enter(states), part(layer.weight), None if layer.bias is None else part(layer.bias))
 
 
 def embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, start: int, tokens: Tensor) -> Tensor:
-    """Look up tokens in a vocabulary that is split over the ranks. start: the first token of this rank."""
+    """Compute the embedding of all tokens, of which this rank has the rows from ``start``."""
     weight = local(layer.weight)
     own = (tokens >= start) & (tokens < start + len(weight))
     # The padding token has no gradient. It is a row of one rank.
@@ -71,12 +75,12 @@ def embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, 
     finally:
         del vars(layer)["weight"]
         layer.padding_idx = padding
-    result: Tensor = Leave.apply(output.masked_fill(~own[..., None], 0), group)
+    result: Tensor = _Leave.apply(output.masked_fill(~own[..., None], 0), group)
     return result
 
 
 def entering(compute: Callable[..., Tensor], enter: Entry, *args: Any, **kwargs: Any) -> Tensor:
-    """Call ``compute`` on hidden states that enter a split block."""
+    """Compute a module and let its output enter."""
     return enter(compute(*args, **kwargs))
 
 
@@ -89,8 +93,8 @@ def _replicated(
     module: Any, compute: Callable[..., Any], group: ProcessGroup, rows: dict[str, slice], *args: Any, **kwargs: Any
 ) -> Any:
     # Instance attributes shadow the parameters of the same names in the family's code.
-    names = list(rows) or weight_names(module)
-    own = {name: Enter.apply(getattr(module, name), group) for name in names}
+    names = list(rows) or weights_of(module)
+    own = {name: _Enter.apply(getattr(module, name), group) for name in names}
     vars(module).update({name: own[name][rows[name]] if rows else own[name] for name in names})
     try:
         return compute(*args, **kwargs)
@@ -110,7 +114,7 @@ def share_tokens(
     return whole[: len(tokens)].clone() if missing else whole
 
 
-class Enter(torch.autograd.Function):
+class _Enter(torch.autograd.Function):
     """Identity, whose gradient is summed over the group."""
 
     @staticmethod
@@ -125,7 +129,7 @@ class Enter(torch.autograd.Function):
         return total, None
 
 
-class Leave(torch.autograd.Function):
+class _Leave(torch.autograd.Function):
     """Sum over the group, whose gradient is that of every part."""
 
     @staticmethod
@@ -210,8 +214,3 @@ class Vocabulary:
             return values
         places = labels - self._start
         return values.masked_fill((places < 0) | (places >= count), 0)
-
-
-def weight_names(layer: Any) -> list[str]:
-    """Return the names of the weights of a layer without sub-layers."""
-    return [name for name, _ in layer.named_parameters(recurse=False)]

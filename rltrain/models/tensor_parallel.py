@@ -5,8 +5,8 @@ rank computes some heads, some columns of each MLP and some rows of the vocabula
 of the group, and FSDP shards them further over the other ranks. All ranks of a group compute the same tokens: hidden
 states between the blocks, and norms of them, are equal on all.
 
-Around a block, hidden states enter with an all-reduce in the backward pass (`Enter`), and leave with one in the
-forward pass (`Leave`). A weight that every rank uses for its own heads (norms of queries and keys, sinks, replicated
+Around a block, hidden states enter with an all-reduce in the backward pass (`_Enter`), and leave with one in the
+forward pass (`_Leave`). A weight that every rank uses for its own heads (norms of queries and keys, sinks, replicated
 keys and values, fused weights, which are sliced part by part) has a partial gradient on each rank, so it enters like a
 hidden state. Experts are not cut: each rank of the group computes them for its share of the tokens.
 
@@ -35,7 +35,7 @@ from rltrain.models.tensor_layers import (
     row,
     share_tokens,
     sliced,
-    weight_names,
+    weights_of,
 )
 from rltrain.models.vision import language_model
 
@@ -61,8 +61,10 @@ _COUNTS = {
 }
 
 
-# Families (`model_type` of the text) whose log-probs, gradients and optimizer steps equal those of one process.
-COMPARED = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "glm4", "gpt_oss", "deepseek_v3"}
+# Families (`model_type` of the text) whose log-probs, gradients and optimizer steps match one process.
+COMPARED = {
+    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl_text", "phi3", "glm4", "gpt_oss", "deepseek_v3"
+}  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -279,7 +281,7 @@ class _Splitter:
         first, second = _adapters(layer)
         for each, entry in ((_base(layer), enter), (second, enter and Entry(self.group))):
             if each is not None:
-                for name in weight_names(each):
+                for name in weights_of(each):
                     self._shard(each, name, 0)
                 each.forward = partial(column, each, entry)
         if first is not None and enter is None:

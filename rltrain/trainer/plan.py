@@ -11,13 +11,12 @@ import numpy as np
 
 from rltrain.common.env import cpu_quota
 from rltrain.common.errors import ConfigError
-from rltrain.config.budgets import PassBudget, budgets
+from rltrain.config.budgets import PassBudget, budgets, ranks_per_sample, tensor_size
 from rltrain.config.check import uneven
 from rltrain.config.passes import PASSES, ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.model import OptimConfig
 from rltrain.config.step_passes import StepPasses, make_step_passes
-from rltrain.config.tensor_parallel import ranks_per_sample, tensor_size
 from rltrain.data.prompts import PromptStore
 
 _MOST_REWARD_WORKERS_PER_NODE = 16

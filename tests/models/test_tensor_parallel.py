@@ -1,22 +1,27 @@
 """Ranks that share matrices compute, learn and save what one process in float64 computes, learns and saves."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from rltrain.workers.frozen import Beside
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from rltrain.algorithms.distillation import JSD
 from rltrain.common.columns.batch import Batch
 from rltrain.common.device import get_device
 from rltrain.config.schema.model import OptimConfig, ShardingConfig
 from rltrain.models.attention import packed
 from rltrain.models.attention.packing import pack
-from rltrain.models.forward import PolicyModel
+from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.tensor_parallel import tensor_problem
+from rltrain.models.weights.lora import Lora
 from rltrain.models.weights.names import CheckpointNames, whole_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
@@ -26,6 +31,7 @@ from tests.models.kinds import DELTA, SIZES, TABLE
 from tests.models.test_routing import FAMILIES as ROUTED
 from tests.models.test_routing import batch
 from tests.ranks import run_on_ranks
+from tests.tiny_vision import save_tiny_vision_model
 
 WORLD = 4
 FAMILIES = {
@@ -193,3 +199,93 @@ def test_models_that_cannot_be_shared_are_refused_with_a_fix(kind, keys, size, m
         model = AutoModelForCausalLM.from_config(config)
     problem = tensor_problem(model, config, size)
     assert problem is None if message is None else re.search(message, problem or "")
+
+
+# Kinds of models and losses whose results on ranks that share matrices are compared with those of FSDP alone.
+KINDS = {
+    "adapters": ("qwen3, norms of heads", ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
+    "adapters of fused weights": ("phi3, fused", "all-linear"),
+    "adapters of latent attention": ("deepseek_v3", ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+    "adapters of experts": ("qwen3_moe", ["q_proj", "v_proj", "experts"]),
+    "critic": ("qwen3, norms of heads", None),
+    "exact divergence": ("qwen3, norms of heads", None),
+    "images": (None, None),
+}
+
+
+def save_adapter(folder: Path, targets) -> None:
+    """Save adapters of rank 2 whose B is not zero."""
+    named = "all-linear" if isinstance(targets, str) else [name for name in targets if name != "experts"]
+    stacks = ["experts.gate_up_proj", "experts.down_proj"] if "experts" in targets else None
+    config = LoraConfig(
+        r=2, target_modules=named, target_parameters=stacks, task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    torch.manual_seed(1)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    adapted.peft_config["default"].init_lora_weights = True
+    adapted.save_pretrained(folder / "adapter")
+
+
+def compare_kinds(rank: int, world: int, folder: Path) -> None:
+    for kind, (_, targets) in KINDS.items():
+        results = {}
+        for layout in ("1", "2", "4"):
+            made = spec(folder / kind, layout)
+            if targets:
+                path = str(folder / kind / "adapter")
+                made = replace(
+                    made, lora=Lora("actor_rollout_ref.model", 2, 4.0, targets, None, path, torch.float32, 1)
+                )
+            made = replace(made, tower="trained") if kind == "images" else made
+            model = sharded_model(ScalarModel if kind == "critic" else PolicyModel, made, get_device("cpu")).train()
+            results[layout] = results_of(kind, model, made, world)
+        for layout, found in results.items():
+            assert distance(found, results["1"]) < 1e-5, (kind, layout, distance(found, results["1"]))
+
+
+def results_of(kind: str, model, made: ModelSpec, world: int) -> dict[str, torch.Tensor]:
+    """Return scores, gradients and the weights after a step of AdamW."""
+    optimizer = make_optimizer(model.parameters(), OPTIM, get_device("cpu"))
+    inputs = pack(images_batch(made.path) if kind == "images" else given(0), CPU)
+    if kind == "critic":
+        with torch.no_grad():
+            model.score.weight.to_local().fill_(0.1)
+        scores = loss = model(inputs)
+    else:
+        beside = None
+        if kind == "exact divergence":
+            other = sharded_model(PolicyModel, replace(made, path=f"{made.path} reference"), get_device("cpu"))
+            beside = Beside(other, JSD(0.3)).states(inputs)
+        outputs = model(inputs, 0.7, True, beside)
+        scores, loss = outputs.log_probs, outputs.log_probs + 0.3 * outputs.entropy
+        if outputs.kl is not None:
+            scores, loss = torch.stack([scores, outputs.kl]), loss + 2 * outputs.kl
+    # Every rank computes the same sample, and FSDP averages over the ranks that share no matrices.
+    loss.sum().backward()
+    found = {"scores": scores.detach()} | {
+        f"gradient {name}": whole(each.grad) for name, each in model.named_parameters() if each.grad is not None
+    }
+    found["norm"] = clip_gradients(model.parameters(), OPTIM.clip_grad)
+    optimizer.step()
+    return found | {f"weight {name}": each.clone() for name, each, _ in whole_weights(model, torch.float32, 1 << 12)}
+
+
+def images_batch(folder: str) -> Batch:
+    from tests.models.test_vision_packed import make_batch
+
+    return make_batch(folder)
+
+
+def test_adapters_critics_divergences_and_images_equal_those_of_fsdp_alone(tmp_path):
+    for kind, (family, targets) in KINDS.items():
+        if family:
+            save(family, tmp_path / kind)
+        if targets:
+            save_adapter(tmp_path / kind, targets)
+    other = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES), attn_implementation=packed.NAME)
+    other.save_pretrained(tmp_path / "exact divergence reference")
+    save_tiny_vision_model(tmp_path / "images", "qwen3_vl", tied=True, heads=4, kv_heads=2)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "images")
+    model.resize_token_embeddings(24)  # the tokens of the tiny tokenizer are an odd number
+    model.save_pretrained(tmp_path / "images")
+    run_on_ranks(compare_kinds, WORLD, tmp_path)

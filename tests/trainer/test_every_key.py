@@ -180,6 +180,7 @@ def test_the_cases_are_all_keys():
         "router_bias_update_rate",
         "router_replay.mode",
         "fsdp_config.expert_parallel_size",
+        "fsdp_config.tensor_parallel_size",
         "fsdp_config.use_torch_compile",
         "fsdp_config.use_no_sync_for_gradient_accumulation",
     )

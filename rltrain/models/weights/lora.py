@@ -158,9 +158,11 @@ def merged(layer: Any, weight: Tensor) -> Tensor:
         return _merged_experts(layer, weight, first, _full(second).float())
     if not isinstance(weight, DTensor):
         return weight.float() + scale * (second.float() @ first)
-    # B and W have the same rows on the same ranks.
-    assert second.placements == weight.placements
-    local = weight.to_local().float() + scale * (second.to_local().float() @ first)
+    # B and W have the same rows on the same ranks. Under tensor parallelism a rank may have some columns of W.
+    rows = second.to_local().float()
+    sizes, starts = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    assert len(rows) == sizes[0]
+    local = weight.to_local().float() + scale * (rows @ first[:, starts[1] : starts[1] + sizes[1]])
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )

@@ -82,8 +82,9 @@ def make_mesh(
         mesh = mesh._replace(experts=_mesh(device, grid, [*copies, "shard", "expert"]))
     if tensor_parallel_size > 1:
         grid = ranks.view(*ranks.shape[:-1], -1, tensor_parallel_size)
-        parts, names = _mesh(device, grid, [*copies, "shard", "tensor"]), (*copies, "shard")
-        mesh = Mesh(parts[names], mesh.experts, parts["tensor"], mesh.weights)
+        parts = _mesh(device, grid, [*copies, "shard", "tensor"])
+        equal = (*copies, "shard")
+        mesh = Mesh(parts[equal], mesh.experts, parts["tensor"], mesh.weights)
     return mesh
 
 

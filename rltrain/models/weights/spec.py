@@ -9,13 +9,12 @@ import torch
 from transformers import PretrainedConfig
 
 from rltrain.common.device import Device, resolve_dtype
-from rltrain.config.budgets import judge_lengths, longest_sequence
+from rltrain.config.budgets import judge_lengths, longest_sequence, tensor_size
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.config.schema.model import CriticModelConfig, FSDPConfig, ModelConfig, ShardingConfig, SharesSequences
 from rltrain.config.step_passes import StepPasses, make_step_passes, rests_on_host
-from rltrain.config.tensor_parallel import tensor_size
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.weights.lora import Lora, lora_of

@@ -22,24 +22,23 @@ from rltrain.config.engine_rules import position_problems
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
-from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.turn_delta import TurnDelta
 from rltrain.models.attention.ulysses import heads_problem
-from rltrain.models.experts import experts_problem, parts_with_experts
+from rltrain.models.experts import parts_with_experts
 from rltrain.models.files.source import model_problem
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
-from rltrain.models.routing import correction_biases, num_experts
-from rltrain.models.tensor_parallel import tensor_problem
+from rltrain.models.routing import correction_biases
 from rltrain.models.weights.lora import exclusion_note
 from rltrain.models.weights.shard import empty_packed, look_at_weights
 from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.adapters import adapter_problems, adapters_of_engine
 from rltrain.run.preflight.model_check import check_numbers, check_routing
-from rltrain.trainer.plan import ImageSizes, devices_per_copy
+from rltrain.run.preflight.sharing import sharing_problems
+from rltrain.trainer.plan import ImageSizes
 from rltrain.workers.judge import judge_encoder
 from rltrain.workers.reward_model import check_reward_model
 from rltrain.workers.rollout.vllm.weights import refuse_on_npu
@@ -90,7 +89,9 @@ def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> It
     for role, (kind, spec) in _models(cfg).items():
         shares = spec.fsdp.expert_parallel_size > 1 or spec.tensor_size > 1
         if shares and (paths is None or spec.path in paths):
-            yield from _sharing(cfg, role, spec, empty_packed(kind, spec, config := spec.load_config()).model, config)
+            yield from sharing_problems(
+                cfg, role, spec, empty_packed(kind, spec, config := spec.load_config()).model, config
+            )
 
 
 def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
@@ -170,7 +171,7 @@ def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, resu
     packed = empty_packed(kind, spec, config)
     if is_policy:
         result.problems += _bias(cfg, spec, packed.model, config)
-    result.problems += _sharing(cfg, role, spec, packed.model, config)
+    result.problems += sharing_problems(cfg, role, spec, packed.model, config)
     result.notes += [note for note in look_at_weights(kind, spec, config) if note not in result.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
     if role == "ref" and cfg.actor_rollout_ref.ref.update_every_steps:
@@ -196,39 +197,6 @@ def _unchecked(cfg: Config, untried: str | None, result: PreflightResult) -> Non
             f"{untried}. Use a model of a family that works (docs/models.md), or set "
             "trainer.allow_unchecked_models=True and compare its log-probs yourself."
         )
-
-
-def _sharing(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
-    """Yield problems of experts and matrices that cannot be divided among the ranks."""
-    yield from _experts(cfg, role, spec, model, config)
-    size, section = spec.tensor_size, ROLES[role].fsdp
-    if get(cfg, f"{section}.tensor_parallel_size") is None:
-        section = ROLES["actor"].fsdp
-    key, heads = f"{section}.tensor_parallel_size={size}", config.get_text_config().num_attention_heads
-    if size > 1 and (spec.lora or spec.tower != "rests"):
-        yield f"{key} does not work with {'LoRA' if spec.lora else 'images'} yet. Leave it out."
-    if problem := tensor_problem(model, config, size):
-        yield f"{key}: {'' if role == 'actor' else f'of {spec.path}, '}{problem}"
-    elif size > 1 and heads % (size * spec.sequence_parallel_size):
-        yield (
-            f"{key} x {spec.role}.ulysses_sequence_parallel_size={spec.sequence_parallel_size} does not divide the "
-            f"{heads} attention heads of the model. Lower one of them."
-        )
-
-
-def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
-    """Yield problems of experts that cannot be divided among the ranks."""
-    size, section = spec.fsdp.expert_parallel_size, ROLES[role].fsdp
-    own = hasattr(get(cfg, section), "expert_parallel_size")
-    # A frozen model is sharded like the actor, and may have no experts.
-    if size == 1 or not (own or num_experts(config)):
-        return
-    key = f"{section if own else ROLES['actor'].fsdp}.expert_parallel_size={size}"
-    devices = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-    if problem := experts_problem(model, config, size, devices_per_copy(spec.fsdp.fsdp_size, devices)):
-        yield f"{key}: {'' if own else f'of {spec.path}, '}{problem}"
-    if spec.compiled:
-        yield f"{key}: no layer is compiled whose tokens travel. Leave {section}.use_torch_compile out."
 
 
 def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:

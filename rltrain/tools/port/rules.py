@@ -56,7 +56,7 @@ def _modules(value: str) -> str | None:
 
 
 SPREAD = (
-    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of TP and PP; a device computes "
+    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of PP; a device computes "
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
 _SAME_MATHS = "it changes how the backend computes, not what"
@@ -89,6 +89,8 @@ RULES: dict[str, Rule] = {
     "*.megatron.expert_model_parallel_size": Rule("{fsdp}.expert_parallel_size", "was expert_model_parallel_size"),
     "*.veomni.expert_parallel_size": Rule("{fsdp}.expert_parallel_size", "was veomni.expert_parallel_size"),
     "*.torchtitan.expert_parallel_size": Rule("{fsdp}.expert_parallel_size", "was torchtitan.expert_parallel_size"),
+    "*.megatron.tensor_model_parallel_size": Rule("{fsdp}.tensor_parallel_size", "was tensor_model_parallel_size"),
+    "*.torchtitan.tensor_parallel_size": Rule("{fsdp}.tensor_parallel_size", "was torchtitan.tensor_parallel_size"),
     "*.megatron.*parallel_size": Rule(why=SPREAD),
     "*.torchtitan.*parallel*_size": Rule(why=SPREAD),
     "*.veomni.*parallel_size": Rule(why=SPREAD),

@@ -33,7 +33,7 @@ def sharing_problems(cfg: Config, role: Role, spec: ModelSpec, model: Any, confi
     policy, own = (each.get_text_config().vocab_size for each in (_policy_config(cfg), config))
     if size > 1 and role in ("ref", "teacher") and own != policy:
         yield (
-            f"{key}: {spec.section}.path={spec.path} has {own:,} tokens and the policy {policy:,}, so their parts of the "
+            f"{key}: {spec.section}.path={spec.path} has {own:,} tokens and the policy {policy:,}, so parts of the "
             "vocabulary differ. Leave it out, or use a model with as many tokens."
         )
 

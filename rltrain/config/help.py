@@ -15,7 +15,7 @@ from rltrain.config.schema.conditions import as_text
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import Key, all_keys, nearest, sections
 from rltrain.config.verl.keys import rename, verdict
-from rltrain.config.verl.others import names_elsewhere
+from rltrain.config.verl.other_trainers import names_elsewhere
 
 _START = """\
 usage: rltrain train [--config FILE]... [key=value]...

@@ -124,7 +124,7 @@ def measure(rollout: Rollout, mean: float, rounds: int) -> str:
         barrier, *_ = rollout.seconds(slow)
         home.Conversations = Conversations
         found["barrier"].append(barrier)
-    slept = np.array([sum(text.told["tool_rewards"]) for text in texts])
+    slept = np.array([sum(text.trajectory_info["tool_rewards"]) for text in texts])
     longest = int(slept.argmax())
     place, sample = divmod(longest, SAMPLES)
     todo = np.zeros((PROMPTS, SAMPLES), dtype=bool)

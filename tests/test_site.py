@@ -8,7 +8,7 @@ import re
 import pytest
 
 from rltrain.config.schema.keys import all_keys
-from rltrain.config.verl.other_trainers import own_name
+from rltrain.config.verl.other_trainers import rltrain_name
 from scripts.site.keys import keys_page, whole_name
 from scripts.site.pages import KEYS, ROOT, linked, parts, rows, search_boost, written
 from scripts.site.recipes import recipe_page, recipes, with_pages
@@ -50,7 +50,7 @@ def test_tables_of_other_trainers_name_keys_that_there_are(trainer):
         assert all(keys.values()), (theirs, keys)
         for name in re.findall(r"`([a-z_]+)`", theirs):
             # What a run answers to a mistyped key is what the table says.
-            hint = own_name(name)
+            hint = rltrain_name(name)
             assert hint is None or hint in keys.values() or ours.startswith("nothing"), (name, hint, keys)
 
 

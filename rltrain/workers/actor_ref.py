@@ -235,13 +235,11 @@ class ActorRefWorker(Actor):
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
-        reference_distribution = self._reference_distribution.states(inputs) if self._reference_distribution else None
+        states = self._reference_distribution.states(inputs) if self._reference_distribution else None
         temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
         # If no earlier pass compared actor and engine, the update's forward pass does.
         measures = (not mini.has_old_log_probs or self._passes.bypass) and not self._passes.supervised
-        log_probs, entropy, kl, *_ = outputs = self.policy(
-            inputs, temperature, with_entropy or measures, reference_distribution
-        )
+        log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, states)
         if not len(micro):
             return empty_loss(log_probs, outputs.balance_loss)
         measured = ((micro, log_probs.detach(), None if entropy is None else entropy.detach()),) if measures else ()
@@ -319,8 +317,7 @@ class ActorRefWorker(Actor):
 
     @torch.no_grad()
     def _look_ahead(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
-        """Add columns to a mini-batch's micro-batches that depend on the whole mini-batch
-        (`add_batch_level_selection`)."""
+        """Add columns that depend on the whole mini-batch to its micro-batches (`add_batch_level_selection`)."""
         self._balance.begin(micros)
         if not self._passes.looks_ahead:
             return

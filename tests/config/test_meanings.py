@@ -100,7 +100,7 @@ def test_one_answer_to_a_prompt_is_said_in_the_plan():
 
 
 def test_a_reward_model_alone_decides_unless_rules_have_a_weight():
-    assert "1 x the reward model's score (it alone decides" in plan_of(JUDGE)
+    assert "1 x the reward model's score (the only score" in plan_of(JUDGE)
     assert "scoring" not in plan_of(JUDGE)
     both = plan_of(JUDGE, "reward_model.rule_weight=0.5 reward_model.weight=2")
     assert "2 x the reward model's score + 0.5 x the scorer's\n" in both
@@ -223,5 +223,5 @@ def test_a_metric_that_no_scorer_returns_is_told_with_those_there_are():
     # A scorer that returned it for the first rows, and not for others.
     samples = Samples(2)
     samples.update({"score": np.ones(2), "scorer/acc": np.ones(2), "reward_failed": np.zeros(2)})
-    with pytest.raises(RewardError, match=r"no number 'solved' .* It returned acc"):
+    with pytest.raises(RewardError, match=r"the number 'solved' .* It returned acc"):
         known_number(samples, "solved", 0.0)

@@ -41,7 +41,7 @@ def test_a_stopped_worker_of_another_host_is_named_and_ended(network, tiny_model
     hosts[1].check(f"kill -{signal.SIGSTOP:d} {victim}")
     assert job.wait(END_S) == 75, job.output
     place = rf"hybrid worker, rank \d of 2 \(pid {victim} on host2\), in [\w.]+"
-    assert re.search(rf"^error: {place}: not done after \d+ s \(and not answering", job.output, re.MULTILINE)
+    assert re.search(rf"^error: {place}: not done after \d+ s \(and not responding", job.output, re.MULTILINE)
     assert "Traceback" not in job.output
     for host in hosts:
         eventually(lambda host=host: not of_run(host), f"workers and scorers of {host.name} end", 40)

@@ -95,7 +95,7 @@ def test_other_models_are_refused_by_what_differs(models, other, tmp_path, capsy
     assert "note: chat_template.jinja of" in capsys.readouterr().err
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert main([str(out), str(models[0]), str(other)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] |= {"0": 6, "1": 5}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -353,7 +353,7 @@ def test_a_stopped_worker_is_named_and_all_stacks_are_kept(group, passing, tmp_p
     os.kill(pids[1], signal.SIGSTOP)
     handle, passing[0] = group.submit([bind(Toy.hang, tmp_path / "here")]), 1.0
     name = rf"toy worker, rank 1 of 2 \(pid {pids[1]} on .*\), in Toy.hang"
-    with pytest.raises(WorkerLost, match=rf"{name}: not done after 5 s \(and not answering") as caught:
+    with pytest.raises(WorkerLost, match=rf"{name}: not done after 5 s \(and not responding") as caught:
         handle.collect(deadline_s=4.0)
     assert caught.value.exit_code == 75
     assert "rank 0" not in str(caught.value)

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from rltrain.common.errors import CheckpointError
 from rltrain.models.files.hashed import Digests, write_weights
 from rltrain.models.files.safe import UNREADABLE
-from rltrain.models.weights.average import refuse_unequal
+from rltrain.models.weights.average import refuse_differences
 from rltrain.models.weights.finite import all_finite
 from rltrain.models.weights.lora import NOT_PLAIN, PLAIN_STARTS
 
@@ -79,7 +79,7 @@ def write_mean(adapters: Sequence[Adapter], shares: Sequence[float], folder: Pat
     key, first = "base_model_name_or_path", adapters[0]
     for other in adapters[1:]:
         bases = [{key: adapter.config.get(key)} for adapter in (first, other)]
-        refuse_unequal("base models", first.path, bases[0], other.path, bases[1])
+        refuse_differences("base models", first.path, bases[0], other.path, bases[1])
     rank = sum(adapter.config["r"] for adapter in adapters)
     layers = sorted(set[str]().union(*(adapter.layers for adapter in adapters)))
     weights: dict[str, Tensor] = {}

@@ -126,16 +126,16 @@ class Average:
         self._parts, self._shares = parts, shares
         first = parts[0]
         self.notes: list[str] = []
-        """Notes on unequal that do not prevent an average."""
+        """Notes on differences that do not prevent an average."""
         for other in parts[1:]:
-            refuse_unequal(
+            refuse_differences(
                 "architectures",
                 first.path,
                 _leaves(first.config.to_dict()),
                 other.path,
                 _leaves(other.config.to_dict()),
             )
-            refuse_unequal("weights", first.path, _kinds(first), other.path, _kinds(other))
+            refuse_differences("weights", first.path, _kinds(first), other.path, _kinds(other))
             self.notes += _compare_small_files(first.small_files, other.small_files)
         if len({getattr(part.config, "max_position_embeddings", None) for part in parts}) > 1:
             self.notes.append(f"max_position_embeddings differ: the value of {first.path} is used")
@@ -182,7 +182,7 @@ class Average:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def refuse_unequal(
+def refuse_differences(
     what: str, first_path: str, first: Mapping[str, Any], other_path: str, other: Mapping[str, Any]
 ) -> None:
     """Raise CheckpointError if two models have different values under a name. what: noun for the message."""
@@ -217,7 +217,7 @@ def _compare_small_files(first: Path, other: Path) -> list[str]:
     for name in _TOKENIZERS:
         if (first / name).is_file() and (other / name).is_file():
             notes = []
-            refuse_unequal("tokenizers", str(first), _tokens(first / name), str(other), _tokens(other / name))
+            refuse_differences("tokenizers", str(first), _tokens(first / name), str(other), _tokens(other / name))
     if names := [name for name in _SERVING if _lines(first / name) != _lines(other / name)]:
         notes.append(f"{', '.join(names)} of {other} differ: the files of {first} are used")
     return notes

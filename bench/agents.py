@@ -120,7 +120,7 @@ def _pairs(with_tool: PPOTrainer, without: PPOTrainer, tokens: int, pairs: int) 
 
 
 def per_turn(folder: Path, smoke: bool) -> str:
-    """Measure the milliseconds from a turn's end to its tokenised context: decode, parse, tool, seam; one at a time."""
+    """Measure the milliseconds from the end of a turn to its tokenised context: decode, parse, call and render."""
     trainer = trainer_of(folder, save_calling_model(folder / "model"))
     answering = trainer.worker.rollout._answering
     rows = trainer.worker.rollout._rows["train"]
@@ -142,7 +142,7 @@ def per_turn(folder: Path, smoke: bool) -> str:
         assert replies[0][1].messages[0]["content"] == "5"
         if number % 8 == 7:
             answering.forget()
-    answering._hosts.shut()
+    answering._executors.shutdown()
     middle, late = np.quantile(times, [0.5, 0.99])
     return f"median {middle:.2f} ms, p99 {late:.2f} ms"
 
@@ -164,15 +164,15 @@ def long_run(folder: Path, smoke: bool) -> str:
     (folder / "own.py").write_text(ENVIRONMENT)
     keys = {R + "multi_turn__environment": folder / "own.py:Adds", R + "multi_turn__function_tool_path": None}
     trainer = trainer_of(folder, save_calling_model(folder / "model"), **keys)
-    hosts, seen, calls = trainer.worker.rollout._answering._hosts, {}, 0
+    executors, seen, calls = trainer.worker.rollout._answering._executors, {}, 0
     steps = 2 if smoke else 50
     for step in range(1, steps + 1):
         calls += int(generated(trainer, 20, 4, step)[2].per_sample[c.TOOL_CALLS].sum())
         if step in (steps // 2, steps):
             gc.collect()
-            below = [child for host in hosts._hosts for child in descendants(host._process.pid)]
+            below = [child for executor in executors._executors for child in descendants(executor._process.pid)]
             seen[step] = [_memory_mb(below), _files(below), _memory_mb([os.getpid()]), _files([os.getpid()])]
-    hosts.shut()
+    executors.shutdown()
     (host, host_files, own, own_files), (last_host, last_host_files, last, last_files) = seen.values()
     tools = (
         f"processes of tools {last_host:.1f} MB ({last_host / host - 1:+.2%}), {host_files} -> {last_host_files} files"

@@ -22,7 +22,7 @@ import numpy as np
 from bench.table import finished_row, parse, table, write
 from rltrain.common.device import get_device
 from rltrain.config.load import load_config
-from rltrain.data.order import BatchOrder
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.runtime.cluster import reserve, start_ray
 from rltrain.runtime.group import WorkerGroup
 from rltrain.runtime.lifeline import stop_ray

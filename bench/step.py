@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import pictures
+from bench import images
 from bench.table import ROOT, parse, table, write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
 from rltrain.run.report.table import read_metrics
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps. TRL 1.16. `gen` holds everything up to the answers (ours: also the weight sync and scoring), "
         "`update_actor` all of the two optimizer steps. The last column: tokens a second of ours over those of the "
         "row. Lengths differ by chance in `long_tail`: compare by tokens. `images`: a Qwen2.5-VL, its tower trained "
-        f"too, with an image of {pictures.TOKENS} tokens before every prompt.",
+        f"too, with an image of {images.TOKENS} tokens before every prompt.",
         table(["lengths", "system", *PHASES, "mean answer", "tokens/s", "ours is times as fast"], rows),
     )
 

@@ -2,7 +2,7 @@
 
 Every row is a small copy of a model with random weights, some of whose tokens are whole calls in the family's format
 (tests/tiny_families.py). It generates with the embedded engine and calls a tool that adds. Then transformers' attention
-recomputes each response alone, and the seam recreates each context.
+recomputes each response alone, and `TurnDelta` recreates each context.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ half, second half, end}:
 * ``equal``: the end token is never reached; every response has the length of the limit.
 * ``long_tail``: most responses end soon (1 in 24 tokens ends), a quarter enters the second half and stays there
   (1 in 170 ends): lengths of about 64 on average, with a tail to the limit of 512.
-* ``images``: as ``equal``, by a Qwen2.5-VL, with an image before every prompt (`bench/pictures.py`).
+* ``images``: as ``equal``, by a Qwen2.5-VL, with an image before every prompt (`bench/images.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from bench import pictures
+from bench import images
 from scripts.make_small_model import ASSISTANT, END, build_tokenizer
 
 PROMPTS, ANSWERS, VOCABULARY = 32, 8, 1024
@@ -52,13 +52,13 @@ def make(folder: Path, kind: str, shape: str, steps: int) -> None:
     tokenizer.model_max_length = 2048
     torch.manual_seed(0)
     size, with_images = SHAPES[shape], kind == "images"
-    model = pictures.make_model(size, VOCABULARY, tokenizer) if with_images else make_model(size, tokenizer)
+    model = images.make_model(size, VOCABULARY, tokenizer) if with_images else make_model(size, tokenizer)
     ids = tokenizer.convert_tokens_to_ids
-    steer(model, ids(END), ids(ASSISTANT), kind, ids(pictures.MARKS) if with_images else [])
+    steer(model, ids(END), ids(ASSISTANT), kind, ids(images.MARKS) if with_images else [])
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder / "model")
-    (pictures.make_processor(tokenizer) if with_images else tokenizer).save_pretrained(folder / "model")
+    (images.make_processor(tokenizer) if with_images else tokenizer).save_pretrained(folder / "model")
     write_prompts(folder / "train.parquet", PROMPTS * steps, with_images=with_images)
     again = AutoTokenizer.from_pretrained(folder / "model")
     prompt = prompts(1)[0]
@@ -131,7 +131,7 @@ def write_prompts(file: Path, count: int, terms: int = 5, *, with_images: bool =
             "reward_model": {"style": "rule", "ground_truth": "0"},
             "extra_info": {"index": number},
         }
-        | ({"images": [{"bytes": pictures.drawing(number)}]} if with_images else {})
+        | ({"images": [{"bytes": images.drawing(number)}]} if with_images else {})
         for number, text in enumerate(prompts(count, terms))
     ]
     pq.write_table(pa.Table.from_pylist(rows), file)

@@ -17,7 +17,9 @@ import pytest
 # Name or text in the code of a test, or module.name of a function that it calls -> marker.
 NAMES = {
     **dict.fromkeys(["subprocess", "multiprocessing", "Popen"], "process"),
-    **dict.fromkeys(["Slot", "ScoringSlot", "JudgedScorer", "Hosts", "run_command", "descendants", "exec"], "process"),
+    **dict.fromkeys(
+        ["Slot", "ScoringSlot", "RemoteJudge", "ExecutorPool", "run_command", "descendants", "exec"], "process"
+    ),
     **dict.fromkeys(["rltrain.tools.port.__main__.main", "rltrain.tools.port.shell.record"], "process"),
     **dict.fromkeys(["rltrain.data_preprocess.lint.main", "rltrain.data_preprocess.lint.lint"], "process"),
     **dict.fromkeys(["ray", "start_ray", "Cluster", "RewardPool", "WorkerGroup"], "ray"),

@@ -389,7 +389,7 @@ def test_classes_that_verl_would_load_are_tried(dry, tmp_path):
         ({"data.custom_cls.path": "pkg://no.such"}, "No module named 'no'"),
         ({"+data.number": 0}, "no usable row in data.custom_cls"),
         ({"+data.sampler.step": 2}, "an epoch of it has 1 batches, and one of the data 3"),
-        ({"+data.sampler.step": 5}, "an epoch of it names 3 different rows, fewer than data.train_batch_size=4"),
+        ({"+data.sampler.step": 5}, "an epoch names 3 different rows, fewer than data.train_batch_size=4"),
     ],
 )
 def test_what_is_wrong_with_such_classes_is_shown(dry, tmp_path, changes, words):

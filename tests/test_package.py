@@ -90,7 +90,7 @@ def test_the_wheel_says_what_it_is(installed):
     for line in ("License-Expression: Apache-2.0", "Author: rltrain developers", "Classifier: Typing :: Typed"):
         assert line in metadata
     assert "rltrain = rltrain.__main__:main" in (info / "entry_points.txt").read_text()
-    for file in ("py.typed", "config/verl/keys.tsv"):
+    for file in ("py.typed", "config/verl/keys.tsv", "agents/ready/search.py"):
         assert (installed / "rltrain" / file).is_file()
     assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
     description = metadata.partition("\n\n")[2]

@@ -39,6 +39,6 @@ def test_no_two_names_share_a_stream():
     numbers = [each for count in range(4) for each in itertools.product(range(3), repeat=count)]
     names = list(itertools.product(seeds, PURPOSES, numbers))
     found = {int(stream(seed, purpose, *each).random_raw()) for seed, purpose, each in names}
-    order = itertools.product(seeds[:4], range(3))  # as data/order.py has it
+    order = itertools.product(seeds[:4], range(3))  # as data/batch_sampler.py has it
     found |= {int(np.random.Philox(np.random.SeedSequence([*each])).random_raw()) for each in order}
     assert len(found) == len(names) + 12

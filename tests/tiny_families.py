@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rltrain.common.columns import names as c
 from rltrain.data.turns.calls import FORMATS
 from rltrain.data.turns.detect import format_of
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 from rltrain.models.load import load_config, model_kind
 from rltrain.run.preflight.small import random_model, small_copy
 from tests.data.turns.families import FAMILIES, TEMPLATES
@@ -128,7 +128,7 @@ class Measured:
     """Of all answers."""
     most_turns: int = 0
     num_contexts: int = 0
-    """Results of calls, every token of which is that of the seam, made anew."""
+    """Results of calls, every token of which is the one of `TurnDelta`, computed again."""
     num_problems: int = 0
     """Contexts that tell the policy what is wrong with its call."""
     gap: float = 0.0
@@ -143,7 +143,7 @@ def measured(trainer: Any, folder: Path) -> Measured:
     worker = trainer.worker.rollout
     encoder = worker.encoder
     call_format = format_of("auto", encoder)
-    seam = Seam(encoder, encoder.tools, call_format)
+    delta = TurnDelta(encoder, encoder.tools, call_format)
     batch, _, numbers = worker.generate(trainer.experience_task())
     config = load_config(str(folder))
     model = model_kind(config, decoder_only=False).from_pretrained(
@@ -172,7 +172,7 @@ def measured(trainer: Any, folder: Path) -> Measured:
                 {"role": "tool", "name": "add", "content": str(call.arguments["a"] + call.arguments["b"])}
                 for call in said.calls
             ]
-            assert seam.context(turn[-1], said.calls, results) == context.tolist()
+            assert delta.context(turn[-1], said.calls, results) == context.tolist()
             result.num_contexts += 1
     return result
 

@@ -17,7 +17,7 @@ from rltrain.agents.threads import in_thread
 _ENDS_LOOPS = (SystemExit, KeyboardInterrupt, StopIteration)
 
 
-async def called(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+async def call_user(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Call a user's function: an ``async`` one on the event loop, any other in a thread.
 
     Raises the function's exception; instead of one that would end the event loop, such as SystemExit, a RuntimeError
@@ -28,24 +28,24 @@ async def called(function: Callable[..., Any], /, *arguments: Any, **named: Any)
         try:
             return function(*arguments, **named)
         except _ENDS_LOOPS as error:
-            raise _told(error) from error
+            raise _loop_safe(error) from error
 
     try:
         is_async = inspect.iscoroutinefunction(function)
         returned = function(*arguments, **named) if is_async else await in_thread(blocking)
         return await returned if inspect.isawaitable(returned) else returned
     except _ENDS_LOOPS as error:
-        raise _told(error) from error
+        raise _loop_safe(error) from error
 
 
-def _told(error: BaseException) -> RuntimeError:
+def _loop_safe(error: BaseException) -> RuntimeError:
     return RuntimeError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 _JSON = (str, float, int, bool, list, dict, types.NoneType)
 
 
-def fitting(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def convert_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, converted to the function's type hints.
 
     Raises TypeError that names an argument that is missing, unknown or of another type.
@@ -56,19 +56,19 @@ def fitting(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
     except Exception:  # noqa: BLE001 - hints may be any expressions of the user's
         return arguments
     signature.bind(**arguments)
-    fitted = dict(arguments)
+    converted = dict(arguments)
     for name in arguments.keys() & hints.keys() & signature.parameters.keys():
         value, hint = arguments[name], hints[name]
         try:
-            fitted[name] = None if value is signature.parameters[name].default is None else _fit(value, hint)
+            converted[name] = None if value is signature.parameters[name].default is None else _convert(value, hint)
         except ValueError:
-            must = inspect.formatannotation(hint)
-            is_now = f"{type(value).__name__}: {value!r:.80}"
-            raise TypeError(f"the argument {name} must be {must}, and is {is_now}") from None
-    return fitted
+            expected = inspect.formatannotation(hint)
+            actual = f"{type(value).__name__}: {value!r:.80}"
+            raise TypeError(f"the argument {name} must be {expected}, not {actual}") from None
+    return converted
 
 
-def _fit(value: Any, hint: Any, reads: bool = True) -> Any:
+def _convert(value: Any, hint: Any, reads: bool = True) -> Any:
     """Return a JSON value, converted to a type hint. Raises ValueError if it has another type.
 
     reads: a string for another type is read as JSON. Hints of types that JSON does not have accept every value.
@@ -77,22 +77,22 @@ def _fit(value: Any, hint: Any, reads: bool = True) -> Any:
     if kind in (typing.Union, types.UnionType):
         for choice, reads_text in [(choice, text) for text in (False, reads) for choice in inner]:
             with contextlib.suppress(ValueError):
-                return _fit(value, choice, reads_text)
+                return _convert(value, choice, reads_text)
     if kind in _JSON and kind is not str and isinstance(value, str) and reads:
         value = json.loads(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     is_kind = type(value) is kind or (kind is float and type(value) is int)
-    is_literal = kind is typing.Literal and any(value == each and type(value) is type(each) for each in inner)
+    is_literal = kind is typing.Literal and any(value == choice and type(value) is type(choice) for choice in inner)
     is_checked = kind in (*_JSON, typing.Union, types.UnionType, typing.Literal)
     if is_checked and (not (is_kind or is_literal) or (kind is float and not math.isfinite(value))):
         raise ValueError(value)
     if kind is list and inner:
-        return [_fit(each, inner[0], reads) for each in value]
-    return {key: _fit(value[key], inner[1], reads) for key in value} if kind is dict and inner else value
+        return [_convert(item, inner[0], reads) for item in value]
+    return {key: _convert(value[key], inner[1], reads) for key in value} if kind is dict and inner else value
 
 
-def result(returned: Any) -> dict[str, Any]:
+def convert_result(returned: Any) -> dict[str, Any]:
     """Convert a tool's return value to ``content`` for the model (`content.Content`), ``reward`` (default 0),
     ``metrics``.
 

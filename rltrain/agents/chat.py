@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
 from rltrain.agents.content import (
     MOST_IMAGE_BYTES,
-    TAKES_NONE,
+    NO_IMAGES,
     Content,
     content_of,
     image_bytes,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Result = TypeVar("Result")
 # Log fields of a result: its call's arguments (JSON) and seconds. Neither policy nor agent sees them.
-_NOTED = ("arguments", "seconds")
+_LOG_FIELDS = ("arguments", "seconds")
 # A call that blocks the event loop must not use up the time of the others, so the time is counted in pieces.
 _BEATS = 20
 
@@ -45,11 +45,11 @@ class Over(Exception):
     """The trajectory has had its last turn: no tokens are left, or the maximum number of turns is reached."""
 
 
-class Late(Exception):
+class CallTimeout(Exception):
     """A call has timed out."""
 
 
-class Broken(Exception):
+class TrajectoryFailed(Exception):
     """The trajectory cannot continue, through no fault of the policy."""
 
 
@@ -77,7 +77,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Start:
+class TrajectoryStart:
     """The start of a trajectory."""
 
     prompt: list[Message]
@@ -111,7 +111,7 @@ class Tools(Protocol):
 
 
 @dataclass(frozen=True)
-class Terms:
+class TurnLimits:
     """Limits of tools and results, from `rollout.multi_turn`."""
 
     timeout_s: float
@@ -126,8 +126,8 @@ class Terms:
     """True if the policy may read images between its turns."""
 
     @classmethod
-    def of(cls, turns: MultiTurnConfig, *, images: bool = False) -> Terms:
-        """Return the limits of the configuration. images: see `Terms.images`; it also depends on the model and the
+    def of(cls, turns: MultiTurnConfig, *, images: bool = False) -> TurnLimits:
+        """Return the limits of the configuration. images: see `TurnLimits.images`; it also depends on the model and the
         prompts."""
         return cls(
             turns.tool_timeout_s,
@@ -140,7 +140,7 @@ class Terms:
 
 
 @dataclass
-class Asked:
+class NewMessages:
     """Messages of an agent since the last turn, for the policy or for the trajectory's record."""
 
     messages: list[Message] = field(default_factory=list)
@@ -159,9 +159,9 @@ class Chat:
         self,
         prompt: Sequence[Message],
         past: tuple[Sequence[Turn], Sequence[list[Message]], Sequence[list[float]]],
-        terms: Terms,
+        limits: TurnLimits,
         tools: Tools,
-        ask: Callable[[Asked], None],
+        request: Callable[[NewMessages], None],
         address: Callable[[Chat], Address],
     ) -> None:
         self.messages: list[Message] = list(prompt)
@@ -169,12 +169,12 @@ class Chat:
         self.turns: list[Turn] = []
         self.rewards: list[float] = []
         """Total of all turns."""
-        turns, self._said, self._paid = past
-        self._coming, self._terms, self._tools, self._ask = list(turns), terms, tools, ask
+        turns, self._past_messages, self._past_rewards = past
+        self._next_turns, self._limits, self._tools, self._request = list(turns), limits, tools, request
         self._is_over = False
         self._address = address
-        self._asked = Asked()
-        self._answer: asyncio.Future[Turn | None] | None = None  # set while the policy's reply is pending
+        self._new = NewMessages()
+        self._pending: asyncio.Future[Turn | None] | None = None  # set while the policy's reply is pending
 
     @property
     def tools(self) -> Sequence[str]:
@@ -184,7 +184,7 @@ class Chat:
     @property
     def max_parallel_calls(self) -> int:
         """Maximum number of calls that are run per turn."""
-        return self._terms.max_parallel_calls
+        return self._limits.max_parallel_calls
 
     @cached_property
     def endpoint(self) -> Address:
@@ -197,41 +197,43 @@ class Chat:
     async def reply(self) -> Turn:
         """Return the next turn of the policy. The first replies to the row's prompt. Raises `Over` if there is none.
 
-        Raises Broken if a restarted agent adds other messages than before, and if the agent calls it again while the
-        turn of a cancelled call is still pending: the policy would not see messages that were added since.
+        Raises TrajectoryFailed if a restarted agent adds other messages than before, and if the agent calls it again
+        while the turn of a cancelled call is still pending: the policy would not see messages that were added since.
         """
         if self.turns:
-            await self._hear()
-        turn = self._coming.pop(0)
+            await self._request_turn()
+        turn = self._next_turns.pop(0)
         self.turns.append(turn)
         self.messages.append({"role": "assistant", "content": turn.text} | _calls_of(turn))
         return turn
 
-    async def _hear(self) -> None:
+    async def _request_turn(self) -> None:
         """Send the added messages and wait for the next turn."""
         if self._is_over or self.turns[-1].finish != "stop":
             raise Over
-        if self._answer:
-            raise Broken("chat.reply() was called before the turn of an earlier call was there: wait for that one")
-        asked, place, self._asked = self._asked, len(self.turns) - 1, Asked()
-        if not asked.messages:
-            raise ValueError("nothing was added since the last turn: chat.add(role, text) comes before chat.reply().")
-        if place >= len(self._said):
-            self._answer = asyncio.get_running_loop().create_future()
-            self._ask(asked)
-            self._coming += filter(None, [await self._answer])
-            self._answer = None
-        elif shown(asked.messages) != shown(self._said[place]):
-            raise Broken("begun again, the agent said something else: it depends on more than its row and its seed")
-        if not self._coming:
+        if self._pending:
+            raise TrajectoryFailed("chat.reply() is already waiting for a turn: wait for that call")
+        new, place, self._new = self._new, len(self.turns) - 1, NewMessages()
+        if not new.messages:
+            raise ValueError("no message was added since the last turn: call chat.add(role, text) before chat.reply().")
+        if place >= len(self._past_messages):
+            self._pending = asyncio.get_running_loop().create_future()
+            self._request(new)
+            self._next_turns += filter(None, [await self._pending])
+            self._pending = None
+        elif without_log_fields(new.messages) != without_log_fields(self._past_messages[place]):
+            raise TrajectoryFailed(
+                "after a restart the agent added other messages: it may use only row, seed and turns"
+            )
+        if not self._next_turns:
             self._is_over = True
             raise Over
 
-    def answered(self, turn: Turn | None) -> None:
+    def deliver(self, turn: Turn | None) -> None:
         """Deliver the policy's turn; None: there is none."""
         self._is_over = turn is None
-        if self._answer and not self._answer.done():
-            self._answer.set_result(turn)
+        if self._pending and not self._pending.done():
+            self._pending.set_result(turn)
 
     def add(self, role: str, content: Any) -> None:
         """Add a message after the last turn: a user's, or a tool's result.
@@ -245,7 +247,7 @@ class Chat:
                 "{'type': 'text', 'text': ...} and {'type': 'image', 'image': ...}."
             )
         if not self.turns:
-            raise ValueError("chat.add comes behind a turn: what stands in front of the first is the row's prompt.")
+            raise ValueError("call chat.add after a turn: the row's prompt has the messages before the first.")
         self._check_images(known)
         self._add({"role": role, "content": known} | ({"name": "tool"} if role == "tool" else {}))
 
@@ -253,25 +255,25 @@ class Chat:
         """Raise ValueError for images that the run does not accept between turns, or that have too many bytes."""
         if not images_in(content):
             return
-        if not self._terms.images:
-            raise ValueError(TAKES_NONE)
-        size = image_bytes([content, *(message["content"] for message in self._asked.messages)])
+        if not self._limits.images:
+            raise ValueError(NO_IMAGES)
+        size = image_bytes([content, *(message["content"] for message in self._new.messages)])
         if size > MOST_IMAGE_BYTES:
-            most = f"{MOST_IMAGE_BYTES:,} are taken: scale them down."
-            raise ValueError(f"images of {size:,} bytes between two turns, as base64; {most}")
+            limit = f"the limit is {MOST_IMAGE_BYTES:,}: scale them down."
+            raise ValueError(f"images of {size:,} bytes between two turns, as base64; {limit}")
 
-    def _add(self, message: Message, **noted: Any) -> None:
-        """Add a message. noted: log fields of `_NOTED`."""
+    def _add(self, message: Message, **log_fields: Any) -> None:
+        """Add a message. log_fields: log fields of `_LOG_FIELDS`."""
         message = message | {"content": with_texts(message["content"], storable)}
-        self._asked.messages.append(message | noted)
-        self.messages += shown([message])
+        self._new.messages.append(message | log_fields)
+        self.messages += without_log_fields([message])
 
     def reward(self, value: float) -> None:
         """Add a reward of this turn, a finite number. Scorers get all rewards of a trajectory as ``tool_rewards``."""
         if not math.isfinite(value):
             raise ValueError(f"a reward is a finite number, not {value}.")
         self.rewards.append(float(value))
-        self._asked.rewards.append(self.rewards[-1])
+        self._new.rewards.append(self.rewards[-1])
 
     async def answer_calls(self, turn: Turn, results: Mapping[int, str] | None = None) -> None:
         """Run the calls of a turn concurrently, and add their results in the order of the calls.
@@ -279,65 +281,65 @@ class Chat:
         The error of a call becomes its result. Each call that is not run, or cannot be parsed, gets one too. results:
         results of calls that a library has already run, by index of the call.
         """
-        counts = self._asked.counts
+        counts = self._new.counts
         counts.update({c.TOOL_CALLS: len(turn.calls), c.UNREADABLE_CALLS: len(turn.problems)})
         place = len(self.turns) - 1
-        if self._tools.stateless and not results and place < len(self._said):
-            first = len(self._asked.messages)
-            for message in self._said[place][first : first + len(turn.calls) + len(turn.problems)]:
+        if self._tools.stateless and not results and place < len(self._past_messages):
+            first = len(self._new.messages)
+            for message in self._past_messages[place][first : first + len(turn.calls) + len(turn.problems)]:
                 self._add(message)
-            self.rewards += self._paid[place]
+            self.rewards += self._past_rewards[place]
             return
-        known, calls = results or {}, turn.calls[: self._terms.max_parallel_calls]
+        known, calls = results or {}, turn.calls[: self._limits.max_parallel_calls]
         run = [self._result(call, known.get(place)) for place, call in enumerate(calls)]
-        for call, (content, noted) in zip(turn.calls, await asyncio.gather(*run), strict=False):
+        for call, (content, log_fields) in zip(turn.calls, await asyncio.gather(*run), strict=False):
             try:
                 self._check_images(content)
             except ValueError as error:
                 counts[c.TOOL_ERRORS] += 1
                 print(f"the tool {call.name!r} returned {error}")  # noqa: T201 - its prints are its log
                 content = "Error: the tool returned an image that cannot be shown"
-            noted |= {"arguments": _as_text(call.arguments)}
-            self._add({"role": "tool", "name": call.name, "content": content}, **noted)
-        for call in turn.calls[self._terms.max_parallel_calls :]:
+            log_fields |= {"arguments": _as_text(call.arguments)}
+            self._add({"role": "tool", "name": call.name, "content": content}, **log_fields)
+        for call in turn.calls[self._limits.max_parallel_calls :]:
             counts[c.CALLS_NOT_RUN] += 1
-            text = f"Error: not run: at most {self._terms.max_parallel_calls} calls in a turn"
+            text = f"Error: not run: at most {self._limits.max_parallel_calls} calls in a turn"
             self._add({"role": "tool", "name": call.name, "content": text}, arguments=_as_text(call.arguments))
-        for why in turn.problems:
-            self._add({"role": "tool", "name": "unreadable", "content": f"Error: {why}"})
+        for problem in turn.problems:
+            self._add({"role": "tool", "name": "unreadable", "content": f"Error: {problem}"})
 
     async def _result(self, call: ToolCall, known: str | None) -> tuple[Content, dict[str, Any]]:
         """Return a call's result for the policy, and its log fields."""
         if known is not None and call.name in self._tools.names:
-            return self.shortened(known), {}
+            return self.truncated(known), {}
         started = time.perf_counter()
         content = await self._content(call)
         seconds = time.perf_counter() - started
-        self._asked.counts["tool_ms"] = max(self._asked.counts["tool_ms"], round(1e3 * seconds))
+        self._new.counts["tool_ms"] = max(self._new.counts["tool_ms"], round(1e3 * seconds))
         return content, {"seconds": round(seconds, 6)}
 
     async def _content(self, call: ToolCall) -> Content:
-        counts = self._asked.counts
+        counts = self._new.counts
         if call.name not in self._tools.names:
             counts[c.TOOL_ERRORS] += 1
-            return f"Error: there is no tool {call.name!r}; there are {', '.join(sorted(self._tools.names))}"
+            return f"Error: there is no tool {call.name!r}; the tools are {', '.join(sorted(self._tools.names))}"
         try:
             async with self._tools.alone(call.name):  # the time limit begins after the wait
-                result = await within(self._tools.call(call.name, call.arguments), self._terms.timeout_s)
-        except Late:
+                result = await with_timeout(self._tools.call(call.name, call.arguments), self._limits.timeout_s)
+        except CallTimeout:
             counts.update({c.TOOL_ERRORS: 1, c.TOOL_TIMEOUTS: 1})
-            return f"Error: no result after {self._terms.timeout_s:g} s"
+            return f"Error: no result after {self._limits.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool is the user's code
             counts[c.TOOL_ERRORS] += 1
             # The log gets the frames, the policy only the last line.
             print(f"the tool {call.name!r} raised:\n{user_traceback(error)}")  # noqa: T201 - its prints are its log
             return f"Error: {user_traceback(error).strip().splitlines()[-1]}"
         self.reward(result["reward"])
-        return with_texts(result["content"], self.shortened)
+        return with_texts(result["content"], self.truncated)
 
-    def shortened(self, text: str) -> str:
+    def truncated(self, text: str) -> str:
         """Return ``text`` truncated to `multi_turn.max_tool_response_length`."""
-        most, side = self._terms.max_result_length, self._terms.truncate_side
+        most, side = self._limits.max_result_length, self._limits.truncate_side
         if len(text) <= most:
             return text
         if side == "left":
@@ -347,30 +349,30 @@ class Chat:
         half = most // 2
         return f"{text[:half]}...(truncated)...{text[len(text) - (most - half) :]}"
 
-    def last_words(self) -> Asked:
+    def take_new(self) -> NewMessages:
         """Return the messages and counts after the last turn."""
-        asked, self._asked = self._asked, Asked()
-        return asked
+        new, self._new = self._new, NewMessages()
+        return new
 
 
-async def within(awaitable: Awaitable[Result], timeout_s: float) -> Result:
-    """Return the result of ``awaitable``. Raises Late after ``timeout_s``."""
+async def with_timeout(awaitable: Awaitable[Result], timeout_s: float) -> Result:
+    """Return the result of ``awaitable``. Raises CallTimeout after ``timeout_s``."""
     task = asyncio.ensure_future(awaitable)
     try:
         for _ in range(_BEATS):
             done, _ = await asyncio.wait({task}, timeout=timeout_s / _BEATS)
             if done:
                 if task.cancelled():  # by itself: a cancelled trajectory ends at the wait
-                    raise RuntimeError("it was cancelled by its own code")
+                    raise RuntimeError("the tool cancelled its own call")
                 return task.result()
-        raise Late
+        raise CallTimeout
     finally:
         task.cancel()
 
 
-def shown(messages: Sequence[Message]) -> list[Message]:
+def without_log_fields(messages: Sequence[Message]) -> list[Message]:
     """Return messages without their log fields."""
-    return [{name: value for name, value in message.items() if name not in _NOTED} for message in messages]
+    return [{name: value for name, value in message.items() if name not in _LOG_FIELDS} for message in messages]
 
 
 def _as_text(arguments: dict[str, Any]) -> str:

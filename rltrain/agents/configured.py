@@ -21,14 +21,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rltrain.agents import stand_ins
-from rltrain.agents.calling import called, result
+from rltrain.agents import verl_stubs
+from rltrain.agents.calling import call_user, convert_result
 from rltrain.agents.functions import as_json
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import is_plugin, load_plugin, user_traceback
 
 # Objects in creation or created, by name.
-_Makings = dict[str, asyncio.Task[Any]]
+_Creations = dict[str, asyncio.Task[Any]]
 TOOL_CONFIG = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ class ConfiguredTool:
     """JSON, as chat templates show it."""
     tool: Any = None
     """The object, once it is created."""
-    _making: _Makings = field(default_factory=dict)
+    _creation: _Creations = field(default_factory=dict)
 
-    async def made(self) -> Any:
+    async def get(self) -> Any:
         """Return the object; create it on the first call."""
         if self.tool is None:
-            self.tool = await _once(self._making, "", lambda: called(_make, self.kind, self.config, self.schema))
+            self.tool = await _once(self._creation, "", lambda: call_user(_make, self.kind, self.config, self.schema))
         return self.tool
 
 
@@ -65,11 +65,11 @@ def configured_tools(path: str) -> dict[str, ConfiguredTool]:
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(
-            f"{TOOL_CONFIG}={path} holds no list of tools. Write tools: and under it, for each, class_name, config "
+            f"{TOOL_CONFIG}={path} has no list of tools. Write tools: and below it, for each tool, class_name, config "
             "(type: native) and tool_schema."
         )
     tools: dict[str, ConfiguredTool] = {}
-    with stand_ins.importable():
+    with verl_stubs.importable():
         for number, entry in enumerate(entries):
             tool = _tool(f"{TOOL_CONFIG}={path}: tools[{number}]", entry)
             name = tool.schema["function"]["name"]
@@ -94,7 +94,7 @@ def _tool(where: str, entry: Any) -> ConfiguredTool:
         name = ":".join(name.rsplit(".", 1)) if "." in name else f"builtins:{name}"
     kind = load_plugin(f"{where}.class_name", name)
     if not (inspect.isclass(kind) and callable(getattr(kind, "execute", None))):
-        raise ConfigError(f"{where}.class_name={entry['class_name']}: it is no class with a method execute.")
+        raise ConfigError(f"{where}.class_name={entry['class_name']}: the class has no method `execute`.")
     if entry.get("tool_schema") is not None:
         return ConfiguredTool(kind, config, as_json(f"{where}.tool_schema", entry["tool_schema"]))
     try:
@@ -114,25 +114,25 @@ def _make(kind: type, config: dict[str, Any], schema: dict[str, Any] | None) -> 
     return kind(config=dict(config), tool_schema=record.model_validate(schema))
 
 
-class Opened:
+class ConfiguredSession:
     """The tools of a YAML file in one trajectory."""
 
     def __init__(self, tools: dict[str, ConfiguredTool], tools_kwargs: dict[str, Any]) -> None:
         self._tools, self._kwargs = tools, tools_kwargs
-        self._ids: _Makings = {}
+        self._ids: _Creations = {}
         # verl passes it to each call of a trajectory, for tools that share state.
         self._data = SimpleNamespace(
             request_id=uuid4().hex, tools_kwargs=tools_kwargs, extra_fields={}, metrics={}, messages=[]
         )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a tool and return its result as `calling.result` does. Raises the tool's exception."""
-        tool = await self._tools[name].made()
+        """Call a tool and return its result as `calling.convert_result` does. Raises the tool's exception."""
+        tool = await self._tools[name].get()
         kwargs = self._kwargs.get(name) or {}
         instance = await _once(self._ids, name, lambda: self._create(tool, kwargs.get("create_kwargs") or {}))
         more = {"agent_data": self._data, **(kwargs.get("execute_kwargs") or {})}
-        returned = await called(tool.execute, instance, arguments, **_taken(tool.execute, more))
-        return result(tuple(returned) if isinstance(returned, list) else returned)
+        returned = await call_user(tool.execute, instance, arguments, **_accepted(tool.execute, more))
+        return convert_result(tuple(returned) if isinstance(returned, list) else returned)
 
     async def _create(self, tool: Any, kwargs: dict[str, Any]) -> Any:
         if not hasattr(tool, "create"):
@@ -140,7 +140,7 @@ class Opened:
         create = tool.create
         # Older classes name the arguments that they read, newer ones read them from create_kwargs.
         named = {name: value for name, value in kwargs.items() if name in inspect.signature(create).parameters}
-        created = await called(create, **_taken(create, {"create_kwargs": kwargs}), **named)
+        created = await call_user(create, **_accepted(create, {"create_kwargs": kwargs}), **named)
         return created[0] if isinstance(created, tuple | list) else created
 
     @property
@@ -154,24 +154,24 @@ class Opened:
             name, instance = self._ids.popitem()
             if release := getattr(self._tools[name].tool, "release", None):
                 try:
-                    await called(release, await instance)
+                    await call_user(release, await instance)
                 except Exception as error:  # noqa: BLE001 - user code
                     logger.warning("release of the tool %s raised:\n%s", name, user_traceback(error))
 
 
-async def _once(makings: _Makings, name: str, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+async def _once(creations: _Creations, name: str, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Return the result of ``make``, shared by all callers.
 
     A cancelled caller leaves the running ``make`` to the next one, which would otherwise start over and also be late. A
     failed ``make`` is repeated.
     """
-    if name not in makings:
-        makings[name] = making = asyncio.ensure_future(make())
-        making.add_done_callback(lambda _: makings.pop(name, None) if making.cancelled() or making.exception() else 0)
-    return await asyncio.shield(makings[name])
+    if name not in creations:
+        creations[name] = task = asyncio.ensure_future(make())
+        task.add_done_callback(lambda _: creations.pop(name, None) if task.cancelled() or task.exception() else 0)
+    return await asyncio.shield(creations[name])
 
 
-def _taken(function: Any, named: dict[str, Any]) -> dict[str, Any]:
+def _accepted(function: Any, named: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

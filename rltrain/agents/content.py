@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rltrain.common.errors import DataError
-from rltrain.common.image_files import begins_as_image, data_address
+from rltrain.common.images import begins_as_image, data_address
 
 Part = dict[str, str]
 Content = str | list[Part]
 _HOLDERS = ("image", "image_url", "bytes", "path")
 # Of all images between two turns, in base64.
 MOST_IMAGE_BYTES = 16 << 20
-TAKES_NONE = (
-    "an image, and this run takes none between turns. Where the model sees images, set "
+NO_IMAGES = (
+    "an image, but this run accepts none between turns. If the model reads images, set "
     "actor_rollout_ref.rollout.multi_turn.images=True."
 )
 
@@ -31,14 +31,14 @@ def is_image(value: Any) -> bool:
     return begins_as_image(value) if isinstance(value, bytes) else callable(getattr(value, "getbands", None))
 
 
-def content_of(said: Any) -> Content | None:
+def content_of(value: Any) -> Content | None:
     """Return parts for an image or a list with one; a text for a text or a list of text parts; None for anything else.
 
     Raises ValueError for an unreadable image, and for an entry that is neither text nor image.
     """
-    if isinstance(said, str):
-        return said
-    parts = list(said) if isinstance(said, list | tuple) else [said]
+    if isinstance(value, str):
+        return value
+    parts = list(value) if isinstance(value, list | tuple) else [value]
     if any(map(is_image, parts)):
         return _parts(parts)
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
@@ -59,7 +59,7 @@ def _parts(entries: Sequence[Any]) -> list[Part]:
         if is_image(entry):
             number = 1 + sum(part["type"] == "image" for part in parts)
             try:
-                parts.append({"type": "image", "image": data_address(_given(entry))})
+                parts.append({"type": "image", "image": data_address(_image_of(entry))})
             except DataError as error:
                 raise ValueError(f"image {number} of {num_images}: {error}") from error
         elif isinstance(entry, str):
@@ -67,11 +67,11 @@ def _parts(entries: Sequence[Any]) -> list[Part]:
         elif isinstance(entry, Mapping) and entry.get("type") == "text":
             parts.append({"type": "text", "text": str(entry.get("text") or "")})
         else:
-            raise ValueError(f"{entry!r:.80} stands beside an image and is neither a text nor an image.")
+            raise ValueError(f"{entry!r:.80} is next to an image and is neither a text nor an image.")
     return parts
 
 
-def _given(image: Any) -> Any:
+def _image_of(image: Any) -> Any:
     """Return the image of a part."""
     if not isinstance(image, Mapping):
         return image

@@ -20,8 +20,8 @@ from threading import Lock
 from typing import Any
 
 from rltrain.agents import http
-from rltrain.agents.chat import Address, Broken, Chat, Message, Over, ToolCall, Turn
-from rltrain.agents.http import Refused, Request, Response
+from rltrain.agents.chat import Address, Chat, Message, Over, ToolCall, TrajectoryFailed, Turn
+from rltrain.agents.http import HttpError, Request, Response
 
 _OVER = "trajectory_over"
 _MODEL = "policy"
@@ -46,7 +46,7 @@ _ONLY: dict[str, list[Any]] = {
 
 
 @dataclass(frozen=True)
-class _Said:
+class _PlainMessage:
     """A message in normalised form, for comparison."""
 
     role: str
@@ -56,8 +56,8 @@ class _Said:
     tool_call_id: str = ""
 
     @classmethod
-    def of(cls, message: Any) -> _Said:
-        """Normalise a message. Raises Refused for a message without text."""
+    def of(cls, message: Any) -> _PlainMessage:
+        """Normalise a message. Raises HttpError for a message without text."""
         try:
             role = {"developer": "system"}.get(message["role"], message["role"])
             calls = tuple(
@@ -68,8 +68,8 @@ class _Said:
             if not isinstance(content, str):
                 content = "".join(part["text"] for part in content)
         except (AttributeError, KeyError, TypeError, ValueError):
-            text = f"{message!r:.200} is no message of text: role, content, tool_calls, tool_call_id."
-            raise Refused(400, "no_message", text) from None
+            text = f"{message!r:.200} is not a text message: role, content, tool_calls, tool_call_id."
+            raise HttpError(400, "no_message", text) from None
         # Libraries strip the model's text.
         content = content.strip() if role == "assistant" else content
         return cls(str(role), content, calls, message.get("tool_call_id") or "")
@@ -87,8 +87,8 @@ class _Conversation:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._said = [_Said.of(message) for message in chat.messages]
-        self._asked: list[_Said] = []
+        self._messages = [_PlainMessage.of(message) for message in chat.messages]
+        self._last_request: list[_PlainMessage] = []
         self._reply: asyncio.Task[tuple[Message, str]] | None = None
 
     def close(self) -> None:
@@ -96,25 +96,25 @@ class _Conversation:
         if self._reply:
             self._reply.cancel()
 
-    async def ask(self, request: Mapping[str, Any], *, again: bool) -> tuple[Message, str]:
+    async def reply(self, request: Mapping[str, Any], *, again: bool) -> tuple[Message, str]:
         """Return the next turn as a message, and its finish_reason.
 
-        again: the library retries, because its first request may have been lost. Raises Refused, and the exceptions of
-        `Chat.reply`.
+        again: the library retries, because its first request may have been lost. Raises HttpError, and the exceptions
+        of `Chat.reply`.
         """
         if self._reply and self._reply.done() and self._reply.exception():
             return self._reply.result()  # its exception is permanent
         messages = request.get("messages")
         if not isinstance(messages, list):
-            raise Refused(400, "no_messages", "messages is the list of all messages so far.")
-        said = [_Said.of(message) for message in messages]
-        if not (again and self._reply and said == self._asked):
+            raise HttpError(400, "no_messages", "messages must be the list of all messages so far.")
+        normalised = [_PlainMessage.of(message) for message in messages]
+        if not (again and self._reply and normalised == self._last_request):
             if self._reply and not self._reply.done():
-                raise Refused(409, "busy", "another request of this trajectory is being answered.")
+                raise HttpError(409, "busy", "another request of this trajectory is being answered.")
             self._check_tools(request.get("tools") or [])
-            added = self._added(said)
+            added = self._added(normalised)
             results = self._results(added)
-            self._said, self._asked = said, said
+            self._messages, self._last_request = normalised, normalised
             self._reply = asyncio.ensure_future(self._next(added, results))
         # A library that disconnects does not cancel the turn.
         return await asyncio.shield(self._reply)
@@ -123,45 +123,46 @@ class _Conversation:
         try:
             names = sorted(tool["function"]["name"] for tool in tools)
         except (KeyError, TypeError):
-            raise Refused(400, "other_tools", f"tools={tools!r:.200}: functions with a name are.") from None
+            text = f"tools={tools!r:.200}: each tool must be a function with a name."
+            raise HttpError(400, "other_tools", text) from None
         if tools and names != sorted(self._chat.tools):
             shown = ", ".join(sorted(self._chat.tools)) or "none"
-            raise Refused(
+            raise HttpError(
                 400,
                 "other_tools",
-                f"the request has the tools {', '.join(names)}, and the policy was shown {shown}. The prompt shows "
-                "those of rollout.multi_turn.function_tool_path, tool_config_path and environment: give the same.",
+                f"the request has the tools {', '.join(names)}, but the prompt of the policy shows {shown}. They are "
+                "the tools of rollout.multi_turn.function_tool_path, tool_config_path and environment: give the same.",
             )
 
-    def _added(self, said: Sequence[_Said]) -> Sequence[_Said]:
+    def _added(self, normalised: Sequence[_PlainMessage]) -> Sequence[_PlainMessage]:
         rule = "A trajectory is one conversation: a request repeats all messages so far, as they are, and adds some."
-        for place, (own, other) in enumerate(zip(self._said, said, strict=False)):
+        for place, (own, other) in enumerate(zip(self._messages, normalised, strict=False)):
             if own != other:
-                text = f"message {place} is not what was said: {other} stands in the place of {own}. {rule}"
-                raise Refused(409, "another_conversation", text)
-        if len(said) < len(self._said):
-            text = f"the request has {len(said)} of the {len(self._said)} messages so far. {rule}"
-            raise Refused(409, "another_conversation", text)
-        added = said[len(self._said) :]
+                text = f"message {place} differs from the conversation: it is {other} instead of {own}. {rule}"
+                raise HttpError(409, "another_conversation", text)
+        if len(normalised) < len(self._messages):
+            text = f"the request has {len(normalised)} of the {len(self._messages)} messages so far. {rule}"
+            raise HttpError(409, "another_conversation", text)
+        added = normalised[len(self._messages) :]
         if bool(added) != bool(self._chat.turns):
             text = "the first request is the row's prompt alone" if added else "the request adds no message"
-            raise Refused(409, "another_conversation", f"{text}. {rule}")
+            raise HttpError(409, "another_conversation", f"{text}. {rule}")
         return added
 
-    def _results(self, added: Sequence[_Said]) -> dict[int, str]:
-        """Return the results by index of the call. Raises Refused unless each call has one and only user messages
+    def _results(self, added: Sequence[_PlainMessage]) -> dict[int, str]:
+        """Return the results by index of the call. Raises HttpError unless each call has one and only user messages
         follow."""
         if not added:
             return {}
         places = {_id(len(self._chat.turns), place): place for place, _ in self._shown(self._chat.turns[-1])}
         results, others = added[: len(places)], added[len(places) :]
         if sorted(message.tool_call_id for message in results if message.role == "tool") != sorted(places):
-            text = f"the last turn has the calls {', '.join(places)}: a message of role tool follows for each, first."
-            raise Refused(400, "no_results", text)
+            text = f"the last turn has the calls {', '.join(places)}: one message of role tool must follow for each."
+            raise HttpError(400, "no_results", text)
         for message in others:
             if message.role != "user":
-                text = f"{message} cannot be added: results of the turn's calls and messages of the user can."
-                raise Refused(400, "no_message", text)
+                text = f"{message} cannot be added: add results of the turn's calls and messages of the user."
+                raise HttpError(400, "no_message", text)
         return {places[message.tool_call_id]: message.content for message in results}
 
     def _shown(self, turn: Turn) -> list[tuple[int, ToolCall]]:
@@ -169,7 +170,7 @@ class _Conversation:
         calls = list(enumerate(turn.calls))[: self._chat.max_parallel_calls]
         return [(place, call) for place, call in calls if call.name in self._chat.tools]
 
-    async def _next(self, added: Sequence[_Said], results: dict[int, str]) -> tuple[Message, str]:
+    async def _next(self, added: Sequence[_PlainMessage], results: dict[int, str]) -> tuple[Message, str]:
         chat = self._chat
         if added:
             if results:
@@ -182,7 +183,7 @@ class _Conversation:
             await chat.answer_calls(turn)
             turn = await chat.reply()
         reply, finish = self._message(turn)
-        self._said = [*self._said, _Said.of(reply)]
+        self._messages = [*self._messages, _PlainMessage.of(reply)]
         return reply, finish
 
     def _message(self, turn: Turn) -> tuple[Message, str]:
@@ -245,8 +246,8 @@ class Endpoint:
     def _conversation(self, request: Request) -> _Conversation:
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key not in self._conversations:
-            text = "no trajectory has this api_key (chat.endpoint): it has ended, or there was none."
-            raise Refused(401, "unknown_trajectory", text)
+            text = "no trajectory has this api_key (chat.endpoint): it has ended or never existed."
+            raise HttpError(401, "unknown_trajectory", text)
         return self._conversations[key]
 
     def _admit(self, request: Request) -> None:
@@ -259,23 +260,23 @@ class Endpoint:
         if request.method == "GET" and request.path.startswith("/v1/models/"):
             return Response.of(_model())
         if (request.method, request.path) != ("POST", "/v1/chat/completions"):
-            text = f"{request.method} {request.path:.100}: there are POST /v1/chat/completions and GET /v1/models."
-            raise Refused(404, "not_found", text)
-        asked = _parsed(body)
+            text = f"{request.method} {request.path:.100}: the paths are POST /v1/chat/completions and GET /v1/models."
+            raise HttpError(404, "not_found", text)
+        fields = _parsed(body)
         conversation = self._conversation(request)
         again = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            message, finish = await conversation.ask(asked, again=again)
+            message, finish = await conversation.reply(fields, again=again)
         except Over as over:
             # In text and code, because libraries show one or the other.
-            text = f"{_OVER}: no turn follows, as there is no room for another, or were as many as may be."
-            raise Refused(400, _OVER, text) from over
-        except Broken as broken:
-            raise Refused(500, "broken", str(broken)) from broken
+            text = f"{_OVER}: no turn follows: no tokens are left, or max_assistant_turns is reached."
+            raise HttpError(400, _OVER, text) from over
+        except TrajectoryFailed as broken:
+            raise HttpError(500, "broken", str(broken)) from broken
         except asyncio.CancelledError:
-            self._conversation(request)  # raises Refused if the trajectory has ended meanwhile
+            self._conversation(request)  # raises HttpError if the trajectory has ended meanwhile
             raise
-        return _completion(asked, message, finish)
+        return _completion(fields, message, finish)
 
 
 def _model() -> dict[str, Any]:
@@ -283,33 +284,33 @@ def _model() -> dict[str, Any]:
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """Parse a request. Raises Refused for an unsupported form of reply; other unused parameters are logged once."""
+    """Parse a request. Raises HttpError for an unsupported form of reply; other unused parameters are logged once."""
     try:
-        asked = json.loads(body)
-        items = asked.items()
+        fields = json.loads(body)
+        items = fields.items()
     except (ValueError, AttributeError, RecursionError):
-        raise Refused(400, "no_json", "the body is no JSON object.") from None
-    given = {name: value for name, value in items if value is not None}
-    for name, value in given.items():
+        raise HttpError(400, "no_json", "the body is not a JSON object.") from None
+    parameters = {name: value for name, value in items if value is not None}
+    for name, value in parameters.items():
         if name in _ONLY and value not in _ONLY[name]:
-            forms = "".join(f" or {form!r}" for form in _ONLY[name])
-            raise Refused(400, "not_here", f"{name}={value!r:.100} is not in this version; leave it out{forms}.")
+            forms = "".join(f" or use {form!r}" for form in _ONLY[name])
+            raise HttpError(400, "not_here", f"{name}={value!r:.100} is not supported; remove it{forms}.")
         if name not in _ONLY and name not in _WITHOUT_EFFECT:
-            _say_unused(name)
-    return given
+            _log_unused(name)
+    return parameters
 
 
 @cache
-def _say_unused(name: str) -> None:
-    text = f"chat.endpoint: {name!r} of requests is not used: the policy samples as the run does (rollout.*)."
+def _log_unused(name: str) -> None:
+    text = f"chat.endpoint: {name!r} of requests has no effect: sampling follows the run (rollout.*)."
     print(text)  # noqa: T201 - agents.log
 
 
-def _completion(asked: Mapping[str, Any], message: Message, finish: str) -> Response:
+def _completion(fields: Mapping[str, Any], message: Message, finish: str) -> Response:
     """Return the reply in OpenAI's format. Token counts are 0, because the run counts tokens."""
     usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-    head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": asked.get("model", _MODEL)}
-    if not asked.get("stream"):
+    head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": fields.get("model", _MODEL)}
+    if not fields.get("stream"):
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         return Response.of({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
     # A turn is only known at its end, so the stream has one chunk.
@@ -319,8 +320,8 @@ def _completion(asked: Mapping[str, Any], message: Message, finish: str) -> Resp
         [{"index": 0, "delta": delta, "finish_reason": None}],
         [{"index": 0, "delta": {}, "finish_reason": finish}],
     ]
-    pieces = [{**head, "object": "chat.completion.chunk", "choices": each} for each in choices]
-    if (asked.get("stream_options") or {}).get("include_usage"):
+    pieces = [{**head, "object": "chat.completion.chunk", "choices": choice} for choice in choices]
+    if (fields.get("stream_options") or {}).get("include_usage"):
         pieces.append({**head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
     events = [*map(json.dumps, pieces), "[DONE]"]
     return Response("".join(f"data: {event}\n\n" for event in events).encode(), "text/event-stream")
@@ -331,14 +332,14 @@ def ended_by_endpoint(error: BaseException) -> bool:
 
     An error that was raised while that one was handled, and does not name it as its cause, is the agent's.
     """
-    return any(_OVER in str(each) for each in _causes(error))
+    return any(_OVER in str(cause) for cause in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
-    open_ends: list[BaseException | None] = [error]
-    while open_ends:
-        if (each := open_ends.pop()) is not None and id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            open_ends += [each.__cause__, *getattr(each, "exceptions", ())]
+    remaining: list[BaseException | None] = [error]
+    while remaining:
+        if (cause := remaining.pop()) is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            remaining += [cause.__cause__, *getattr(cause, "exceptions", ())]

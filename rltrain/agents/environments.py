@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from rltrain.agents import stand_ins
-from rltrain.agents.functions import Shown, shown
+from rltrain.agents import verl_stubs
+from rltrain.agents.functions import ToolFunction, tools_by_name
 from rltrain.agents.marks import mark_of
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import is_plugin, load_plugin
@@ -21,20 +21,20 @@ ENVIRONMENT = "actor_rollout_ref.rollout.multi_turn.environment"
 _HOOKS = frozenset(("reset", "step", "score", "close"))
 
 
-def class_of(place: str) -> type:
+def load_class(place: str) -> type:
     """Load the class ``place`` (FILE.py:NAME). Raises ConfigError if it cannot be imported or is not a class."""
     if not is_plugin(place):
-        raise ConfigError(f"{ENVIRONMENT}={place} names no class. Write FILE.py:NAME, or package.module:NAME.")
-    with stand_ins.importable():
+        raise ConfigError(f"{ENVIRONMENT}={place} does not name a class. Write FILE.py:NAME, or package.module:NAME.")
+    with verl_stubs.importable():
         kind = load_plugin(ENVIRONMENT, place)
     if not inspect.isclass(kind):
         raise ConfigError(
-            f"{ENVIRONMENT}={place}: it is no class. Functions are tools of multi_turn.function_tool_path."
+            f"{ENVIRONMENT}={place} is not a class. Functions are tools of multi_turn.function_tool_path."
         )
     return kind
 
 
-def methods_of(place: str, kind: type) -> dict[str, Shown]:
+def methods_of(place: str, kind: type) -> dict[str, ToolFunction]:
     """Return the methods of a class that are tools, by the names that the model sees; {} if it has ``step``.
 
     Raises ConfigError for a class with neither tools nor ``step``, and for one with both ``step`` and marked tools.
@@ -45,13 +45,13 @@ def methods_of(place: str, kind: type) -> dict[str, Shown]:
     if hasattr(kind, "step"):
         if marked:
             raise ConfigError(
-                f"{where}: step is given the model's whole turn, so nobody would call {', '.join(marked)}. Leave out "
+                f"{where}: step gets the model's whole turn, so {', '.join(marked)} would never be called. Remove "
                 "step, or the marks."
             )
         return {}
     if not methods:
         raise ConfigError(f"{where}: the class has neither step nor public methods, which would be tools.")
-    return shown(where, marked or methods)
+    return tools_by_name(where, marked or methods)
 
 
 def _public(kind: type) -> dict[str, Callable[..., Any]]:

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rltrain.agents import stand_ins
+from rltrain.agents import verl_stubs
 from rltrain.agents.marks import Mark, mark_of, tool
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_module
 
 FUNCTIONS = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
-_HOW = (
-    "A tool has a type for each of its arguments, and a docstring with a line about each of them under Args:; or it is "
-    "marked by @rltrain.tool(schema={...})."
+_ADVICE = (
+    "Give each argument a type and a line under Args: in the docstring, or mark the tool with "
+    "@rltrain.tool(schema={...})."
 )
 
 
 @dataclass(frozen=True)
-class Shown:
+class ToolFunction:
     """A function that the model may call."""
 
     where: str
@@ -54,7 +54,7 @@ class Shown:
         if mark.schema is not None:
             schema = self._written(mark.schema)
         else:
-            schema = _inferred(f"{self.where}: {self.own_name} cannot be shown to the model", self.function)
+            schema = _inferred(f"{self.where}: {self.own_name} has no schema for the model", self.function)
         schema["function"]["name"] = self.name
         return schema
 
@@ -62,12 +62,12 @@ class Shown:
         return as_json(f"{self.where}: {self.own_name}", schema)
 
 
-def tools_of(place: str) -> dict[str, Shown]:
+def tools_of(place: str) -> dict[str, ToolFunction]:
     """Return the tools of a file or module by name, in its order.
 
     Raises ConfigError if it cannot be imported, or has no tools, or two of the same name.
     """
-    with stand_ins.importable():
+    with verl_stubs.importable():
         module = load_module(FUNCTIONS, place)
     own, marked = {}, {}
     for name, value in vars(module).items():
@@ -78,7 +78,7 @@ def tools_of(place: str) -> dict[str, Shown]:
     marked |= _registered(module.__name__)
     if not (marked or own):
         raise ConfigError(f"{FUNCTIONS}={place} defines no function. Write one with types and a docstring for each.")
-    return shown(f"{FUNCTIONS}={place}", marked or own)
+    return tools_by_name(f"{FUNCTIONS}={place}", marked or own)
 
 
 def _registered(module: str) -> dict[str, Callable[..., Any]]:
@@ -88,14 +88,14 @@ def _registered(module: str) -> dict[str, Callable[..., Any]]:
     return {entry.fn.__name__: tool(name=entry.name, schema=entry.tool_schema)(entry.fn) for entry in own}
 
 
-def shown(where: str, functions: Mapping[str, Callable[..., Any]]) -> dict[str, Shown]:
+def tools_by_name(where: str, functions: Mapping[str, Callable[..., Any]]) -> dict[str, ToolFunction]:
     """Return functions by the names that the model sees. functions: by their names in the file. where: the setting.
 
     Raises ConfigError if two have the same name.
     """
-    tools: dict[str, Shown] = {}
+    tools: dict[str, ToolFunction] = {}
     for own_name, function in functions.items():
-        tool = Shown(where, own_name, function)
+        tool = ToolFunction(where, own_name, function)
         earlier = tools.setdefault(tool.name, tool)
         if earlier.function is not function:
             raise ConfigError(
@@ -108,13 +108,16 @@ def _inferred(where: str, function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    variadic = [str(given) for given in inspect.signature(function).parameters.values() if given.kind in many]
+    parameters = inspect.signature(function).parameters.values()
+    variadic = [str(parameter) for parameter in parameters if parameter.kind in many]
     if variadic:
-        raise ConfigError(f"{where}: no schema can say {', '.join(variadic)}. Give each argument a name, or a list.")
+        raise ConfigError(
+            f"{where}: a schema cannot describe {', '.join(variadic)}. Name each argument, or use a list."
+        )
     try:
         return as_json(where, get_json_schema(function))
     except Exception as error:  # transformers raises several kinds, for missing types, docstrings, arguments
-        raise ConfigError(f"{where}: {error}. {_HOW}") from error
+        raise ConfigError(f"{where}: {error}. {_ADVICE}") from error
 
 
 def as_json(where: str, schema: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _LINGER_S = 1.0
 _unadmitted: dict[asyncio.StreamWriter, None] = {}
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """Error response to a request: HTTP ``status``, ``code`` for programs, ``text`` for people.
 
     ``leaves_body``: an unread body follows on the connection.
@@ -63,10 +63,10 @@ class Response:
         return cls(json.dumps(value).encode())
 
     @classmethod
-    def refusing(cls, refused: Refused) -> Response:
+    def of_error(cls, error: HttpError) -> Response:
         """Return an error in OpenAI's format. The reason is the code, because some libraries show only the reason."""
-        error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}
-        return cls(json.dumps({"error": error}).encode(), status=refused.status, reason=refused.code)
+        fields = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+        return cls(json.dumps({"error": fields}).encode(), status=error.status, reason=error.code)
 
 
 async def serve(
@@ -77,32 +77,32 @@ async def serve(
 ) -> None:
     """Serve the requests of a connection until it ends. reader: its limit must be `MAX_HEAD_BYTES`.
 
-    admit: raises Refused before a body is read. answer: takes request and body, and may raise Refused.
+    admit: raises HttpError before a body is read. answer: takes request and body, and may raise HttpError.
     """
-    goes_on = True
+    keep_alive = True
     _unadmitted[writer] = None
     if len(_unadmitted) > _MAX_UNADMITTED:
         oldest = next(iter(_unadmitted))
         del _unadmitted[oldest]
         oldest.transport.abort()
     try:
-        while goes_on and (request := await _head(reader, writer)):
+        while keep_alive and (request := await _head(reader, writer)):
             try:
                 body = await _body(reader, writer, request, admit)
                 response = await answer(request, body)
-            except Refused as refused:
-                if refused.leaves_body:
+            except HttpError as error:
+                if error.leaves_body:
                     raise
-                response = Response.refusing(refused)
+                response = Response.of_error(error)
             except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
                 raise
             except Exception as error:  # noqa: BLE001 - the client gets the error instead of a closed connection
-                response = Response.refusing(Refused(500, "error", f"{type(error).__name__}: {error}"))
+                response = Response.of_error(HttpError(500, "error", f"{type(error).__name__}: {error}"))
             closes = request.headers.get("connection", "").lower() == "close" or writer in _unadmitted
-            goes_on = goes_on and not closes
-            await _write(writer, response, goes_on)
-    except Refused as refused:
-        await _write(writer, Response.refusing(refused), goes_on=False)
+            keep_alive = keep_alive and not closes
+            await _write(writer, response, keep_alive)
+    except HttpError as error:
+        await _write(writer, Response.of_error(error), keep_alive=False)
         # Closing a connection with unread data would discard the response.
         await asyncio.wait_for(_discard(reader, _MAX_BODY_BYTES), _LINGER_S)
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -113,9 +113,9 @@ async def serve(
 
 
 def check_host(request: Request, host: str) -> None:
-    """Raise Refused for a request with another Host header, which a web page could send through a browser."""
+    """Raise HttpError for a request with another Host header, which a web page could send through a browser."""
     if request.headers.get("host", host).lower() not in (host, host.replace("127.0.0.1", "localhost")):
-        raise Refused(421, "another_host", f"this server is {host}.")
+        raise HttpError(421, "another_host", f"this server is {host}.")
 
 
 async def _head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:
@@ -127,17 +127,17 @@ async def _head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> R
         head = first + await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), request_s)
         line, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         method, path, version = line.split(" ")
-        pairs = [each.split(":", 1) for each in lines]
+        pairs = [line.split(":", 1) for line in lines]
         headers = {name.strip().lower(): value.strip() for name, value in pairs}
         names = [name.strip().lower() for name, _ in pairs]
         if any(names.count(name) > 1 for name in ("host", "content-length", "authorization")):
-            raise ValueError("which of two values counts is not clear")
+            raise ValueError("a header occurs twice")
     except asyncio.LimitOverrunError:
-        raise Refused(431, "headers_too_large", f"headers have at most {MAX_HEAD_BYTES:,} bytes.") from None
+        raise HttpError(431, "headers_too_large", f"headers have at most {MAX_HEAD_BYTES:,} bytes.") from None
     except ValueError:
-        raise Refused(400, "no_http", "this is no request of HTTP/1.1.") from None
+        raise HttpError(400, "no_http", "this is not an HTTP/1.1 request.") from None
     if version not in ("HTTP/1.1", "HTTP/1.0"):
-        raise Refused(400, "no_http", f"{version:.20} is not HTTP/1.1.")
+        raise HttpError(400, "no_http", f"{version:.20} is not HTTP/1.1.")
     if headers.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return Request(method, path.partition("?")[0], headers)
@@ -147,16 +147,16 @@ async def _body(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request, admit: Callable[[Request], None]
 ) -> bytes:
     if "transfer-encoding" in request.headers:
-        raise Refused(411, "no_length", "a request says its Content-Length.", leaves_body=True)
+        raise HttpError(411, "no_length", "a request needs a Content-Length.", leaves_body=True)
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or len(length) > 18:
-        raise Refused(400, "no_http", f"Content-Length is {length:.40}: it is a number.", leaves_body=True)
+        raise HttpError(400, "no_http", f"Content-Length is {length:.40}: it must be a number.", leaves_body=True)
     if int(length) > _MAX_BODY_BYTES:
         text = f"a request has at most {_MAX_BODY_BYTES:,} bytes; this one has {int(length):,}."
-        raise Refused(413, "too_large", text, leaves_body=True)
+        raise HttpError(413, "too_large", text, leaves_body=True)
     try:
         admit(request)
-    except Refused:
+    except HttpError:
         await asyncio.wait_for(_discard(reader, int(length)), _UNADMITTED_S if writer in _unadmitted else _REQUEST_S)
         raise
     _unadmitted.pop(writer, None)
@@ -168,16 +168,16 @@ async def _discard(reader: asyncio.StreamReader, length: int) -> None:
         length -= len(piece)
 
 
-async def _write(writer: asyncio.StreamWriter, response: Response, goes_on: bool) -> None:
+async def _write(writer: asyncio.StreamWriter, response: Response, keep_alive: bool) -> None:
     lines = [
         f"HTTP/1.1 {response.status} {response.reason}",
         f"Content-Type: {response.kind}",
         f"Content-Length: {len(response.body)}",
-        f"Connection: {'keep-alive' if goes_on else 'close'}",
+        f"Connection: {'keep-alive' if keep_alive else 'close'}",
         # A rejected request would be rejected again, but libraries retry up to three times.
         *(["x-should-retry: false"] if response.status >= 400 else []),
     ]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + response.body)
-    if not goes_on:
+    if not keep_alive:
         writer.write_eof()
     await asyncio.wait_for(writer.drain(), _REQUEST_S)

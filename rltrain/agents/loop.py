@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rltrain.agents.calling import called
-from rltrain.agents.chat import Chat, Over, Start, Terms, Turn, within
+from rltrain.agents.calling import call_user
+from rltrain.agents.chat import Chat, Over, TrajectoryStart, Turn, TurnLimits, with_timeout
 from rltrain.agents.endpoint import ended_by_endpoint
 from rltrain.agents.toolbox import Session
 from rltrain.common.plugin import load_plugin
@@ -15,18 +15,18 @@ from rltrain.common.plugin import load_plugin
 _AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 
 
-async def lead(chat: Chat, session: Session, start: Start, terms: Terms) -> dict[str, float]:
+async def run_trajectory(chat: Chat, session: Session, start: TrajectoryStart, limits: TurnLimits) -> dict[str, float]:
     """Run a trajectory to its end. Return ``score``, if it scores itself, and its other numbers."""
     returned = None
     try:
         if start.agent:
-            returned = await called(_agent(start.agent), chat, start.row, start.seed)
+            returned = await call_user(_agent(start.agent), chat, start.row, start.seed)
         else:
-            await answer_turns(chat, session, terms)
+            await answer_turns(chat, session, limits)
     except Exception as error:
         if not (isinstance(error, Over) or ended_by_endpoint(error)):
             raise
-    return _numbers(await score_of(session, chat, terms) if returned is None else returned)
+    return _numbers(await score_of(session, chat, limits) if returned is None else returned)
 
 
 @cache
@@ -36,14 +36,16 @@ def _agent(place: str) -> Callable[..., Any]:
 
 def _numbers(returned: Any) -> dict[str, float]:
     """Convert an agent's return value to ``score`` and other numbers. Raises ValueError for other values."""
-    given = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
+    values = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
     try:
-        return {str(name): float(value) for name, value in given.items()}
+        return {str(name): float(value) for name, value in values.items()}
     except (TypeError, ValueError):
-        raise ValueError(f"{returned!r:.200} is no score: a number, or a dict of numbers with 'score'.") from None
+        raise ValueError(
+            f"{returned!r:.200} is not a valid score. Return a number, or a dict of numbers with the key 'score'."
+        ) from None
 
 
-async def answer_turns(chat: Chat, session: Session, terms: Terms) -> None:
+async def answer_turns(chat: Chat, session: Session, limits: TurnLimits) -> None:
     """Reply until the policy calls no tool, or the environment is done. Raises `Over` if no turn follows."""
     while True:
         turn = await chat.reply()
@@ -51,20 +53,20 @@ async def answer_turns(chat: Chat, session: Session, terms: Terms) -> None:
             if turn.finish != "stop":
                 raise Over
             await chat.answer_calls(turn)
-        elif await _is_done(chat, turn, session, terms):
+        elif await _is_done(chat, turn, session, limits):
             return
 
 
-async def _is_done(chat: Chat, turn: Turn, session: Session, terms: Terms) -> bool:
+async def _is_done(chat: Chat, turn: Turn, session: Session, limits: TurnLimits) -> bool:
     step = getattr(session.environment, "step", None)
     if step is None or turn.finish == "length":
         return True  # half a turn is not a move
-    returned = await within(called(step, turn.text), terms.timeout_s)
+    returned = await with_timeout(call_user(step, turn.text), limits.timeout_s)
     try:
         observation, reward, done = returned
         chat.reward(reward)
     except (TypeError, ValueError):
-        raise ValueError(f"step() returned {returned!r:.200}; it returns (observation, reward, done).") from None
+        raise ValueError(f"step() returned {returned!r:.200}; it must return (observation, reward, done).") from None
     if done:
         return True
     if isinstance(observation, str):
@@ -74,15 +76,15 @@ async def _is_done(chat: Chat, turn: Turn, session: Session, terms: Terms) -> bo
             chat.add(message["role"], message["content"])
     except (KeyError, TypeError):
         raise ValueError(
-            f"step() returned the observation {observation!r:.200}; it is a text, a message or a list of messages, "
-            "each with role and content."
+            f"step() returned the observation {observation!r:.200}; it must be a text, a message or a list of "
+            "messages, each with role and content."
         ) from None
     return False
 
 
-async def score_of(session: Session, chat: Chat, terms: Terms) -> Any:
+async def score_of(session: Session, chat: Chat, limits: TurnLimits) -> Any:
     """Return the trajectory's score: from ``score()``, else the sum of the step rewards; None without either."""
     score = getattr(session.environment, "score", None)
     if score is not None:
-        return await within(called(score), terms.timeout_s)
+        return await with_timeout(call_user(score), limits.timeout_s)
     return sum(chat.rewards) if getattr(session.environment, "step", None) else None

@@ -12,7 +12,7 @@ from typing import Any
 _MOST_THREADS = 1024
 # The address space of a process is bounded, and a thread takes 8 MB of it by default.
 _STACK_BYTES = 1 << 20
-# Start time of calls that were cancelled but whose threads cannot be ended.
+# TrajectoryStart time of calls that were cancelled but whose threads cannot be ended.
 _abandoned: dict[Future[Any], float] = {}
 
 

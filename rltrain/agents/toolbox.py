@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rltrain.agents import stand_ins
-from rltrain.agents.calling import called, fitting, result
-from rltrain.agents.configured import TOOL_CONFIG, Opened, configured_tools
-from rltrain.agents.environments import ENVIRONMENT, class_of, methods_of
+from rltrain.agents import verl_stubs
+from rltrain.agents.calling import call_user, convert_arguments, convert_result
+from rltrain.agents.configured import TOOL_CONFIG, ConfiguredSession, configured_tools
+from rltrain.agents.environments import ENVIRONMENT, load_class, methods_of
 from rltrain.agents.functions import FUNCTIONS, tools_of
 from rltrain.common.env import shipped
 from rltrain.common.errors import ConfigError
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Places:
+class ToolSources:
     """Sources of a run's tools."""
 
     functions: str | None = None
@@ -45,7 +45,7 @@ class Places:
     environment_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, turns: MultiTurnConfig) -> Places:
+    def of(cls, turns: MultiTurnConfig) -> ToolSources:
         """Return the sources of the configuration; empty with ``multi_turn.enable=False``."""
         if turns.enable is False:
             return cls()
@@ -58,25 +58,25 @@ class Places:
 
 
 class Toolbox:
-    """The loaded tools of ``places``. Raises ConfigError if loading fails or two have the same name."""
+    """The loaded tools of ``sources``. Raises ConfigError if loading fails or two have the same name."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
-        self.functions = tools_of(places.functions) if places.functions else {}
-        self.configured = configured_tools(places.tool_config) if places.tool_config else {}
-        self._class = class_of(places.environment) if places.environment else None
-        self.methods = methods_of(places.environment or "", self._class) if self._class else {}
+    def __init__(self, sources: ToolSources) -> None:
+        self._sources = sources
+        self.functions = tools_of(sources.functions) if sources.functions else {}
+        self.configured = configured_tools(sources.tool_config) if sources.tool_config else {}
+        self._class = load_class(sources.environment) if sources.environment else None
+        self.methods = methods_of(sources.environment or "", self._class) if self._class else {}
         self.has_step = hasattr(self._class, "step")
         """True if the class is an environment, which replies to whole turns."""
         self.scores = self.has_step or hasattr(self._class, "score")
         """True if a trajectory scores itself."""
-        sources: list[tuple[str, dict[str, Any]]] = [
-            (f"{FUNCTIONS}={places.functions}", self.functions),
-            (f"{TOOL_CONFIG}={places.tool_config}", self.configured),
-            (f"{ENVIRONMENT}={places.environment}", self.methods),
+        groups: list[tuple[str, dict[str, Any]]] = [
+            (f"{FUNCTIONS}={sources.functions}", self.functions),
+            (f"{TOOL_CONFIG}={sources.tool_config}", self.configured),
+            (f"{ENVIRONMENT}={sources.environment}", self.methods),
         ]
         origins: dict[str, str] = {}
-        for source, tools in sources:
+        for source, tools in groups:
             for name in tools:
                 if name in origins:
                     raise ConfigError(f"the tool {name!r} is in {origins[name]} and in {source}. Rename one of them.")
@@ -101,7 +101,7 @@ class Toolbox:
                     if allowed:
                         check_isolation(unsandboxed)
                         continue
-                    place = self._places.functions if tools is self.functions else self._places.environment
+                    place = self._sources.functions if tools is self.functions else self._sources.environment
                     key = FUNCTIONS if tools is self.functions else ENVIRONMENT
                     raise ConfigError(
                         f"{key}={place}: the tool {name!r} runs programs that the model wrote. Read "
@@ -113,15 +113,15 @@ class Toolbox:
 
         row: data_source, extra_info, ground_truth. Raises exceptions of the user's code, after closing the session.
         """
-        with ExitStack() as held:
+        with ExitStack() as stack:
             # A tool may import verl's names when it is called.
-            held.enter_context(stand_ins.importable())
-            kwargs = copy.deepcopy(self._places.environment_kwargs)
-            environment = await called(self._class, **kwargs) if self._class else None
-            session = Session(self, row, environment, held.pop_all())
+            stack.enter_context(verl_stubs.importable())
+            kwargs = copy.deepcopy(self._sources.environment_kwargs)
+            environment = await call_user(self._class, **kwargs) if self._class else None
+            session = Session(self, row, environment, stack.pop_all())
         if reset := getattr(environment, "reset", None):
             try:
-                await called(reset, row, seed)
+                await call_user(reset, row, seed)
             except BaseException:
                 await session.close()
                 raise
@@ -131,10 +131,10 @@ class Toolbox:
 class Session:
     """The tools of one trajectory."""
 
-    def __init__(self, toolbox: Toolbox, row: dict[str, Any], environment: Any, held: ExitStack) -> None:
+    def __init__(self, toolbox: Toolbox, row: dict[str, Any], environment: Any, stack: ExitStack) -> None:
         extra = row.get("extra_info") or {}
-        self._toolbox, self._held = toolbox, held
-        self._opened = Opened(toolbox.configured, extra.get("tools_kwargs") or {})
+        self._toolbox, self._stack = toolbox, stack
+        self._configured = ConfiguredSession(toolbox.configured, extra.get("tools_kwargs") or {})
         chosen = frozenset(extra.get("tool_selection") or toolbox.names)
         self.names = [name for name in toolbox.names if name in chosen]
         """The tools that the model may call."""
@@ -160,31 +160,31 @@ class Session:
         """
         box = self._toolbox
         if name not in self.names:
-            raise LookupError(f"there is no tool {name!r}; there are {', '.join(sorted(self.names))}")
+            raise LookupError(f"there is no tool {name!r}; the tools are {', '.join(sorted(self.names))}")
         if name in box.configured:
-            return await self._opened.call(name, arguments)
+            return await self._configured.call(name, arguments)
         function = (
             box.functions[name].function
             if name in box.functions
             else getattr(self.environment, box.methods[name].own_name)
         )
-        return result(await called(function, **fitting(function, arguments)))
+        return convert_result(await call_user(function, **convert_arguments(function, arguments)))
 
     @property
     def extra_fields(self) -> dict[str, Any]:
         """Fields that verl tools stored for the scorer (``agent_data.extra_fields``)."""
-        return self._opened.extra_fields
+        return self._configured.extra_fields
 
     async def close(self) -> None:
         """Close the session: ``close`` of the instance and ``release`` of verl's tools. Their exceptions are logged."""
-        with self._held:
+        with self._stack:
             if close := getattr(self.environment, "close", None):
                 try:
-                    await called(close)
+                    await call_user(close)
                 except Exception as error:  # noqa: BLE001 - user code
                     logger.warning("close of %s raised:\n%s", type(self.environment).__name__, user_traceback(error))
             self.environment = None
-            await self._opened.release()
+            await self._configured.release()
 
 
 def toolbox_of(turns: MultiTurnConfig) -> Toolbox:
@@ -192,6 +192,6 @@ def toolbox_of(turns: MultiTurnConfig) -> Toolbox:
 
     Raises ConfigError as `Toolbox` does, and for a tool that runs programs if they are not allowed or not isolated.
     """
-    toolbox = Toolbox(Places.of(turns))
+    toolbox = Toolbox(ToolSources.of(turns))
     toolbox.check_programs(turns.allow_code_execution, turns.allow_unsandboxed_code)
     return toolbox

@@ -1,11 +1,13 @@
-"""Time for code that waits or measures. Such code takes a `Clock`, so that tests can control the time."""
+"""Time for code that waits, measures or retries. Such code takes a `Clock`, so that tests can control the time."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -43,3 +45,18 @@ class Clock:
 
 
 SYSTEM = Clock()
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Exponential backoff: the pause doubles with every failure in a row, up to ``longest_s``."""
+
+    first_s: float
+    longest_s: float
+    jitter: float = 0.0
+    """Share by which a pause varies at random, so that requests that failed together are not retried together."""
+
+    def pause_s(self, failures: int) -> float:
+        """Return the seconds to wait after this number of failures in a row."""
+        pause_s = min(self.first_s * 2.0 ** min(max(failures - 1, 0), 60), self.longest_s)
+        return pause_s * random.uniform(1 - self.jitter, 1 + self.jitter)

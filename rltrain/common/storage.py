@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from rltrain.common.clock import SYSTEM
+from rltrain.common.clock import SYSTEM, Backoff
 from rltrain.common.errors import DataError, StorageError, unwritten
 
 T = TypeVar("T")
 _PATTERN = re.compile(r"[*?[]")
-TRIED_S, PAUSE_S = 5.0, 0.5
+TRIED_S, BACKOFF = 5.0, Backoff(0.5, 0.5)
 clock = SYSTEM
 
 
@@ -44,7 +44,7 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
                     "storage (or its permissions) and run the same command again. If a file of a checkpoint is lost "
                     "for good, move the checkpoint's folder away."
                 ) from error
-        clock.sleep(PAUSE_S)
+        clock.sleep(BACKOFF.pause_s(1))
 
 
 def bounded_lines(stream: BinaryIO, most: int) -> Iterator[bytes]:

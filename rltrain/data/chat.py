@@ -1,8 +1,8 @@
 """Conversations as token ids, in one place: chat template, images, prompt length, truncation, stop tokens.
 
 Prompts, the reward model's conversations and the linter's counts must have the same tokens, so all of them use
-`ChatEncoder`. The tokens of a prompt depend only on its texts and the sizes of its images (`expanded`), which are in
-the headers of the files. Pixels are computed where and when they are needed (`with_pictures`).
+`ChatEncoder`. The tokens of a prompt depend only on its texts and the sizes of its images (`expand`), which are in
+the headers of the files. Pixels are computed where and when they are needed (`with_pixels`).
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from rltrain.data.images import (
 )
 from rltrain.data.loading import generation_eos, load_config, load_processor, load_tokenizer
 from rltrain.data.row_tools import RowTools, row_tools
-from rltrain.data.trial import CPU_S, memory_bound, trouble
+from rltrain.data.trial import CPU_S, memory_bound, problem_in_fork
 
 # Upper bound for one conversation, more than any model reads.
 _MOST_CHARS = 10_000_000
@@ -82,7 +82,7 @@ class ChatEncoder:
             _refuse_media(messages)
         return self._templated(conversations, tokenize=True, answered=answered, tools=tools)
 
-    def written(self, messages: Sequence[Message], *, answered: bool = False, tools: Tools = None) -> str:
+    def render(self, messages: Sequence[Message], *, answered: bool = False, tools: Tools = None) -> str:
         """Return the text that `encode` tokenizes."""
         return self._templated([messages], tokenize=False, answered=answered, tools=tools)[0]
 
@@ -107,7 +107,7 @@ class ChatEncoder:
         except Exception as error:
             if not _is_template_error(error):
                 raise
-            raise DataError(f"the chat template of {self.path!r} refuses the conversation: {error}") from error
+            raise DataError(f"the chat template of {self.path!r} rejects the conversation: {error}") from error
 
     def try_template(
         self, conversations: Sequence[Sequence[Message]], num_images: Sequence[int] = (), cpu_s: int = CPU_S
@@ -125,11 +125,11 @@ class ChatEncoder:
             filled = [with_parts(conversation, of) if of else conversation for conversation, of in pairs]
             return max(map(len, self._templated(filled, tokenize=False)), default=0)
 
-        if problem := trouble(longest, _MOST_CHARS, cpu_s):
+        if problem := problem_in_fork(longest, _MOST_CHARS, cpu_s):
             whose = "in custom_chat_template" if self.chat_template else f"of {self.path!r}"
             raise DataError(
-                f"the chat template {whose} {problem} on a conversation that it is to write. Set "
-                "actor_rollout_ref.model.custom_chat_template to another, or take the model from whom you trust."
+                f"the chat template {whose} {problem} on a conversation of the data. Set "
+                "actor_rollout_ref.model.custom_chat_template to another template, or use a model that you trust."
             )
         # Compiled once for all conversations, because Jinja evaluates constants then, and skips one that exceeds the
         # memory.
@@ -142,17 +142,17 @@ class ChatEncoder:
         images: see `open_image`. Raises DataError for a family whose images cannot be trained on, for a mismatch of
         slots and images, and for an unreadable image, which is counted from 1.
         """
-        pictures = self.open_images(images)
-        tokens = np.asarray(self.expanded([messages], [[picture.size for picture in pictures]])[0][0], dtype=np.int32)
-        return self.with_pictures(tokens, pictures)
+        images = self.open_images(images)
+        tokens = np.asarray(self.expand([messages], [[image.size for image in images]])[0][0], dtype=np.int32)
+        return self.with_pixels(tokens, images)
 
-    def can_see(self) -> None:
+    def check_images_supported(self) -> None:
         """Raise DataError, with the reason, if prompts with images cannot be used with the model."""
         _ = self._family
         _ = self.processor
 
     @property
-    def heeds_bounds(self) -> bool:
+    def uses_pixel_bounds(self) -> bool:
         """True if pixel bounds change the number of tokens of an image."""
         return self._family.takes_max_pixels
 
@@ -164,14 +164,14 @@ class ChatEncoder:
     def open_images(self, images: Sequence[Any]) -> list[Any]:
         """Open images as RGB PIL images within the bounds. Raises DataError, which counts the image from 1."""
         if images:
-            self.can_see()
-        return [self._picture(*numbered_image, len(images)) for numbered_image in enumerate(images, 1)]
+            self.check_images_supported()
+        return [self._open_image(*numbered_image, len(images)) for numbered_image in enumerate(images, 1)]
 
     def bounded_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the width and height of an image within the bounds."""
         return bounded_size(size, self.min_pixels, self.max_pixels, self._unit)
 
-    def expanded(
+    def expand(
         self,
         conversations: Sequence[Sequence[Message]],
         sizes: Sequence[Sequence[tuple[int, int]]],
@@ -203,7 +203,7 @@ class ChatEncoder:
             try:
                 counted = self.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])
             except ValueError as error:
-                raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
+                raise DataError(f"the processor of {self.path!r} rejects the images: {error}") from error
             self._known_sizes[size] = int(counted["num_image_patches"][0])
         return self._known_sizes[size]
 
@@ -215,12 +215,12 @@ class ChatEncoder:
         processor = self.processor
         if (number := text.count(processor.image_token)) != len(num_rows):
             raise DataError(
-                f"the conversation has {number} times {processor.image_token} for {len(num_rows)} images: it stands in "
-                "the text itself, or the chat template does not know images."
+                f"the conversation has {processor.image_token} {number} times for {len(num_rows)} images: the text "
+                "itself has it, or the chat template does not support images."
             )
-        return self._expanded_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"], num_rows)
+        return self._expand_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"], num_rows)
 
-    def _expanded_ids(self, ids: Sequence[int], num_rows: Sequence[int]) -> list[int]:
+    def _expand_ids(self, ids: Sequence[int], num_rows: Sequence[int]) -> list[int]:
         placeholder = self.processor.image_token_id
         before, behind, tokens_of_a_row = self._frame
         token_ids: list[int] = []
@@ -230,21 +230,21 @@ class ChatEncoder:
                 token_ids.append(token)
                 continue
             if token_ids and token_ids[-1] == token and not before:
-                raise DataError("the chat template puts images side by side, without a token between them.")
+                raise DataError("the chat template puts images next to each other, without a token between them.")
             token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
         return token_ids
 
-    def with_images(self, ids: Sequence[int], pictures: Sequence[Any]) -> EncodedPrompt:
-        """Encode token ids with one placeholder for each of the pictures (from `open_images`).
+    def with_images(self, ids: Sequence[int], images: Sequence[Any]) -> EncodedPrompt:
+        """Encode token ids with one placeholder for each of the images (from `open_images`).
 
         Raises DataError if the numbers differ, or the processor rejects an image.
         """
-        if not pictures:
+        if not images:
             return EncodedPrompt(np.asarray(ids, dtype=np.int32))
-        if (number := list(ids).count(self.processor.image_token_id)) != len(pictures):
-            raise DataError(f"the chat template writes {number} of {len(pictures)} images between two turns.")
-        tokens = self._expanded_ids(ids, [self.num_rows(picture.size) for picture in pictures])
-        return self.with_pictures(np.asarray(tokens, dtype=np.int32), pictures)
+        if (number := list(ids).count(self.processor.image_token_id)) != len(images):
+            raise DataError(f"the chat template writes {number} of {len(images)} images between two turns.")
+        tokens = self._expand_ids(ids, [self.num_rows(image.size) for image in images])
+        return self.with_pixels(np.asarray(tokens, dtype=np.int32), images)
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int], Fraction]:
@@ -254,21 +254,21 @@ class ChatEncoder:
         number, first = ids.count(token), ids.index(token)
         return ids[:first], ids[first + number :], Fraction(number, len(features["pixel_values"]))
 
-    def _processed(self, text: str, pictures: Sequence[Any]) -> Any:
+    def _processed(self, text: str, images: Sequence[Any]) -> Any:
         try:
-            return self.processor(text=[text], images=list(pictures), return_tensors="pt", add_special_tokens=False)
+            return self.processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
         except ValueError as error:
-            raise DataError(f"the processor of {self.path!r} refuses the images: {error}") from error
+            raise DataError(f"the processor of {self.path!r} rejects the images: {error}") from error
 
-    def with_pictures(self, tokens: np.ndarray, pictures: Sequence[Any]) -> EncodedPrompt:
+    def with_pixels(self, tokens: np.ndarray, images: Sequence[Any]) -> EncodedPrompt:
         """Compute pixels, grids and positions of a prompt.
 
-        tokens [n]: from `expanded`. pictures: from `open_images`. Raises DataError if the two do not match.
+        tokens [n]: from `expand`. images: from `open_images`. Raises DataError if the two do not match.
         """
-        if not pictures:
+        if not images:
             return EncodedPrompt(tokens)
         processor = self.processor
-        features = self._processed(processor.image_token * len(pictures), pictures)
+        features = self._processed(processor.image_token * len(images), images)
         placeholder, pixels = processor.image_token_id, features["pixel_values"].numpy()
         _, num_tokens = runs(tokens, placeholder)
         grids = features["image_grid_thw"].numpy() if "image_grid_thw" in features else None
@@ -276,8 +276,8 @@ class ChatEncoder:
         expected = [int(rows * self._frame[2]) for rows in num_rows.tolist()]
         if expected != num_tokens.tolist() or num_rows.sum() != len(pixels):
             raise DataError(
-                f"its images take {expected} tokens, and the prompt has places for {num_tokens.tolist()}: they have "
-                "changed since the run was started, or the processor does not do what it says of itself."
+                f"its images take {expected} tokens, but the prompt has {num_tokens.tolist()} placeholders: they have "
+                "changed since the run was started, or the processor contradicts its own token counts."
             )
         merge = getattr(processor.image_processor, "merge_size", 1)
         mrope = self._family.mrope
@@ -286,7 +286,7 @@ class ChatEncoder:
         prompt_images = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
         return EncodedPrompt(tokens, prompt_images)
 
-    def _picture(self, number: int, image: Any, count: int) -> Any:
+    def _open_image(self, number: int, image: Any, count: int) -> Any:
         """Open image ``number`` of ``count`` and scale it to the bounds."""
         try:
             return bounded(open_image(image), self.min_pixels, self.max_pixels, self._unit)
@@ -307,7 +307,7 @@ class ChatEncoder:
     @cached_property
     def _family(self) -> Family:
         if self._model is None:
-            raise DataError(f"prompts have images, and config.json in {self.path!r} names no model for them.")
+            raise DataError(f"prompts have images, and config.json in {self.path!r} has no model type for them.")
         return family_of(self._model.model_type, self.has_tower)
 
     @property
@@ -382,8 +382,8 @@ def _refuse_media(messages: Sequence[Message]) -> None:
         if kinds - {"text"}:
             media = ", ".join(sorted(map(str, kinds - {"text"})))
             if kinds <= {"text", "image"}:
-                raise DataError("a message holds an image, and the row has none. Does data.image_key name its column?")
-            raise DataError(f"a message holds {media}: known are text and image.")
+                raise DataError("a message has an image, but the row has none. Does data.image_key name its column?")
+            raise DataError(f"a message has {media}; only text and image are supported.")
 
 
 def _is_template_error(error: Exception) -> bool:

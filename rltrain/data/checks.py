@@ -102,10 +102,12 @@ def row_problem(record: dict[str, Any], keys: Keys) -> str | None:
         ("extra_info", extra, isinstance(extra, dict | None), "a struct such as {'index': 0}"),
         ("agent_name", agent, isinstance(agent, str | None), "text, such as tool_agent, or null"),
         *_fields_of_tools(extra if isinstance(extra, dict) else {}),
-        (VIDEOS, record.get(VIDEOS), not record.get(VIDEOS), "empty: videos are not in this version"),
+        (VIDEOS, record.get(VIDEOS), not record.get(VIDEOS), "empty: videos are not supported"),
     )
     wrong = (
-        f"field {name!r} is {_short(value)}; it must be {wanted}." for name, value, fine, wanted in fields if not fine
+        f"field {name!r} is {_short(value)}; it must be {wanted}."
+        for name, value, is_valid, wanted in fields
+        if not is_valid
     )
     return _prompt_problem(record[keys.prompt], keys.prompt) or next(wrong, None)
 
@@ -115,8 +117,8 @@ def _fields_of_tools(extra: dict[str, Any]) -> Iterator[tuple[str, Any, Any, str
     are_names = isinstance(selection, list) and all(isinstance(name, str) for name in selection)
     yield "extra_info.tool_selection", selection, selection is None or are_names, "a list of names of tools"
     nested = kwargs.values() if isinstance(kwargs, dict) else [kwargs]
-    fine = all(isinstance(value, dict | None) for value in nested)
-    yield "extra_info.tools_kwargs", kwargs, fine, "{NAME of a tool: {'create_kwargs': {…}, 'execute_kwargs': {…}}}"
+    is_valid = all(isinstance(value, dict | None) for value in nested)
+    yield "extra_info.tools_kwargs", kwargs, is_valid, "{NAME of a tool: {'create_kwargs': {…}, 'execute_kwargs': {…}}}"
 
 
 def _prompt_problem(prompt: Any, name: str) -> str | None:

@@ -27,16 +27,16 @@ from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.plugin import load_plugin, user_traceback
 from rltrain.config.check import as_list
 from rltrain.config.schema import DataConfig
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.data.images import open_image
-from rltrain.data.order import BatchOrder
-from rltrain.data.pictures import entries
 from rltrain.data.rows import PromptRow, Rows, keys_of, rows_of
-from rltrain.data.tables import drawn
+from rltrain.data.stored_images import image_entries
+from rltrain.data.tables import draw_rows
 
 log = logging.getLogger(__name__)
 
 # Keys of verl's section data that are meaningless here but read by its classes.
-_OF_VERL: dict[str, Any] = {
+_VERL_KEYS: dict[str, Any] = {
     "tokenizer": None, "use_shm": False, "val_batch_size": None, "return_raw_input_ids": False, "return_raw_chat": True,
     "return_full_prompt": False, "dataloader_num_workers": 0, "validation_shuffle": False, "image_patch_size": 14,
     "filter_overlong_prompts_workers": 1, "video_key": "videos", "audio_key": "audios",
@@ -44,7 +44,7 @@ _OF_VERL: dict[str, Any] = {
     "function_tool_path": None,
 }  # fmt: skip
 # Unsupported keys of a row's multi_modal_data.
-_OTHERS = ("video", "audio")
+_UNSUPPORTED_MEDIA = ("video", "audio")
 _PLAIN = (bool, int, float, str, bytes)
 
 
@@ -57,7 +57,7 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
     name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
     dataset, count = _dataset(data, files, tokenizer, max_rows)
     # For a class that does not take max_samples. Others have already limited their rows.
-    numbers = drawn(count, max_rows, data.seed if data.shuffle else None)
+    numbers = draw_rows(count, max_rows, data.seed if data.shuffle else None)
     folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
     records = (_record(dataset, row, data, name, folder) for row in numbers.tolist())
     return rows_of(records, name, numbers, keys=keys_of(data))
@@ -74,30 +74,32 @@ def class_config(data: DataConfig) -> DictConfig:
         path, colon, name = (key or "").rpartition(":")
         chosen = dict(zip(names, (path, name) if colon else (None, None), strict=True))
         settings[section] = chosen | (settings[section] if section == "sampler" else {})
-    merged = OmegaConf.merge(_OF_VERL, settings, own_keys)
+    merged = OmegaConf.merge(_VERL_KEYS, settings, own_keys)
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def call_class(key: str, made: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-    """Create an object of the user's class, with those keyword arguments of ``offered`` that it accepts.
+def create_object(key: str, kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Create an object of the user's class, with the keyword arguments among ``arguments`` that it accepts.
 
     Raises ConfigError if it requires others, or raises.
     """
-    parameters = inspect.signature(made).parameters.values()
+    parameters = inspect.signature(kind).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {
         parameter.name: parameter
         for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    needed = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in offered]
+    needed = [
+        name for name, parameter in named.items() if parameter.default is parameter.empty and name not in arguments
+    ]
     if needed:
-        raise ConfigError(f"{key}: the class needs {', '.join(needed)}; it is given {', '.join(offered)}.")
+        raise ConfigError(f"{key}: the class needs {', '.join(needed)}; it gets {', '.join(arguments)}.")
     try:
-        return made(**{name: value for name, value in offered.items() if takes_all or name in named})
+        return kind(**{name: value for name, value in arguments.items() if takes_all or name in named})
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
-        raise ConfigError(f"{key} cannot be made:\n{user_traceback(error)}") from None
+        raise ConfigError(f"{key} cannot be created:\n{user_traceback(error)}") from None
 
 
 def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tuple[Any, int]:
@@ -107,17 +109,17 @@ def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tup
     if hasattr(kind, "on_batch_end"):
         raise ConfigError(
             f"{name}: on_batch_end changes rows between steps, and rows are read once, before the first step. "
-            "Leave it out, or choose rows with a sampler (data.sampler.name)."
+            "Remove it, or choose rows with a sampler (data.sampler.name)."
         )
-    offered = {"data_files": files, "tokenizer": tokenizer, "config": class_config(data), "processor": None}
-    dataset = call_class(name, kind, offered | {"max_samples": max_rows})
-    lacking = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
-    if lacking:
-        raise ConfigError(f"{name} has no {' and no '.join(lacking)}: a dataset class says how many rows it has.")
+    arguments = {"data_files": files, "tokenizer": tokenizer, "config": class_config(data), "processor": None}
+    dataset = create_object(name, kind, arguments | {"max_samples": max_rows})
+    missing = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
+    if missing:
+        raise ConfigError(f"{name} has no {' and no '.join(missing)}: a dataset class needs both.")
     try:
         return dataset, len(dataset)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code
-        raise ConfigError(f"{name} cannot say how many rows it has:\n{user_traceback(error)}") from None
+        raise ConfigError(f"{name} has no length:\n{user_traceback(error)}") from None
 
 
 def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -> dict[str, Any]:
@@ -133,58 +135,58 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
     if messages is None:
         raise DataError(
             f"{name}: row {row} has neither 'raw_prompt' nor {data.prompt_key!r}; it has {', '.join(map(str, item))}. "
-            "Messages are needed, because prompts are tokenised here; token ids of the class's own are not used."
+            "Messages are needed, because prompts are tokenised here; token ids of the class are not used."
         )
     media = item.get("multi_modal_data") or {}
     # Not by truth value, which an array of several elements does not have.
     foreign = {medium: item.get(medium) for medium in ("videos", "audios")} | {
-        medium: media.get(medium) for medium in _OTHERS
+        medium: media.get(medium) for medium in _UNSUPPORTED_MEDIA
     }
     if kinds := [kind for kind, value in foreign.items() if value is not None and len(value)]:
-        raise DataError(f"{name}: row {row} holds {', '.join(kinds)}: only images are in this version.")
+        raise DataError(f"{name}: row {row} holds {', '.join(kinds)}: only images are supported.")
     images = next(
         (candidate for candidate in (item.get(data.image_key), media.get("image")) if candidate is not None), None
     )
-    messages, inside = _taken_out(messages)
-    pictures = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
+    messages, inside = _extract_images(messages)
+    listed = inside if images is None else list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
     columns = (data.reward_fn_key, "reward_model", "ability", "extra_info", "agent_name")
     fields = {data.prompt_key: messages} | {column: item.get(column) for column in columns}
     plain = {column: _plain(value, f"{name}: row {row}: {column}") for column, value in fields.items()}
     try:
-        return plain | {data.image_key: [_stored(image, folder) for image in pictures]}
+        return plain | {data.image_key: [_portable(image, folder) for image in listed]}
     except DataError as error:
         raise DataError(f"{name}: row {row}: an image: {error}") from error
 
 
-def _taken_out(messages: Any) -> tuple[Any, list[Any]]:
+def _extract_images(messages: Any) -> tuple[Any, list[Any]]:
     """Split messages with inline images, as verl's newer classes write them, into messages with slots and images."""
     images: list[Any] = []
 
-    def bare(part: Any) -> Any:
+    def slot_of(part: Any) -> Any:
         if not isinstance(part, Mapping) or part.get("type") != "image":
             return part
         images.extend(part[name] for name in ("image", "path", "bytes") if part.get(name) is not None)
         return {"type": "image"}
 
-    def each_bare(message: Any) -> Any:
+    def without_images(message: Any) -> Any:
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list | tuple | np.ndarray):
             return message
-        return {**message, "content": [bare(part) for part in content]}
+        return {**message, "content": [slot_of(part) for part in content]}
 
-    bare_messages = list(map(each_bare, messages)) if isinstance(messages, list | tuple | np.ndarray) else messages
+    bare_messages = list(map(without_images, messages)) if isinstance(messages, list | tuple | np.ndarray) else messages
     return bare_messages, images
 
 
-def _stored(image: Any, folder: Path) -> Any:
+def _portable(image: Any, folder: Path) -> Any:
     """Convert an image so that other processes can read it: the bytes of a file, or its absolute path."""
     if hasattr(image, "save"):  # a Pillow image
         file = BytesIO()
         open_image(image).save(file, "PNG")
         return {"bytes": file.getvalue(), "path": None}
     if not isinstance(image, str | bytes | Path | Mapping):
-        raise DataError(f"it is a {type(image).__name__}, and neither an image of Pillow's, a file's bytes nor a path.")
-    (entry,) = entries(str(image) if isinstance(image, Path) else image, str(folder / "_"))
+        raise DataError(f"it is a {type(image).__name__}; it must be a Pillow image, the bytes of a file, or a path.")
+    (entry,) = image_entries(str(image) if isinstance(image, Path) else image, str(folder / "_"))
     return entry if entry.get("bytes") else {"path": str(entry.get("path"))}
 
 
@@ -241,9 +243,9 @@ def _as_verl(row: PromptRow) -> dict[str, Any]:
     return fields | ({"agent_name": row.agent_name} if row.agent_name else {})
 
 
-def is_verls(made: Callable[..., Any]) -> bool:
+def is_verl_sampler(sampler_class: Callable[..., Any]) -> bool:
     """Return whether a sampler class was written for verl."""
-    return not {"data_source", "data_config"}.isdisjoint(inspect.signature(made).parameters)
+    return not {"data_source", "data_config"}.isdisjoint(inspect.signature(sampler_class).parameters)
 
 
 class EpochSampler:
@@ -254,14 +256,14 @@ class EpochSampler:
     would be equal.
     """
 
-    def __init__(self, key: str, made: Callable[..., Any], data: DataConfig, order: BatchOrder, rows: Rows) -> None:
-        self._made = call_class(key, made, {"data_source": RowTable(rows), "data_config": class_config(data)})
-        if callable(getattr(self._made, "update", None)):
+    def __init__(self, key: str, kind: Callable[..., Any], data: DataConfig, order: BatchOrder, rows: Rows) -> None:
+        self._sampler = create_object(key, kind, {"data_source": RowTable(rows), "data_config": class_config(data)})
+        if callable(getattr(self._sampler, "update", None)):
             raise ConfigError(
-                f"{key}: update(batch) reads verl's batch of tensors, which no process has here. Write the class as "
-                "docs/plugins.md shows: observe(rows, solved) tells a sampler how its rows were answered."
+                f"{key}: update(batch) reads verl's batch of tensors, which does not exist here. Write the class as "
+                "docs/plugins.md shows: observe(rows, solved) reports to a sampler how its rows were solved."
             )
-        if not hasattr(self._made, "__iter__"):
+        if not hasattr(self._sampler, "__iter__"):
             raise ConfigError(f"{key} has no __iter__: a sampler names the rows of an epoch one by one.")
         self._key = key
         self._order = order
@@ -272,18 +274,18 @@ class EpochSampler:
     def batches_per_epoch(self) -> int:
         """Batches per epoch from the sampler's length."""
         size = self._order.batch_size
-        return len(self._made) // size if hasattr(self._made, "__len__") else self._order.steps_per_epoch
+        return len(self._sampler) // size if hasattr(self._sampler, "__len__") else self._order.steps_per_epoch
 
     def rows(self, draw: int) -> list[int]:
         """Return the next batch, or the first of a new epoch if too few rows are left."""
         batch = self._batch()
         if len(batch) < self._order.batch_size:
             self._epoch += 1
-            self._numbers = iter(self._made)
+            self._numbers = iter(self._sampler)
             batch = self._batch()
         if len(batch) < self._order.batch_size:
             raise ConfigError(
-                f"{self._key}: an epoch of it names {len(batch)} different rows, fewer than "
+                f"{self._key}: an epoch names {len(batch)} different rows, fewer than "
                 f"data.train_batch_size={self._order.batch_size}."
             )
         self._draws += 1
@@ -299,7 +301,7 @@ class EpochSampler:
                 row = -1
             if not 0 <= row < self._order.num_rows:
                 raise ConfigError(
-                    f"{self._key} names {number!r}, which is no row from 0 to {self._order.num_rows - 1}."
+                    f"{self._key} names {number!r}, which is not a row from 0 to {self._order.num_rows - 1}."
                 )
             batch[row] = None
             if len(batch) == self._order.batch_size:
@@ -323,7 +325,7 @@ class EpochSampler:
             self.rows(self._draws)
         if self._check != int(state["check"]):
             log.warning(
-                "%s names other rows than before the run was stopped: from here on prompts are others than without the "
+                "%s names other rows than before the run was stopped: the next prompts differ from a run without the "
                 "stop. It should draw its random numbers from data_config.seed.",
                 self._key,
             )

@@ -34,7 +34,7 @@ MAX_FILE_BYTES, MAX_EXPANSION = 2 << 30, 64
 _MAX_LINE_BYTES, _MAX_LINE_EXPANSION = 256 << 20, 8
 _JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")
 _TEST = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)")
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _COMPRESSED: tuple[tuple[bytes, Callable[[Path], Any]], ...] = (
     (b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open),
     (b"\x28\xb5\x2f\xfd", lambda file: pa.input_stream(str(file), compression="zstd")),
@@ -43,10 +43,10 @@ _COMPRESSED: tuple[tuple[bytes, Callable[[Path], Any]], ...] = (
 _WIDE = ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"), (b"{\0", "utf-16-le"), (b"[\0", "utf-16-le"))
 _TO_PARQUET = "write it as parquet (in pandas: to_parquet)"
 # First bytes of unsupported files, with a description and a fix.
-_OTHERS = (
-    (rb"version https://git-lfs", "a pointer of Git LFS and not the data: run `git lfs pull` where it was cloned"),
-    (rb"(\.\./|/)*(\.git/)?annex/objects", "a pointer of git-annex and not the data: run `git annex get` on it"),
-    (rb"\s*<", "a web page (or XML) and not the data: download the file itself (on the Hub: /resolve/ for /blob/)"),
+_UNSUPPORTED = (
+    (rb"version https://git-lfs", "a Git LFS pointer, not the data: run `git lfs pull` where it was cloned"),
+    (rb"(\.\./|/)*(\.git/)?annex/objects", "a git-annex pointer, not the data: run `git annex get` on it"),
+    (rb"\s*<", "a web page (or XML), not the data: download the file itself (on the Hub: /resolve/ for /blob/)"),
     (rb"PK\x03\x04", "a zip archive or an Excel workbook: unpack it, or save it as csv"),
     (rb"7z\xbc\xaf|Rar!|.{257}ustar", "an archive: unpack it"),
     (rb"ARROW1|FEA1", "an Arrow (feather) file: pandas.read_feather(FILE).to_parquet('data.parquet')"),
@@ -57,7 +57,7 @@ _OTHERS = (
         rb"ORC|Obj\x01|\x89HDF|\x93NUMPY|SQLite format 3",
         f"a file of another program (ORC, Avro, HDF5, …): {_TO_PARQUET}",
     ),
-    (rb"%PDF|\x89PNG|\xff\xd8\xff|GIF8", "a document or an image, and no table"),
+    (rb"%PDF|\x89PNG|\xff\xd8\xff|GIF8", "a document or an image, not a table"),
 )
 
 
@@ -90,7 +90,7 @@ def _of_folder(name: str, folder: Path) -> list[str]:
         names = ", ".join(file.name for file in files[:4])
         raise DataError(
             f"{name!r} is a folder with files of several splits ({names}{', …' if len(files) > 4 else ''}). "
-            f"Name those that are meant, such as '{name}/train*{files[0].suffix}'."
+            f"Name the ones to use, such as '{name}/train*{files[0].suffix}'."
         )
     return [str(file) for file in files]
 
@@ -105,9 +105,9 @@ def kind_of(name: str, file: Path) -> str:
         head = content.read(_HEAD_BYTES)
     if head.startswith(b"PAR1"):
         if is_compressed:
-            raise DataError(f"data file {name!r} is a compressed parquet file: unpack it (gunzip), as parquet is.")
+            raise DataError(f"data file {name!r} is a compressed parquet file: unpack it (gunzip).")
         return "parquet"
-    for first, kind in _OTHERS:
+    for first, kind in _UNSUPPORTED:
         if re.match(first, head, re.DOTALL):
             raise DataError(f"data file {name!r} is {kind}.")
     if head.lstrip()[:1] in (b"{", b"["):
@@ -120,25 +120,25 @@ def kind_of(name: str, file: Path) -> str:
     if stem.endswith(".parquet") or b"\0" in head:
         return "parquet"
     raise DataError(
-        f"data file {name!r} is text of no kind that is read: those are parquet, json, jsonl and csv, each as the "
-        "first bytes say, and compressed or not."
+        f"data file {name!r} is text of an unknown type: parquet, json, jsonl and csv are read, as determined by the "
+        "first bytes, compressed or not."
     )
 
 
-def records(name: str, file: Path, kind: str, mended: Callable[[int], object] = lambda row: None) -> Iterator[Any]:
+def records(name: str, file: Path, kind: str, replaced: Callable[[int], object] = lambda row: None) -> Iterator[Any]:
     """Yield the records of a ``json`` or ``csv`` file, in order. Raises DataError with the line for unreadable content.
 
-    mended(row): called for each record in whose texts half a character (a lone surrogate), which no file can store, was
-    replaced by �.
+    replaced(row): called for each record in whose texts a lone surrogate (half a character), which no file can store,
+    was replaced by �.
     """
     with _content(name, file) as content:
         try:
-            yield from _csv(_lines(content, file)) if kind == "csv" else _json(_lines(content, file), mended)
-        except (_Bad, DataError) as error:
+            yield from _csv(_lines(content, file)) if kind == "csv" else _json(_lines(content, file), replaced)
+        except (_BadContent, DataError) as error:
             raise DataError(f"data file {name!r} cannot be read as {kind}: {error}") from None
 
 
-class _Bad(Exception):
+class _BadContent(Exception):
     """The line number and problem of bad content."""
 
 
@@ -160,7 +160,7 @@ def _content(name: str, file: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise host_error(error) or DataError(
-            f"data file {name!r} cannot be unpacked, or is no text: it is truncated or damaged "
+            f"data file {name!r} cannot be unpacked or is not text: it is truncated or damaged "
             f"({short(first_line(error))}). Write or copy it again."
         ) from error
 
@@ -174,21 +174,21 @@ def _lines(content: BinaryIO, file: Path) -> Iterator[str]:
     total, most = 0, max(MAX_FILE_BYTES, MAX_EXPANSION * file.stat().st_size)
     for number, raw in enumerate(bounded_lines(content, _max_line(file)), 1):
         if (total := total + len(raw)) > most:
-            raise _Bad(f"line {number} is after {most:,} bytes, {MAX_EXPANSION} times the size of the file.")
+            raise _BadContent(f"line {number} is after {most:,} bytes, {MAX_EXPANSION} times the size of the file.")
         try:
             yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:
-            raise _Bad(f"line {number} is not UTF-8. Save it as UTF-8.") from None
+            raise _BadContent(f"line {number} is not UTF-8. Save it as UTF-8.") from None
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def _json(content: Iterator[str], mended: Callable[[int], object]) -> Iterator[Any]:
+def _json(content: Iterator[str], replaced: Callable[[int], object]) -> Iterator[Any]:
     for row, (text, value) in enumerate(_values(content)):
-        if _HALF.search(text) and (whole := _without_halves(value)) != value:
-            mended(row)
-            value = whole
+        if _SURROGATE.search(text) and (repaired := _without_surrogates(value)) != value:
+            replaced(row)
+            value = repaired
         yield value
 
 
@@ -202,7 +202,7 @@ def _values(content: Iterator[str]) -> Iterator[tuple[str, Any]]:
         first = None
     if not isinstance(first, dict):  # not one record per line
         text = "".join([text, *(line for _, line in lines)])
-        source_text = text if _HALF.search(text) else ""
+        source_text = text if _SURROGATE.search(text) else ""
         yield from ((source_text, record) for value in _documents(text, number) for record in _of_document(value))
         return
     second = next(lines, None)
@@ -218,9 +218,9 @@ def _values(content: Iterator[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_twice(names: Iterable[str]) -> None:
-    """Raise _Bad for a repeated name, because only the last value would be read."""
-    if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise _Bad(f"the name {twice[0]!r} stands twice. Rename or drop one of both.")
+    """Raise _BadContent for a repeated name, because only the last value would be read."""
+    if repeated := [name for name, times in Counter(names).items() if times > 1]:
+        raise _BadContent(f"the name {repeated[0]!r} occurs repeated. Rename or drop one of them.")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -230,9 +230,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _no_json(number: int, error: Exception) -> _Bad:
+def _no_json(number: int, error: Exception) -> _BadContent:
     at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-    return _Bad(f"line {number} is no whole JSON ({short(getattr(error, 'msg', error))}{at}).")
+    return _BadContent(f"line {number} is not complete JSON ({short(getattr(error, 'msg', error))}{at}).")
 
 
 def _documents(text: str, first_line_number: int) -> Iterator[Any]:
@@ -275,13 +275,13 @@ def _of_document(value: Any) -> list[Any]:
     return [value]
 
 
-def _without_halves(value: Any) -> Any:
+def _without_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
-        return [_without_halves(item) for item in value]
+        return [_without_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {_without_halves(name): _without_halves(item) for name, item in value.items()}
+        return {_without_surrogates(name): _without_surrogates(item) for name, item in value.items()}
     return value
 
 
@@ -299,7 +299,7 @@ def _csv(lines: Iterator[str]) -> Iterator[dict[str, str | None]]:
         _refuse_twice(name for name in names if name)  # some programs write unnamed columns
         for row in filter(None, rows):
             if len(row) != len(names):
-                raise _Bad(f"line {rows.line_num} has {len(row)} cells, and the first line has {len(names)}.")
+                raise _BadContent(f"line {rows.line_num} has {len(row)} cells, and the first line has {len(names)}.")
             yield {name: cell or None for name, cell in zip(names, row, strict=True)}
     except csv.Error as error:
-        raise _Bad(f"line {rows.line_num} is no whole line of csv ({error}).") from None
+        raise _BadContent(f"line {rows.line_num} is not a complete csv line ({error}).") from None

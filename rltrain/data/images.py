@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rltrain.common.errors import DataError
-from rltrain.common.image_files import begins_as_image, file_bytes, reading
+from rltrain.common.images import begins_as_image, file_bytes, reading
 from rltrain.config.schema.families import FAMILIES, Family, family
 
 # Slot of an image in the text of a row, as in verl's files.
@@ -44,7 +44,7 @@ def family_of(model_type: str, has_tower: bool = True) -> Family:
     entry = family(model_type)
     if entry.images:
         return entry
-    why = entry.why_no_images if has_tower else "it is a model of texts alone"
+    why = entry.why_no_images if has_tower else "it is a text-only model"
     seeing = ", ".join(name for name, row in FAMILIES.items() if row.images)
     raise DataError(f"prompts with images cannot be used with {model_type}: {why}. Use {seeing}.")
 
@@ -149,7 +149,7 @@ def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[d
     for message in messages:
         content = message.get("content")
         if num_images and isinstance(content, str) and _VIDEO_SLOT in content:
-            raise DataError(f"the prompt has a place for a video ({_VIDEO_SLOT}): videos are not in this version.")
+            raise DataError(f"the prompt has a slot for a video ({_VIDEO_SLOT}): videos are not supported.")
         parts = _parts(content) if isinstance(content, str) else [_part(entry) for entry in content or ()]
         slots = sum(part["type"] == "image" for part in parts)
         num_slots += slots
@@ -159,7 +159,7 @@ def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[d
     if num_slots != num_images:
         hint = "" if num_images else " Does data.image_key name the column of its images?"
         raise DataError(
-            f"the prompt has {num_slots} places for images ({SLOT}) and the row has {num_images} images.{hint}"
+            f"the prompt has {num_slots} slots for images ({SLOT}) and the row has {num_images} images.{hint}"
         )
     return converted_messages
 
@@ -209,8 +209,8 @@ def open_image(image: Any) -> Any:
         from PIL import Image, ImageOps
 
         opened = image if isinstance(image, Image.Image) else _opened(file_bytes(image))
-        _refuse_bomb(opened)
-        opened = _of_eight_bits(ImageOps.exif_transpose(opened), opened.format)
+        _check_pixels(opened)
+        opened = _to_8_bits(ImageOps.exif_transpose(opened), opened.format)
         if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
             opened = opened.convert("RGBA")
             # Figures are often black lines on a transparent background, which would vanish on black.
@@ -219,12 +219,12 @@ def open_image(image: Any) -> Any:
         return opened.convert("RGB")
 
 
-def _of_eight_bits(image: Any, kind: str | None) -> Any:
+def _to_8_bits(image: Any, kind: str | None) -> Any:
     """Convert 16-bit greys to 8 bits, because Pillow would make them white. kind: format of the file."""
     # Older Pillow versions open a 16-bit PNG as "I".
     if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
         raise DataError(
-            f"its greys are numbers of 32 bits (Pillow's mode {image.mode!r}), and nothing says which of them is "
+            f"its greys are numbers of 32 bits (Pillow's mode {image.mode!r}), and it is unknown which of them is "
             "white: save it as a PNG of 8 or 16 bits."
         )
     if not image.mode.startswith("I"):
@@ -235,7 +235,7 @@ def _of_eight_bits(image: Any, kind: str | None) -> Any:
     return _pillow().fromarray(greys.astype(np.uint8))
 
 
-def measured(image: Any) -> tuple[int, int]:
+def image_size(image: Any) -> tuple[int, int]:
     """Return width and height of `open_image`'s result for a file, (0, 0) without Pillow. Raises DataError as it does.
 
     They are in the file's header, and the rest is checked for damage. Pixels are decoded only if neither checksums nor
@@ -246,19 +246,19 @@ def measured(image: Any) -> tuple[int, int]:
         pillow = _pillow()
         if pillow is None:
             if not begins_as_image(data):
-                raise DataError("it does not begin as a file of an image does.")
+                raise DataError("it does not begin like an image file.")
             return (0, 0)
         with _opened(data) as opened:
-            _refuse_bomb(opened)
+            _check_pixels(opened)
             width, height = opened.size
-            if not _is_whole(opened, data):
+            if not _is_complete(opened, data):
                 return open_image(data).size
             # A PNG with an orientation was decoded above.
             turned = opened.format != "PNG" and opened.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
         return (height, width) if turned else (width, height)
 
 
-def _is_whole(opened: Any, data: bytes) -> bool:
+def _is_complete(opened: Any, data: bytes) -> bool:
     if opened.format == "PNG":
         if any(mark in data for mark in _MARKS_OF_ORIENTATION):
             return False
@@ -292,11 +292,11 @@ def _reading() -> Iterator[None]:
             raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
 
 
-def _refuse_bomb(opened: Any) -> None:
+def _check_pixels(opened: Any) -> None:
     if opened.width * opened.height > _MOST_PIXELS:
         raise DataError(
             f"it is {opened.width} x {opened.height}, more than {_MOST_PIXELS:,} pixels: a decompression bomb, or "
-            "an image to be scaled down before training."
+            "an image that must be scaled down before training."
         )
 
 
@@ -344,7 +344,7 @@ def runs(tokens: np.ndarray, placeholder: int) -> tuple[np.ndarray, np.ndarray]:
     return edges[::2], edges[1::2] - edges[::2]
 
 
-def one_each(tokens: np.ndarray, placeholder: int) -> np.ndarray:
+def collapse_placeholders(tokens: np.ndarray, placeholder: int) -> np.ndarray:
     """Return ``tokens`` with every run of ``placeholder`` shortened to one."""
     again = np.concatenate([[False], (tokens[1:] == placeholder) & (tokens[:-1] == placeholder)])
     return tokens[~again]

@@ -38,12 +38,12 @@ def load_processor(path: str, trust_remote_code: bool) -> Any:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise host_error(error) or DataError(
-            f"prompts have images, and no processor could be loaded from {path!r}: {error} It needs "
+            f"prompts have images, but no processor could be loaded from {path!r}: {error} It needs "
             "preprocessor_config.json (or processor_config.json) in the folder, and the packages pillow and "
             "torchvision."
         ) from error
     if not hasattr(processor, "image_processor"):
-        raise DataError(f"prompts have images, and the model in {path!r} has no processor for them.")
+        raise DataError(f"prompts have images, but the model in {path!r} has no processor for them.")
     return processor
 
 

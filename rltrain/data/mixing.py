@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rltrain.common.errors import ConfigError
 from rltrain.common.seeds import GOLDEN, stream
-from rltrain.data.order import BatchOrder
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.data.rows import Rows
 
 _KEY = "data.mixing"
@@ -58,19 +58,19 @@ class MixedOrder(BatchOrder):
         if step < self._step:
             self._start()
         while self._step < step:
-            self._make_room(self._dealt(self._step))
-            self._pass(self._dealt(self._step))
-        dealt = self._dealt(step)
-        self._make_room(dealt)
+            self._start_epochs(self._parts_of_batch(self._step))
+            self._advance(self._parts_of_batch(self._step))
+        batch_parts = self._parts_of_batch(step)
+        self._start_epochs(batch_parts)
         rows = np.zeros(self.batch_size, dtype=np.int64)
         for part, members in enumerate(self._parts):
-            places = np.flatnonzero(dealt == part)
+            places = np.flatnonzero(batch_parts == part)
             start = self._offsets[part]
             rows[places] = members[self._order(part, self._epochs[part])[start : start + len(places)]]
-        self._pass(dealt)
+        self._advance(batch_parts)
         return rows.tolist()
 
-    def _dealt(self, step: int) -> NDArray[np.int64]:
+    def _parts_of_batch(self, step: int) -> NDArray[np.int64]:
         """Return the part of every prompt of a batch."""
         places = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.uint64)
         # Multiples of the golden ratio (Knuth, The Art of Computer Programming 3, section 6.4). Unsigned products are
@@ -78,14 +78,14 @@ class MixedOrder(BatchOrder):
         points = (places * GOLDEN + self._shift) >> np.uint64(11)
         return np.searchsorted(self._edges, points.astype(np.float64) * 2.0**-53, side="right")
 
-    def _make_room(self, dealt: NDArray[np.int64]) -> None:
+    def _start_epochs(self, batch_parts: NDArray[np.int64]) -> None:
         """Start the next epoch of a part that has too few rows left for the batch."""
-        for part, count in enumerate(np.bincount(dealt, minlength=len(self._parts)).tolist()):
+        for part, count in enumerate(np.bincount(batch_parts, minlength=len(self._parts)).tolist()):
             if self._offsets[part] + count > len(self._parts[part]):
                 self._epochs[part], self._offsets[part] = self._epochs[part] + 1, 0
 
-    def _pass(self, dealt: NDArray[np.int64]) -> None:
-        counts = np.bincount(dealt, minlength=len(self._parts)).tolist()
+    def _advance(self, batch_parts: NDArray[np.int64]) -> None:
+        counts = np.bincount(batch_parts, minlength=len(self._parts)).tolist()
         self._offsets = [offset + count for offset, count in zip(self._offsets, counts, strict=True)]
         self._step += 1
 
@@ -105,23 +105,23 @@ def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: i
     Raises ConfigError for unused names, rows without a weight, and parts that are too small for their share.
     """
     sources, files = rows.sources(), rows.files()
-    names = [_named(weights, source, file) for source, file in zip(sources, files, strict=True)]
+    names = [_weight_name(weights, source, file) for source, file in zip(sources, files, strict=True)]
     if None in names:
         place = names.index(None)
         raise ConfigError(
-            f"{_KEY} has no weight for data_source {sources[place]!r} ({rows.origin(place)}). Give it one; 0 leaves "
-            "its rows out."
+            f"{_KEY} has no weight for data_source {sources[place]!r} ({rows.origin(place)}). Give it one; 0 excludes "
+            "its rows."
         )
     for name in weights:
         if name not in names:
             known = ", ".join(dict.fromkeys([*sources, *files]))
-            raise ConfigError(f"{_KEY}: no row is of '{name}'. Data sources and files are: {known}.")
+            raise ConfigError(f"{_KEY}: no row belongs to '{name}'. Data sources and files are: {known}.")
     total = sum(map(float, weights.values()))
     shares = {name: float(weight) / total for name, weight in weights.items() if weight}
     of_row = np.array(names)
     parts = [np.flatnonzero(of_row == name) for name in shares]
     for (name, share), part in zip(shares.items(), parts, strict=True):
-        most = batch_size if len(shares) == 1 else min(batch_size, _most(share, batch_size))
+        most = batch_size if len(shares) == 1 else min(batch_size, _max_prompts(share, batch_size))
         if len(part) < most:
             raise ConfigError(
                 f"{_KEY}: '{name}' has {len(part)} prompts, and a batch of {batch_size} takes up to {most} of them. "
@@ -130,7 +130,7 @@ def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: i
     return MixedOrder(len(rows), batch_size, seed, parts, list(shares.values()), shuffle)
 
 
-def _most(share: float, batch_size: int) -> int:
+def _max_prompts(share: float, batch_size: int) -> int:
     """Return the maximum number of prompts in a batch for a part with this share.
 
     Among n consecutive multiples of the golden ratio, an interval gets at most 1.1 + 0.4 ln n more than its length's
@@ -139,6 +139,6 @@ def _most(share: float, batch_size: int) -> int:
     return int(share * batch_size + 1.1 + 0.4 * math.log(batch_size))
 
 
-def _named(weights: Mapping[str, Any], source: str, file: str) -> str | None:
+def _weight_name(weights: Mapping[str, Any], source: str, file: str) -> str | None:
     """Return the name by which a row has its weight, or None."""
     return next((name for name in (source, file, Path(file).name) if name in weights), None)

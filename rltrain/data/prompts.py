@@ -16,9 +16,9 @@ import numpy as np
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder
-from rltrain.data.images import EncodedPrompt, has_slot, one_each, with_parts
-from rltrain.data.pictures import Pictures
-from rltrain.data.rows import PromptRow, Rows, first_of
+from rltrain.data.images import EncodedPrompt, collapse_placeholders, has_slot, with_parts
+from rltrain.data.rows import PromptRow, Rows, first_lines
+from rltrain.data.stored_images import StoredImages
 
 # Enough rows for parallel tokenization, without the texts of all rows in memory at once.
 _ENCODE_CHUNK_ROWS = 512
@@ -50,8 +50,8 @@ class PromptStore:
     """Token ids of prompts, concatenated. Text prompts are readable without torch or a tokenizer.
 
     Prompt ``i`` is ``values[offsets[i]:offsets[i + 1]]`` (int32) and belongs to row ``row_index[i]`` of its source
-    rows; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: image counts (see the properties). ``pictures``
-    and ``encoder``: sources of the pixels.
+    rows; ``num_dropped`` rows were too long. ``counts`` [3, prompts]: image counts (see the properties).
+    ``stored_images`` and ``encoder``: sources of the pixels.
     """
 
     values: np.ndarray
@@ -59,7 +59,7 @@ class PromptStore:
     row_index: np.ndarray
     num_dropped: int
     counts: np.ndarray | None = None
-    pictures: Pictures | None = None
+    stored_images: StoredImages | None = None
     encoder: ChatEncoder | None = None
     placeholder: int | None = None
     """Token id of image placeholders. This and the three fields above are None if no prompt has images."""
@@ -108,12 +108,12 @@ class PromptStore:
         tokens = self.prompt(i)
         if self.counts is None or not self.counts[0, i]:
             return EncodedPrompt(tokens)
-        assert self.pictures is not None
+        assert self.stored_images is not None
         assert self.encoder is not None
         try:
-            return self.encoder.with_pictures(tokens, self.encoder.open_images(self.pictures.of(i)))
+            return self.encoder.with_pixels(tokens, self.encoder.open_images(self.stored_images.of(i)))
         except DataError as error:
-            raise DataError(f"{self.pictures.origin(i)}: {error}") from error
+            raise DataError(f"{self.stored_images.origin(i)}: {error}") from error
 
     def prompt(self, i: int) -> np.ndarray:
         """Return the token ids of prompt ``i`` (int32, a view)."""
@@ -124,7 +124,7 @@ class PromptStore:
     def short(self, i: int) -> np.ndarray:
         """Return prompt ``i`` with one placeholder per image: for logs, and for engines that expand it."""
         tokens = self.prompt(i)
-        return tokens if self.placeholder is None else one_each(tokens, self.placeholder)
+        return tokens if self.placeholder is None else collapse_placeholders(tokens, self.placeholder)
 
 
 def encode_prompts(
@@ -141,11 +141,11 @@ def encode_prompts(
     its last tokens, ``right`` its first, ``middle`` half of each. Continue with ``rows.select(store.row_index)``, so
     that prompt i of the store is row i of the rows.
     """
-    token_ids, row_index, overlong, counts, wrong = [], [], [], [], []
+    token_ids, row_index, overlong, counts, problems = [], [], [], [], []
     _ = encoder.tokenizer  # a missing tokenizer is not a row's fault
     for position, outcome in enumerate(_encode_rows(rows, encoder, clock)):
         if isinstance(outcome, str):
-            wrong.append(f"{rows.origin(position)}: {outcome}")
+            problems.append(f"{rows.origin(position)}: {outcome}")
             continue
         ids, count = outcome
         if len(ids) > max_prompt_length:
@@ -158,8 +158,8 @@ def encode_prompts(
         counts.append(count)
         # int32 is enough for every vocabulary and halves the shared memory.
         token_ids.append(np.asarray(ids, dtype=np.int32))
-    title = f"{len(wrong)} or more prompts cannot be used:"
-    reports = [wrong[0] if len(wrong) == 1 else first_of(title, wrong)] if wrong else []
+    title = f"{len(problems)} or more prompts cannot be used:"
+    reports = [problems[0] if len(problems) == 1 else first_lines(title, problems)] if problems else []
     if overlong and not filter_overlong:
         reports.append(_overlong_report(rows, overlong, max_prompt_length))
     if reports:
@@ -179,8 +179,8 @@ def encode_prompts(
     of_images = np.ascontiguousarray(np.asarray(counts, dtype=np.int64).T)
     if not of_images.any():
         return store
-    pictures, placeholder = rows.select(row_index).pictures(), encoder.processor.image_token_id
-    store = replace(store, counts=of_images, pictures=pictures, encoder=encoder, placeholder=placeholder)
+    stored_images, placeholder = rows.select(row_index).stored_images(), encoder.processor.image_token_id
+    store = replace(store, counts=of_images, stored_images=stored_images, encoder=encoder, placeholder=placeholder)
     store.encoded(int(np.argmax(of_images[0] > 0)))  # verifies the processor's output against its counts
     return store
 
@@ -192,7 +192,7 @@ def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None
         title = (
             f"{len(over)} of {len(rows)} prompts have more images than actor_rollout_ref.rollout.limit_images={most}."
         )
-        raise DataError(first_of(title, [f"{rows.origin(i)}: {store.num_images[i]} images" for i in over]))
+        raise DataError(first_lines(title, [f"{rows.origin(i)}: {store.num_images[i]} images" for i in over]))
 
 
 def check_vocabulary(rows: Rows, store: PromptStore, encoder: ChatEncoder) -> None:
@@ -205,7 +205,7 @@ def check_vocabulary(rows: Rows, store: PromptStore, encoder: ChatEncoder) -> No
             f"{len(prompts)} of {len(rows)} prompts have tokens that the model in {encoder.path!r} does not know: its "
             f"vocabulary has {size:,}, its tokenizer {encoder.vocab_size:,}. Use the tokenizer that belongs to it."
         )
-        raise DataError(first_of(title, [f"{rows.origin(i)}: token {store.prompt(i).max()}" for i in prompts]))
+        raise DataError(first_lines(title, [f"{rows.origin(i)}: token {store.prompt(i).max()}" for i in prompts]))
 
 
 def truncate(ids: list[int], limit: int, how: str) -> list[int]:
@@ -231,7 +231,7 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder, clock: Clock) -> Iterator[Enc
     with_images = np.flatnonzero(rows.num_images)
     if len(with_images):
         try:
-            encoder.can_see()
+            encoder.check_images_supported()
         except DataError as error:
             raise DataError(f"{rows.origin(int(with_images[0]))} holds an image: {error}") from error
     stream: Iterator[PromptRow] = iter(rows)
@@ -272,7 +272,7 @@ def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[
             }
             continue
         sizes = [[encoder.bounded_size(size) for size in rows.image_sizes(first + number)] for number in numbers]
-        for number, of, expansion in zip(numbers, sizes, encoder.expanded(group, sizes, tools), strict=True):
+        for number, of, expansion in zip(numbers, sizes, encoder.expand(group, sizes, tools), strict=True):
             ids, num_rows, num_tokens = expansion
             encoded[number] = (ids, (len(of), num_rows, num_tokens))
     return [encoded[number] for number in range(len(chunk))]
@@ -296,4 +296,4 @@ def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) ->
         f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "
         f"data.filter_overlong_prompts=True, data.max_prompt_length={longest}, or {instead}."
     )
-    return first_of(title, [f"{rows.origin(position)}: {length} tokens" for position, length in overlong])
+    return first_lines(title, [f"{rows.origin(position)}: {length} tokens" for position, length in overlong])

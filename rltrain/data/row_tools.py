@@ -71,8 +71,8 @@ class RowTools:
         """Return the requirement of the row that the run lacks, or None."""
         agent = self.agent_of(row)
         if problem := self._problem_of_agent(agent):
-            said = "its agent_name" if row.agent_name else "actor_rollout_ref.rollout.agent.default_agent_loop"
-            return f"{said} is {agent!r}, {problem}"
+            source = "its agent_name" if row.agent_name else "actor_rollout_ref.rollout.agent.default_agent_loop"
+            return f"{source} is {agent!r}, {problem}"
         if agent in (SINGLE_TURN, ENVIRONMENT) or not self.schemas:
             return None
         names = [schema["function"]["name"] for schema in self.schemas]
@@ -89,15 +89,15 @@ class RowTools:
         if agent == TOOLS:
             return None if self.schemas else f"and the run has no tools: name them with {_PLACES}."
         if agent == ENVIRONMENT:
-            lacking = "and actor_rollout_ref.rollout.multi_turn.environment names no class with step."
-            return None if self.has_step else lacking
+            missing = "and actor_rollout_ref.rollout.multi_turn.environment names no class with step."
+            return None if self.has_step else missing
         if agent not in self.own_agents:
             return (
                 f"which the configuration does not list: use {SINGLE_TURN}, {TOOLS}, {ENVIRONMENT}, or list the "
-                f"FILE.py:NAME of your own in {LOOPS_KEY}, letter by letter as in the data."
+                f"FILE.py:NAME of your own in {LOOPS_KEY}, exactly as in the data."
             )
         if not self.several_turns:
-            return "and the run has one turn an answer: set actor_rollout_ref.rollout.multi_turn.enable=True."
+            return "but responses have a single turn: set actor_rollout_ref.rollout.multi_turn.enable=True."
         try:
             load_plugin(LOOPS_KEY, agent)
         except ConfigError as error:
@@ -128,6 +128,6 @@ def check_agents(rollout: RolloutConfig, tools: RowTools, splits: Mapping[str, R
         return
     paths = ", ".join(rows.paths for rows in splits.values())
     raise DataError(
-        f"{who_answers(rollout)}: no row of {paths} is answered: each is of {SINGLE_TURN}. Write who leads it into its "
-        f"column agent_name ({TOOLS}, {ENVIRONMENT} or an entry of {LOOPS_KEY}), or set {AGENT_KEY}."
+        f"{who_answers(rollout)}: no row of {paths} gets replies, because the agent of each is {SINGLE_TURN}. Write "
+        f"{TOOLS}, {ENVIRONMENT} or an entry of {LOOPS_KEY} into its column agent_name, or set {AGENT_KEY}."
     )

@@ -23,8 +23,8 @@ from rltrain.common.errors import DataError
 from rltrain.config.schema import DataConfig
 from rltrain.data.checks import Keys, row_problem
 from rltrain.data.files import files_of
-from rltrain.data.pictures import Look, PictureFile, Pictures, entries, look_through, seal
-from rltrain.data.tables import Pickled, Table, chosen, open_table, unreadable
+from rltrain.data.stored_images import ImageCheck, ImageColumn, StoredImages, check_images, image_entries, joint_digest
+from rltrain.data.tables import PickledTable, Table, limit_rows, open_table, unreadable
 
 # Field of tool arguments. Its null keys are dropped, because they are not arguments.
 _OF_TOOLS = "tools_kwargs"
@@ -56,10 +56,10 @@ class _Checks:
     """Results of the check of each row."""
 
     digests: np.ndarray
-    """[rows, 16]: digests of the content; image_ends, seals [rows], sizes [images, 2]."""
+    """[rows, 16]: digests of the content; image_ends, image_digests [rows], sizes [images, 2]."""
     image_ends: np.ndarray
     sizes: np.ndarray
-    seals: np.ndarray
+    image_digests: np.ndarray
 
 
 class Rows:
@@ -113,17 +113,19 @@ class Rows:
     def images(self, position: int) -> list[Any]:
         """Read and return the images of a row as stored in the file."""
         file, row = self._locate(position)
-        return entries(file.pictures.value(int(file.numbers[row])), file.path) if file.pictures else []
+        return image_entries(file.images.value(int(file.numbers[row])), file.path) if file.images else []
 
-    def pictures(self) -> Pictures:
+    def stored_images(self) -> StoredImages:
         """Return the image locations of these rows."""
-        sources = tuple((file.pictures or PictureFile(file.path, self._keys.image)).absolute for file in self._files)
+        sources = tuple((file.images or ImageColumn(file.path, self._keys.image)).absolute for file in self._files)
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
-        return Pictures(sources, self._file_numbers().astype(np.int32), numbers, self._checks.seals[self._index])
+        return StoredImages(
+            sources, self._file_numbers().astype(np.int32), numbers, self._checks.image_digests[self._index]
+        )
 
-    def without_pictures(self) -> "Rows":
+    def without_images(self) -> "Rows":
         """Return these rows for text-only readers, without images from a program, which would be pickled."""
-        return Rows([replace(file, pictures=None) for file in self._files], self._keys, self._index, self._checks)
+        return Rows([replace(file, images=None) for file in self._files], self._keys, self._index, self._checks)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
         """Return the rows at ``indices``, in that order, as new ``Rows``. No data is copied."""
@@ -174,7 +176,7 @@ def read_rows(files: str | Sequence[str], *, keys: Keys = KEYS, max_rows: int = 
     ``max_rows`` limits the rows over all files (0 or less: all), drawn by ``seed`` (None: the first). Raises DataError
     with file, row, field, problem and fix, for up to five problems at once.
     """
-    return _usable(*scan_rows(files, keys=keys, max_rows=max_rows, seed=seed))
+    return _check_usable(*scan_rows(files, keys=keys, max_rows=max_rows, seed=seed))
 
 
 def rows_of(records: Iterable[dict[str, Any]], name: str, numbers: np.ndarray, *, keys: Keys = KEYS) -> Rows:
@@ -182,7 +184,7 @@ def rows_of(records: Iterable[dict[str, Any]], name: str, numbers: np.ndarray, *
 
     ``name`` and ``numbers`` [n], ascending, are for messages. Raises DataError like `read_rows`.
     """
-    return _usable(*_checked([Pickled.of(records, name, keys, numbers)], keys))
+    return _check_usable(*_check_tables([PickledTable.of(records, name, keys, numbers)], keys))
 
 
 def keys_of(data: DataConfig) -> Keys:
@@ -190,7 +192,7 @@ def keys_of(data: DataConfig) -> Keys:
     return Keys(data.prompt_key, data.reward_fn_key, data.image_key)
 
 
-def _usable(rows: Rows, problems: Sequence[str]) -> Rows:
+def _check_usable(rows: Rows, problems: Sequence[str]) -> Rows:
     if problems:
         raise DataError(bad_rows(problems))
     if not len(rows):
@@ -209,52 +211,52 @@ def scan_rows(
     if not paths:
         raise DataError("no data file was given. Try data.train_files=train.parquet data.val_files=test.parquet.")
     tables = [open_table(file, keys) for path in paths for file in files_of(str(path))]
-    return _checked(chosen(tables, max_rows, seed), keys)
+    return _check_tables(limit_rows(tables, max_rows, seed), keys)
 
 
-def _checked(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
+def _check_tables(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
     numbers, problems, start = [], [], 0
     digests = bytearray()
-    looks: list[Look] = []
+    image_checks: list[ImageCheck] = []
     for file in files:
-        bad = _check_table(file, keys, digests, looks)
+        bad = _check_table(file, keys, digests, image_checks)
         problems += list(bad.values())
         numbers += [start + row for row in range(file.table.num_rows) if row not in bad]
         start += file.table.num_rows
     checks = _Checks(
         np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES),
-        np.cumsum([len(look.sizes) for look in looks], dtype=np.int64),
-        np.array([size for look in looks for size in look.sizes], dtype=np.int32).reshape(-1, 2),
-        np.array([seal(look.content) for look in looks], dtype=np.uint64),
+        np.cumsum([len(check.sizes) for check in image_checks], dtype=np.int64),
+        np.array([size for check in image_checks for size in check.sizes], dtype=np.int32).reshape(-1, 2),
+        np.array([joint_digest(check.content) for check in image_checks], dtype=np.uint64),
     )
     return Rows(files, keys, np.asarray(numbers, dtype=np.int64), checks), problems
 
 
-def _looks(file: Table, keys: Keys) -> Iterator[Look]:
+def _check_images(file: Table, keys: Keys) -> Iterator[ImageCheck]:
     """Check the images of every row of a file."""
     try:
-        yield from look_through(file.pictures, file.numbers, keys.image) if file.pictures else repeat(Look())
+        yield from check_images(file.images, file.numbers, keys.image) if file.images else repeat(ImageCheck())
     except (OSError, pa.ArrowException) as error:
         raise unreadable(file.path, error) from error
 
 
-def _check_table(file: Table, keys: Keys, digests: bytearray, looks: list[Look]) -> dict[int, str]:
+def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list[ImageCheck]) -> dict[int, str]:
     """Return the problem per bad row, by row number. Appends a digest and image check per row."""
     bad: dict[int, str] = {}
-    coming = _looks(file, keys)
+    checks = _check_images(file, keys)
     for start in range(0, file.table.num_rows, _READ_CHUNK_ROWS):
         try:
             records = file.records(file.table.column_names, start, _READ_CHUNK_ROWS)
         except UnicodeDecodeError as error:
             raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
         for row, record in enumerate(records, start):
-            look = next(coming)
-            looks.append(look)
+            check = next(checks)
+            image_checks.append(check)
             # As JSON with sorted keys, because the order of a struct's fields depends on the program that wrote it.
-            whole = _plain(record | {keys.image: look.content})
-            content = json.dumps(whole, sort_keys=True, default=_digest_of_bytes)
+            normalised = _normalised(record | {keys.image: check.content})
+            content = json.dumps(normalised, sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
-            problem = row_problem(record, keys) or look.problem
+            problem = row_problem(record, keys) or check.problem
             if problem:
                 bad[row] = f"{file.path!r} row {file.numbers[row]}: {problem}"
     return bad
@@ -266,8 +268,8 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     Parquet gives every struct of a column the same keys, at any depth, with null if a row misses one, but templates
     test whether a key exists. The content of a message with tool calls may be null.
     """
-    found = without_nulls(message)
-    return {"content": "", **found} if found.get("tool_calls") else found
+    fields = without_nulls(message)
+    return {"content": "", **fields} if fields.get("tool_calls") else fields
 
 
 def without_nulls(value: Any) -> Any:
@@ -277,12 +279,12 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any) -> Any:
+def _normalised(value: Any) -> Any:
     """Return a normalized value, independent of the program that stored it: without nulls, whole floats as integers."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+        return {str(key): _normalised(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_normalised(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -307,10 +309,10 @@ def _build(record: dict[str, Any], keys: Keys) -> PromptRow:
 
 def bad_rows(problems: Sequence[str]) -> str:
     """Return a message about bad rows, one line each."""
-    return first_of("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems)
+    return first_lines("1 bad row:" if len(problems) == 1 else f"{len(problems)} bad rows:", problems)
 
 
-def first_of(title: str, lines: Sequence[str]) -> str:
+def first_lines(title: str, lines: Sequence[str]) -> str:
     """Return a title and the first of the lines below it."""
     remainder = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
     return "\n  ".join([title, *lines[:_NUM_SHOWN], *remainder])

@@ -18,8 +18,8 @@ from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_plugin, user_traceback
 from rltrain.common.seeds import stream
 from rltrain.config.schema import DataConfig
-from rltrain.data.custom import EpochSampler, is_verls
-from rltrain.data.order import BatchOrder
+from rltrain.data.batch_sampler import BatchOrder
+from rltrain.data.custom import EpochSampler, is_verl_sampler
 from rltrain.data.rows import PromptRow, Rows
 
 State = dict[str, NDArray[Any]]
@@ -74,13 +74,13 @@ class SolveRateSampler:
             self._cursor += 1
             # A row may occur twice if a draw crosses into the next epoch. Dictionaries keep it once, in order.
             row = int(self._order.permutation(epoch)[place])
-            (chosen if self._worth(row, epoch) else skipped)[row] = None
+            (chosen if self._is_informative(row, epoch) else skipped)[row] = None
             if len(chosen) == self._order.batch_size:
                 break
         rows = [*chosen, *(row for row in skipped if row not in chosen)]
         return rows[: self._order.batch_size]
 
-    def _worth(self, row: int, epoch: int) -> bool:
+    def _is_informative(self, row: int, epoch: int) -> bool:
         if self._rates[row] not in (0.0, 1.0):  # unknown counts as worth it
             return True
         return bool(stream(self._order.seed, "revisit", epoch, row).random_raw() < self._revisit * 2.0**64)
@@ -111,12 +111,12 @@ def make_sampler(data: DataConfig, order: BatchOrder, rows: Rows) -> Sampler:
     if name == "solve_rate":
         return SolveRateSampler(order, rows, data.sampler.revisit)
     key, sampler_class = f"data.sampler.name={name}", load_plugin("data.sampler.name", name)
-    if is_verls(sampler_class):
+    if is_verl_sampler(sampler_class):
         return EpochSampler(key, sampler_class, data, order, rows)
     try:
         sampler = sampler_class(order, rows)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported
-        raise ConfigError(f"{key} cannot be made:\n{user_traceback(error)}") from None
+        raise ConfigError(f"{key} cannot be created:\n{user_traceback(error)}") from None
     methods = ("rows", "epoch", "observe", "state", "restore")
     missing = [method for method in methods if not callable(getattr(sampler, method, None))]
     if missing:

@@ -21,7 +21,7 @@ from rltrain.common.seeds import stream
 from rltrain.common.storage import patiently
 from rltrain.data.checks import VIDEOS, Keys, check_columns, check_schema
 from rltrain.data.files import MAX_EXPANSION, MAX_FILE_BYTES, files_of, kind_of, records
-from rltrain.data.pictures import PictureFile, PictureTable
+from rltrain.data.stored_images import ImageColumn, ImageTable
 
 log = logging.getLogger(__name__)
 _MAX_TEXT_BYTES = 64 << 20
@@ -34,7 +34,7 @@ class Table:
     path: str
     table: pa.Table
     numbers: np.ndarray
-    pictures: PictureFile | PictureTable | None = None
+    images: ImageColumn | ImageTable | None = None
     """Location of the images."""
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
@@ -42,13 +42,13 @@ class Table:
         return self.table.select(names).slice(start, number).to_pylist()
 
 
-class Pickled(Table):
+class PickledTable(Table):
     """Rows from a non-table source. Each field is pickled, because Arrow requires one type per column."""
 
     @classmethod
     def of(
         cls, rows: Iterable[dict[str, Any]], path: str, keys: Keys, numbers: np.ndarray | None = None, place: str = ""
-    ) -> Pickled:
+    ) -> PickledTable:
         """Store the columns of ``keys`` from rows of plain values.
 
         numbers [rows]: ascending; None: 0, 1, …. path: for messages. place: file whose folder relative image paths
@@ -64,8 +64,8 @@ class Pickled(Table):
             has_images = has_images or bool(row.get(keys.image))
         table = pa.table({column: pa.array(cells, pa.large_binary()) for column, cells in columns.items()})
         numbers = np.arange(table.num_rows) if numbers is None else numbers
-        pictures = PictureTable(place or path, table.column(keys.image), numbers) if has_images else None
-        return cls(path, table.drop_columns(keys.image), numbers, pictures)
+        images = ImageTable(place or path, table.column(keys.image), numbers) if has_images else None
+        return cls(path, table.drop_columns(keys.image), numbers, images)
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
         """Return columns ``names`` of rows (see `Table`)."""
@@ -75,7 +75,7 @@ class Pickled(Table):
 
 def open_table(path: str, keys: Keys) -> Table:
     """Open all rows of a file. Raises DataError if it is unreadable or misses a column, and StorageError."""
-    return _asked(path, partial(_read, path, _local(path), keys))
+    return _read_patiently(path, partial(_read, path, _local(path), keys))
 
 
 def plain_records(path: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -92,7 +92,7 @@ def plain_records(path: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
             return source.read().to_pylist()
 
     for name in files_of(path):
-        for number, record in enumerate(_asked(name, partial(read, name, _local(name)))):
+        for number, record in enumerate(_read_patiently(name, partial(read, name, _local(name)))):
             if not isinstance(record, dict):
                 raise DataError(f"{name!r} row {number} is a {type(record).__name__}; each must be an object.")
             yield name, number, record
@@ -106,7 +106,7 @@ def num_rows(path: str) -> int:
             return sum(1 for _ in records(path, file, kind))
         return pq.ParquetFile(file).metadata.num_rows
 
-    return _asked(path, partial(count, _local(path)))
+    return _read_patiently(path, partial(count, _local(path)))
 
 
 def _local(path: str) -> Path:
@@ -115,7 +115,7 @@ def _local(path: str) -> Path:
     return Path(path).expanduser()
 
 
-def _asked(path: str, read: Any) -> Any:
+def _read_patiently(path: str, read: Any) -> Any:
     local = _local(path)
     try:
         return patiently(local, read)
@@ -129,14 +129,14 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
     kind = kind_of(path, file)
     if kind == "csv":
         raise DataError(
-            f"data file {path!r} is a table of csv, whose cells hold no messages. Convert it: "
+            f"data file {path!r} is a csv table, whose cells cannot hold messages. Convert it: "
             f"python -m rltrain.data_preprocess.jsonl --input {path} --output FOLDER (see its --help)."
         )
     # Absolute, because other processes that read the images may have another working directory.
     place = str(file.absolute())
     if kind == "json":
-        mended: list[int] = []
-        json_records = list(records(path, file, kind, mended.append))
+        replaced: list[int] = []
+        json_records = list(records(path, file, kind, replaced.append))
         if misfit := next(
             (
                 f"row {row} is a {type(record).__name__}"
@@ -147,14 +147,14 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
         ):
             raise DataError(f'{path!r} {misfit}; each must be an object such as {{"prompt": [...], ...}}.')
         check_columns(path, list(dict.fromkeys(name for record in json_records for name in record)), keys)
-        if mended:
+        if replaced:
             log.warning(
-                "%r: half a character (a lone surrogate) became � in %d rows, first in row %d.",
+                "%r: a lone surrogate (half a character) became � in %d rows, first in row %d.",
                 path,
-                len(mended),
-                mended[0],
+                len(replaced),
+                replaced[0],
             )
-        return Pickled.of(json_records, path, keys, place=place)
+        return PickledTable.of(json_records, path, keys, place=place)
     _check_sizes(path, file, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image})
     # Page checksums turn a flipped bit into an error instead of another number.
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
@@ -163,7 +163,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
         names, columns = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
         table = source.read(columns=[name for name in names if name in columns])
     return Table(
-        path, table, np.arange(table.num_rows), PictureFile(place, keys.image) if keys.image in names else None
+        path, table, np.arange(table.num_rows), ImageColumn(place, keys.image) if keys.image in names else None
     )
 
 
@@ -230,7 +230,7 @@ def unreadable(path: str, error: Exception) -> RltrainError:
     )
 
 
-def drawn(total: int, most: int, seed: int | None) -> np.ndarray:
+def draw_rows(total: int, most: int, seed: int | None) -> np.ndarray:
     """Return at most ``most`` of the numbers below ``total`` (0 or less: all), drawn by ``seed`` (None: the first).
     Sorted, [n], int64.
     """
@@ -242,17 +242,17 @@ def drawn(total: int, most: int, seed: int | None) -> np.ndarray:
     return np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:most])
 
 
-def chosen(files: list[Table], max_rows: int, seed: int | None) -> list[Table]:
+def limit_rows(files: list[Table], max_rows: int, seed: int | None) -> list[Table]:
     """Return the files with at most ``max_rows`` of their rows (0 or less: all), in file order."""
     total = sum(len(file.numbers) for file in files)
     if not 0 < max_rows < total:
         return files
-    rows = drawn(total, max_rows, seed)
+    rows = draw_rows(total, max_rows, seed)
     starts = np.cumsum([0, *(len(file.numbers) for file in files)])
-    return [_taken(file, _between(rows, *ends)) for file, ends in zip(files, pairwise(starts), strict=True)]
+    return [_take_rows(file, _between(rows, *ends)) for file, ends in zip(files, pairwise(starts), strict=True)]
 
 
-def _taken(file: Table, rows: np.ndarray) -> Table:
+def _take_rows(file: Table, rows: np.ndarray) -> Table:
     # Batch by batch, because Arrow may concatenate all chunks of a column before taking rows, and images are too large
     # for one chunk.
     batches = file.table.to_batches()

@@ -27,7 +27,7 @@ _POLL_S = 0.005
 _NO_MEMORY, _TOO_LARGE, _NO_HOST_MEMORY = 3, 4, 5
 
 
-def trouble(
+def problem_in_fork(
     work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES, clock: Clock = SYSTEM
 ) -> str:
     """Return why ``work`` cannot be done here, as a phrase, or "" if it can.
@@ -55,7 +55,7 @@ def trouble(
             os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGXCPU
     if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # by the kernel, as nothing else kills the fork
-        raise MemoryError("there was none to try the chat template in a process of its own")
+        raise MemoryError("no memory to try the chat template in a separate process")
     if code == -signal.SIGXCPU:
         return f"does not end within {cpu_s} s"
     if code == _NO_MEMORY:

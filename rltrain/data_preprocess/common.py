@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.common.errors import DataError, RltrainError, first_line, lenient_output, short
-from rltrain.common.image_files import file_bytes
+from rltrain.common.images import file_bytes
 from rltrain.common.storage import replacing
-from rltrain.data.images import measured
-from rltrain.data.pictures import entries
+from rltrain.data.images import image_size
 from rltrain.data.rows import read_rows
+from rltrain.data.stored_images import image_entries
 from rltrain.data_preprocess.sources import Hub, Record, open_splits
 
 Row = dict[str, Any]
@@ -128,13 +128,13 @@ def with_slots(text: str, images: Sequence[Any]) -> str:
 def stored_images(values: Any, folder: Path) -> list[Record]:
     """Return encoded images from hub entries ``{bytes, path}``, bytes, base64, or files in ``folder``. Raises Drop."""
     encoded_images = []
-    for entry in entries(values or [], str(folder / "_")):
+    for entry in image_entries(values or [], str(folder / "_")):
         path = entry.get("path")
         if not entry.get("bytes") and not (isinstance(path, Path) and path.is_file()):
             raise Drop("an image that is not there")
         try:
             data = file_bytes(entry)
-            measured({"bytes": data})
+            image_size({"bytes": data})
         except DataError as error:
             raise Drop("an image that cannot be read") from error
         encoded_images.append({"bytes": data, "path": Path(path).name if path else None})

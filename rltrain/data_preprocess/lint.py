@@ -107,7 +107,7 @@ def _check_lengths(rows: Rows, encoder: ChatEncoder, limit: int, findings: Findi
     for _, position, row in _each([rows]):
         try:
             sizes = [encoder.bounded_size(size) for size in rows.image_sizes(position)]
-            length = len(encoder.expanded([row.prompt], [sizes], encoder.row_tools.of(row))[0][0])
+            length = len(encoder.expand([row.prompt], [sizes], encoder.row_tools.of(row))[0][0])
         except DataError as error:
             findings["prompts the chat template refuses"].append(f"{rows.origin(position)}: {error}")
             continue

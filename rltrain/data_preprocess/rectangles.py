@@ -26,11 +26,11 @@ def draw(rng: random.Random, area: int) -> np.ndarray:
     """Draw a rectangle that covers ``area`` squares, anywhere on the paper. Returns an image [84, 84, 3] (uint8)."""
     width, height = rng.choice([(width, height) for width in _EDGES for height in _EDGES if width * height == area])
     left, top = rng.randint(0, NUM_SQUARES - width), rng.randint(0, NUM_SQUARES - height)
-    picture = paper()
-    picture[::SQUARE] = picture[:, ::SQUARE] = _LINE
+    image = paper()
+    image[::SQUARE] = image[:, ::SQUARE] = _LINE
     ink = [rng.randint(_DARKEST, _LIGHTEST) for _ in range(3)]
-    picture[SQUARE * top + 1 : SQUARE * (top + height), SQUARE * left + 1 : SQUARE * (left + width)] = ink
-    return picture
+    image[SQUARE * top + 1 : SQUARE * (top + height), SQUARE * left + 1 : SQUARE * (left + width)] = ink
+    return image
 
 
 def paper() -> np.ndarray:
@@ -55,16 +55,16 @@ def generate(num_train: int, num_test: int, *, seed: int, blank: bool = False) -
 
     All areas are equally frequent, so a model that sees no image is right in one of six cases.
     """
-    rng, pictures, white = random.Random(seed), set[bytes](), png(paper())
+    rng, seen, white = random.Random(seed), set[bytes](), png(paper())
     rows: list[Row] = []
     while len(rows) < num_train + num_test:
         area = AREAS[len(rows) % len(AREAS)]
-        picture = png(draw(rng, area))
-        if picture in pictures:
+        image = png(draw(rng, area))
+        if image in seen:
             continue
-        pictures.add(picture)
+        seen.add(image)
         split, index = ("test", len(rows)) if len(rows) < num_test else ("train", len(rows) - num_test)
-        images = [{"bytes": white if blank else picture, "path": None}]
+        images = [{"bytes": white if blank else image, "path": None}]
         rows.append(row(DATA_SOURCE, QUESTION, str(area), ability="math", split=split, index=index, images=images))
     return {"train": rows[num_test:], "test": rows[:num_test]}
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Keys that verl adds to every extra_info. A response of one turn has two messages, and no agent has scored it before. A
 # response with tool calls brings its own values (`AnswerText`).
-TOLD: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}, "tool_rewards": []}
+DEFAULT_INFO: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}, "tool_rewards": []}
 _OF_REWARD_LOOP = ("reward_router_address", "reward_model_tokenizer")
 
 
@@ -69,7 +69,9 @@ class RewardFunction:
         arguments = dict(zip(self._custom.arguments, values, strict=True))
         *_, name = arguments
         extra = arguments[name]
-        arguments[name] = [TOLD | row_info for row_info in extra] if self._custom.batch else TOLD | extra
+        arguments[name] = (
+            [DEFAULT_INFO | row_info for row_info in extra] if self._custom.batch else DEFAULT_INFO | extra
+        )
         # By keyword, as in verl: the user chooses the order of the arguments. reward_kwargs win, as in verl.
         return self._function(**arguments | self._custom.kwargs)
 
@@ -82,11 +84,11 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
     arguments = dict.fromkeys(custom.arguments) | custom.kwargs
     where = f"{custom.name}{signature} in {custom.path!r}"
     no_default = {name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty}
-    if served := [name for name in _OF_REWARD_LOOP if name in no_default - arguments.keys()]:
+    if missing := [name for name in _OF_REWARD_LOOP if name in no_default - arguments.keys()]:
         raise ConfigError(
-            f"{where} needs {' and '.join(served)}, which verl gives to a function beside a generative reward model "
-            "that it serves. None is served here: serve it yourself, give these arguments a default, and hand its "
-            "address over with +custom_reward_function.reward_kwargs.NAME=http://host:port."
+            f"{where} needs {' and '.join(missing)}, which verl passes if it serves a generative reward model. "
+            "rltrain serves none: serve the model yourself, give these arguments a default, and pass its "
+            "address with +custom_reward_function.reward_kwargs.NAME=http://host:port."
         )
     try:
         # Checked here, so that a wrong signature is one error before training and not a failure per response.

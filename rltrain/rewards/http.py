@@ -30,9 +30,9 @@ def client(headers: Mapping[str, str], concurrency: int) -> httpx.AsyncClient:
     )
 
 
-async def fetch(asking: httpx.AsyncClient, url: str, body: bytes | None = None) -> tuple[httpx.Response, bytes]:
+async def fetch(http_client: httpx.AsyncClient, url: str, body: bytes | None = None) -> tuple[httpx.Response, bytes]:
     """POST ``body``, or GET without one. A reply is cut shortly after `MAX_REPLY_BYTES`."""
-    async with asking.stream("GET" if body is None else "POST", url, content=body) as response:
+    async with http_client.stream("GET" if body is None else "POST", url, content=body) as response:
         reply = b""
         async for part in response.aiter_raw():
             reply += part
@@ -41,7 +41,7 @@ async def fetch(asking: httpx.AsyncClient, url: str, body: bytes | None = None) 
         return response, reply
 
 
-def too_long(after_s: float, deadline_s: float) -> str:
+def wait_problem(after_s: float, deadline_s: float) -> str:
     """Return an error message if the wait ``after_s`` exceeds ``deadline_s``, otherwise ""."""
     if after_s <= deadline_s:
         return ""

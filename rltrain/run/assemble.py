@@ -15,12 +15,12 @@ from rltrain.common.logs import count
 from rltrain.common.plugin import is_plugin, user_traceback
 from rltrain.config.schema import Config
 from rltrain.config.schema.trainer import EPOCH
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.data.custom import EpochSampler
 from rltrain.data.mixing import mixed_order
-from rltrain.data.order import BatchOrder
 from rltrain.data.rows import Rows
 from rltrain.data.sampler import Sampler, make_sampler
-from rltrain.rewards.processes.asking import readings_of
+from rltrain.rewards.processes.device_judge import max_replies
 from rltrain.run.splits import Data
 from rltrain.trainer.experience import Experience
 from rltrain.trainer.judge import Judge
@@ -76,7 +76,7 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
     log.info("%s, %s parameters", count(group.world, "worker"), f"{int(sizes['num_parameters']):,}")
     model = RewardModel(group) if cfg.reward_model.classifies else None
     seed = rollout_seed(cfg.actor_rollout_ref.rollout, cfg.data)
-    readings = readings_of(cfg.reward_model.rollout.temperature)
+    readings = max_replies(cfg.reward_model.rollout.temperature)
     judge = Judge(group, seed, readings) if cfg.reward_model.judges else None
     critic = Critic(group, plan.passes) if plan.passes.values else None
     reference = Reference(group) if plan.passes.reference_moves else None

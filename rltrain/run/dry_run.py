@@ -27,7 +27,7 @@ from rltrain.data.tables import num_rows
 from rltrain.data_preprocess.lint import best_form, look_at
 from rltrain.data_preprocess.lint import describe as describe_problems
 from rltrain.rewards.custom import custom_reward
-from rltrain.rewards.processes.remote import RemoteScorer
+from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.processes.worker import make_scorer, rule_scorer

@@ -13,7 +13,7 @@ from rltrain.config.schema.algorithm import FILTER_METRICS, AlgorithmConfig
 from rltrain.data.row_tools import RowTools
 from rltrain.data.rows import Rows
 from rltrain.rewards.processes.actors import PoolWatch
-from rltrain.rewards.processes.grader import check_judge
+from rltrain.rewards.processes.judging import check_judge
 from rltrain.rewards.processes.pool import RewardPool
 from rltrain.rewards.processes.score import Score
 from rltrain.run.splits import Data

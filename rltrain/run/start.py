@@ -166,4 +166,4 @@ def _environment(cfg: Config, device: Device, threads: int) -> dict[str, str]:
 
 def _as_scored(cfg: Config, rows: Rows) -> Rows:
     """Return the rows for the scorers and the sample writer. They include images only if a judge reads them."""
-    return rows if cfg.reward.judge.images else rows.without_pictures()
+    return rows if cfg.reward.judge.images else rows.without_images()

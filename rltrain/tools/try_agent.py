@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rltrain.agents import stand_ins
-from rltrain.agents.chat import Asked, Chat, Start, Terms, ToolCall, Turn
+from rltrain.agents import verl_stubs
+from rltrain.agents.chat import Chat, NewMessages, ToolCall, TrajectoryStart, Turn, TurnLimits
 from rltrain.agents.configured import TOOL_CONFIG
 from rltrain.agents.content import as_text
 from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.environments import ENVIRONMENT
 from rltrain.agents.functions import FUNCTIONS
-from rltrain.agents.loop import lead
+from rltrain.agents.loop import run_trajectory
 from rltrain.agents.toolbox import Session, Toolbox, toolbox_of
 from rltrain.common.errors import DataError, RltrainError, command, plain
 from rltrain.common.plugin import is_plugin, load_plugin, user_traceback
@@ -40,7 +40,7 @@ from rltrain.data.rows import PromptRow, keys_of, read_rows
 from rltrain.data.turns.calls import Call, Parsed
 from rltrain.data.turns.detect import format_of
 from rltrain.data.turns.formats.families import NO_CALLS
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 
 _END = "---"
 # Long, because a user may spend any time in breakpoint().
@@ -56,15 +56,15 @@ class Trial:
         # Without a model no template defines the format of calls.
         guessed = self._turns.format == "auto" and encoder.tools and not options.model
         call_format = format_of("hermes" if guessed else self._turns.format, encoder)
-        self._seam = Seam(encoder, encoder.tools, call_format) if options.model else None
+        self._turn_delta = TurnDelta(encoder, encoder.tools, call_format) if options.model else None
         self._format = call_format if self._schemas else NO_CALLS
         self._lines, self._is_typed = _lines(options.turns), not options.turns and sys.stdin.isatty()
         self._num_turns, self._parsed = 0, Parsed([], [], "", "")  # the last turn
         content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
         names = tuple(schema["function"]["name"] for schema in self._schemas)
-        self._start = Start(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
+        self._start = TrajectoryStart(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
         # Without a model images are shown as <image>; the template of --model formats texts only.
-        terms = Terms.of(self._turns, images=self._turns.images is not False and self._seam is None)
+        terms = TurnLimits.of(self._turns, images=self._turns.images is not False and self._turn_delta is None)
         self._terms = replace(terms, timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
 
     def show_prompt(self, origin: str) -> None:
@@ -74,7 +74,7 @@ class Trial:
         _print(f"calls are written as {self._format.name}" if self._schemas else "the prompt shows no tools")
         prompt = self._start.prompt
         text = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-        _print(self._encoder.written(prompt, tools=self._schemas) if self._seam else text, f"prompt, {origin}")
+        _print(self._encoder.render(prompt, tools=self._schemas) if self._turn_delta else text, f"prompt, {origin}")
 
     async def run(self, toolbox: Toolbox) -> bool:
         """Run the trajectory. Return True if it ended without an error."""
@@ -88,8 +88,8 @@ class Trial:
                 return False
             terms, prompt = self._terms, self._start.prompt
             chat = self._chat = Chat(prompt, ([first], [], []), terms, session, self._reply, endpoint.address)
-            outcome = await lead(chat, session, self._start, terms)
-            self._show(chat.last_words())
+            outcome = await run_trajectory(chat, session, self._start, terms)
+            self._show(chat.take_new())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: its error is shown
             text = str(error) if isinstance(error, RltrainError) else user_traceback(error)
             _print(text, "failed: the trajectory was ended by an error")
@@ -132,18 +132,18 @@ class Trial:
         calls = [ToolCall(call.name, call.arguments) for call in parsed.calls]
         return Turn(parsed.text, calls, parsed.problems, parsed.reasoning, "turns" if is_last else "stop")
 
-    def _reply(self, request: Asked) -> None:
+    def _reply(self, request: NewMessages) -> None:
         """Print the messages since the last turn, also in the model's template, and reply with the next turn."""
         self._show(request)
-        if self._seam:
+        if self._turn_delta:
             answered = any(message["role"] == "tool" for message in request.messages)
             calls = [*self._parsed.calls, *(Call("unreadable", {}) for _ in self._parsed.problems)] if answered else []
-            tokens = self._seam.context(None, calls, request.messages)
+            tokens = self._turn_delta.context(None, calls, request.messages)
             text = repr(self._encoder.decode_batch([tokens], special=True)[0])
             _print(text, "text between the turns, by the chat template")
-        self._chat.answered(self._next_turn())
+        self._chat.deliver(self._next_turn())
 
-    def _show(self, request: Asked) -> None:
+    def _show(self, request: NewMessages) -> None:
         for message in request.messages:
             parts = [message["role"], message.get("name", ""), message.get("arguments", "")]
             if (seconds := message.get("seconds")) is not None:
@@ -200,7 +200,7 @@ def _key_of(place: str) -> str:
         return FUNCTIONS
     # For the error message if the name does not exist: classes begin with a capital.
     key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
-    with stand_ins.importable():
+    with verl_stubs.importable():
         return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY
 
 

@@ -30,9 +30,9 @@ from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config
 from rltrain.data.rows import Rows, read_rows
 from rltrain.rewards.custom import CustomReward, RewardFunction
-from rltrain.rewards.processes.grader import Questions
-from rltrain.rewards.processes.judged import JudgedScorer
-from rltrain.rewards.processes.score import ScorerCall, read_returned
+from rltrain.rewards.processes.judging import Questions
+from rltrain.rewards.processes.remote_judge import RemoteJudge
+from rltrain.rewards.processes.score import ScorerCall, parse_result
 from rltrain.rewards.scorers.registry import FORMS
 
 Scored = tuple[float, dict[str, float | str]]
@@ -155,9 +155,9 @@ class _Function:
 
     def score(self, position: int, call: ScorerCall) -> Scored:
         if not self._custom.batch:
-            return read_returned(self._function(*call))
+            return parse_result(self._function(*call))
         (returned,) = self._function(*([argument] for argument in call))
-        return read_returned(returned)
+        return parse_result(returned)
 
     def close(self) -> str:
         return ""
@@ -175,7 +175,7 @@ class _Judge:
         # The other settings of the run are unknown.
         if problems := [problem for problem in broken_rules(loaded) if "reward.judge" in problem]:
             raise ConfigError("\n".join(problems))
-        self._judged, self._deadline_s = JudgedScorer(loaded.config.scoring), judge.deadline_s
+        self._judged, self._deadline_s = RemoteJudge(loaded.config.scoring), judge.deadline_s
         self._questions = Questions(rows, judge.images)
 
     def score(self, position: int, call: ScorerCall) -> Scored:

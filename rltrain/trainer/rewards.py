@@ -184,7 +184,7 @@ class AnswersInScoring:
                 break
             costs = judge.replies(messages, reading, at_once)
             seconds += costs["seconds"]
-            self._scoring.hear(messages, costs, again=reading + 1 < judge.readings)
+            self._scoring.add_replies(messages, costs, again=reading + 1 < judge.readings)
         return seconds
 
     def collect(self) -> dict[str, Column]:

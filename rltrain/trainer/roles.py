@@ -143,7 +143,7 @@ class Policy(_Remote, SavedRole):
         samples.update({c.GROUP: places, c.ROW: task.rows[places], c.SERVED: nothing.astype(bool), c.ENGINE: nothing})
         results = self._group.submit([call]).collect(stream=stream)
         for rank, result in enumerate(results):
-            self._take_answers(samples, rank, result, pictures=task.is_learnt_from)
+            self._take_answers(samples, rank, result, with_images=task.is_learnt_from)
         # Renumber the replicas that served samples, from 0.
         served = samples[c.SERVED]
         samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
@@ -159,7 +159,7 @@ class Policy(_Remote, SavedRole):
         return samples, metrics
 
     def _take_answers(
-        self, samples: Samples, rank: int, result: tuple[Any, Any, GenerationNumbers], *, pictures: bool
+        self, samples: Samples, rank: int, result: tuple[Any, Any, GenerationNumbers], *, with_images: bool
     ) -> None:
         """Add the results of the replica with leader ``rank``. Other ranks return nothing."""
         payload, texts, finished = result
@@ -167,12 +167,12 @@ class Policy(_Remote, SavedRole):
             return
         numbers = dict(finished.per_sample)
         ids = numbers.pop(c.SLOT)
-        samples.attach(self._answers(rank, payload, texts, ids, pictures=pictures))
+        samples.attach(self._answers(rank, payload, texts, ids, with_images=with_images))
         flags = {c.SERVED: np.ones(len(ids), dtype=bool), c.COMPLETE: ~numbers.pop(c.ABORTED)}
         samples.put(ids, numbers | flags | {c.ENGINE: np.full(len(ids), rank)})
 
-    def _answers(self, rank: int, payload: Any, texts: Any, ids: Ids, *, pictures: bool) -> list[StoredRows]:
-        columns = (*self._generated, c.IMAGES, c.OWN_IMAGES) if self._passes.images and pictures else self._generated
+    def _answers(self, rank: int, payload: Any, texts: Any, ids: Ids, *, with_images: bool) -> list[StoredRows]:
+        columns = (*self._generated, c.IMAGES, c.OWN_IMAGES) if self._passes.images and with_images else self._generated
         node = self._group.nodes[rank]
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 
@@ -189,7 +189,7 @@ class Policy(_Remote, SavedRole):
         payload, texts, numbers = reply
         answers = Samples(len(numbers[c.SLOT]))
         answers.update(numbers)
-        answers.attach(self._answers(0, payload, texts, np.arange(len(answers)), pictures=True))
+        answers.attach(self._answers(0, payload, texts, np.arange(len(answers)), with_images=True))
         return answers
 
     def give_up(self) -> None:

@@ -130,7 +130,7 @@ class JudgeWorker(Judge):
         replies = [
             Reply(storable(text).strip(), "an empty reply", answers[place].truncated)
             if place in answers
-            else Reply("", unasked=self._too_long(len(messages[place])))
+            else Reply("", no_prompt=self._too_long(len(messages[place])))
             for place, text in enumerate(self._encoder.decode_batch(written) if written else [])
         ]
         num_tokens = sum(len(job.prompt) + len(written[job.place]) for job in jobs)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.agents.chat import Terms
-from rltrain.agents.hosts import Hosts
-from rltrain.agents.toolbox import Places
+from rltrain.agents.chat import TurnLimits
+from rltrain.agents.pool import ExecutorPool
+from rltrain.agents.toolbox import ToolSources
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.device import Device, resolve_dtype
@@ -54,7 +54,7 @@ from rltrain.workers.rollout.conversations import (
     routed_experts_of,
     turn_numbers,
 )
-from rltrain.workers.rollout.images import PicturesOfTask
+from rltrain.workers.rollout.images import TaskImages
 from rltrain.workers.rollout.queue import JobQueue, give_up, make_replica, samples_per_job
 from rltrain.workers.rollout.settings import EngineSettings, make_engine
 from rltrain.workers.rollout.told import per_turn, told_texts
@@ -98,8 +98,8 @@ class RolloutWorker(Rollout):
         self._device = residency.device
         self._prompts = prompts
         for store in prompts.values():
-            if store.pictures:
-                store.pictures.check_here()
+            if store.stored_images:
+                store.stored_images.check_files_exist()
         self._version = version
         self.encoder = chat_encoder(cfg)
         self._max_model_len = self._rollout.max_model_len or longest_text(cfg)
@@ -155,10 +155,10 @@ class RolloutWorker(Rollout):
         allowed = (turns.allow_code_execution, turns.allow_unsandboxed_code)
         limits = Limits(turns.tool_timeout_s, turns.tool_memory_mb, *allowed)
         number = turns.num_tool_processes
-        terms = Terms.of(turns, images=self._images_between_turns)
-        hosts = Hosts(Places.of(turns), terms, limits, number) if self._replica.leads else None
+        terms = TurnLimits.of(turns, images=self._images_between_turns)
+        executors = ExecutorPool(ToolSources.of(turns), terms, limits, number) if self._replica.leads else None
         call_format = format_of(turns.format, self.encoder)
-        return Answering(turns, self.encoder, call_format, self._serving, hosts, self._max_model_len)
+        return Answering(turns, self.encoder, call_format, self._serving, executors, self._max_model_len)
 
     def _release(self) -> None:
         if self.engine.sleep():
@@ -174,18 +174,18 @@ class RolloutWorker(Rollout):
         reshard_s, sync = self._bring_weights()
         started = time.perf_counter()
         keep = task.is_learnt_from and self._replica.leads
-        pictures = PicturesOfTask(self._prompts[task.split], task.rows, keep=keep) if self._images else None
+        task_images = TaskImages(self._prompts[task.split], task.rows, keep=keep) if self._images else None
         open_answers = {} if begun is None else self._open(task, begun)
-        queue = self._queue(task, open_answers, pictures)
+        queue = self._queue(task, open_answers, task_images)
         tell = self._hand_out if task.stream and self._replica.leads else None
 
         def finished(job: Job, conversations: list[Conversation]) -> None:
-            if pictures:
-                pictures.ended(job)
+            if task_images:
+                task_images.ended(job)
             if tell:
                 tell(job, conversations)
 
-        source, num_begun_anew = self._converse(task, queue, open_answers, finished, pictures)
+        source, num_begun_anew = self._converse(task, queue, open_answers, finished, task_images)
         # Also on ranks without results: the driver polls every rank until it reports the end.
         if task.stream:
             self._finished.put(None)
@@ -195,7 +195,7 @@ class RolloutWorker(Rollout):
         if num_aborted and not queue.stopped():
             raise RuntimeError(f"the rollout engine '{self._rollout.name}' gave up {num_aborted} wanted answers")
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
-        seconds |= {"read_images": pictures.seconds} if pictures else {}
+        seconds |= {"read_images": task_images.seconds} if task_images else {}
         seconds |= {WAIT: source.waited_s} if self._answering else {}
         numbers = GenerationNumbers(
             seconds,
@@ -213,9 +213,9 @@ class RolloutWorker(Rollout):
         if self._with_experts and task.is_learnt_from:
             payload.update({c.ROUTED_EXPERTS: routed_experts_of(answers)})
         # Other responses are not trained on, so their pixels are dropped here.
-        if pictures and task.is_learnt_from:
+        if task_images and task.is_learnt_from:
             index = payload.dictionary(c.PROMPT).index
-            images = [pictures.of(place) for place in dict.fromkeys(answer.place for answer in answers)]
+            images = [task_images.of(place) for place in dict.fromkeys(answer.place for answer in answers)]
             own = [answer.images for answer in answers]
             payload.update({c.IMAGES: DictionaryColumn(images, index), c.OWN_IMAGES: own})
             numbers = replace(numbers, image_bytes=sum(each.nbytes for each in (*images, *own) if each))
@@ -232,10 +232,10 @@ class RolloutWorker(Rollout):
         queue: JobQueue,
         open_answers: Open,
         finished: Callable[[Job, list[Conversation]], None],
-        pictures: PicturesOfTask | None,
+        task_images: TaskImages | None,
     ) -> tuple[Conversations, int]:
         """Run the engine until the queue is empty. Returns all conversations, and how many a later step restarts."""
-        images_of = pictures.of if pictures else lambda place: None
+        images_of = task_images.of if task_images else lambda place: None
         if not self._answering:
             source = Conversations(queue, self._vocabulary, open_answers, finished, images=images_of)
             self.engine.generate(source, task.sampling)
@@ -248,7 +248,7 @@ class RolloutWorker(Rollout):
         self.engine.generate(source, task.sampling)
         num_begun_anew = source.begin_anew()
         self._answering.forget()
-        self._agent_log.printed(f"replica {self._replica.number}", self._answering.printed())
+        self._agent_log.append(f"replica {self._replica.number}", self._answering.printed())
         return source, num_begun_anew
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:
@@ -269,7 +269,7 @@ class RolloutWorker(Rollout):
         answers = begun_conversations(begun, prompts, task.num_samples)
         return {(answer.place, answer.sample): answer for answer in answers}
 
-    def _queue(self, task: GenerateTask, open_answers: Open, pictures: PicturesOfTask | None) -> JobQueue:
+    def _queue(self, task: GenerateTask, open_answers: Open, task_images: TaskImages | None) -> JobQueue:
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
         seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples, task.split)
         seeds = seeds.reshape(-1, task.num_samples)
@@ -284,7 +284,7 @@ class RolloutWorker(Rollout):
                 given = tuple(answer.tokens if answer else _NOTHING for answer in answers) if any(answers) else None
                 jobs.append(Job(place, samples, prompt, seeds[place, samples], given))
         num_dealt = min(len(jobs), self._replica.count * (self._rollout.max_num_seqs // size))
-        prepare = pictures.prepare if pictures else list
+        prepare = task_images.prepare if task_images else list
         key = f"rollout/{task.call}"
         ends = self._can_be_given_up
         return JobQueue(jobs, num_dealt, self._serving, self._store, key, task.enough, task.must, prepare, can_end=ends)

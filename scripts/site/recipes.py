@@ -15,9 +15,10 @@ _LANGUAGES = {".sh": "bash", ".py": "python"}
 
 
 def recipes() -> dict[str, str]:
-    """Return page -> the script that it shows."""
-    scripts = [file for ending in _LANGUAGES for file in sorted((ROOT / "examples").rglob(f"*{ending}"))]
-    return {f"{name}.md": name for name in (str(file.relative_to(ROOT)) for file in scripts)}
+    """Return page -> the script that it shows. Modules of packages (examples/agents/ready) are no scripts."""
+    files = [file for ending in _LANGUAGES for file in sorted((ROOT / "examples").rglob(f"*{ending}"))]
+    scripts = [str(file.relative_to(ROOT)) for file in files if not file.with_name("__init__.py").exists()]
+    return {f"{name}.md": name for name in scripts}
 
 
 def as_listed(pages: Mapping[str, str]) -> list[str]:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rltrain.agents.calling import called, fitting, result
-from rltrain.agents.stand_ins import ToolResponse
-from tests.pictures import RED
+from rltrain.agents.calling import call_user, convert_arguments, convert_result
+from rltrain.agents.verl_stubs import ToolResponse
+from tests.images import RED
 
 
 def run(function, /, *arguments, **named):
-    return asyncio.run(asyncio.wait_for(called(function, *arguments, **named), 10))
+    return asyncio.run(asyncio.wait_for(call_user(function, *arguments, **named), 10))
 
 
 def test_a_function_that_blocks_runs_beside_the_event_loop_and_an_async_one_on_it():
@@ -48,39 +48,39 @@ def takes(hint):
     ],
 )  # fmt: skip
 def test_arguments_are_read_as_the_type_hints_say(hint, given, taken):
-    x = fitting(takes(hint), {"x": given})["x"]
+    x = convert_arguments(takes(hint), {"x": given})["x"]
     assert (x, type(x)) == (taken, type(taken))
 
 
 @pytest.mark.parametrize(
     ("hint", "given", "words"),
     [
-        (float, "five", "the argument x must be float, and is str: 'five'"), (float, "1e999", "must be float"),
-        (float, "NaN", "must be float"), (float, True, "is bool: True"), (int, 5.5, "must be int, and is float: 5.5"),
-        (int, True, "must be int"), (int, "007", "must be int"), (str, ["a"], "must be str, and is list: ['a']"),
-        (str, 5, "must be str, and is int: 5"), (str, None, "is NoneType: None"), (bool, "yes", "must be bool"),
+        (float, "five", "the argument x must be float, not str: 'five'"), (float, "1e999", "must be float"),
+        (float, "NaN", "must be float"), (float, True, "not bool: True"), (int, 5.5, "must be int, not float: 5.5"),
+        (int, True, "must be int"), (int, "007", "must be int"), (str, ["a"], "must be str, not list: ['a']"),
+        (str, 5, "must be str, not int: 5"), (str, None, "not NoneType: None"), (bool, "yes", "must be bool"),
         (bool, 1, "must be bool"), (list, {"a": 1}, "must be list"), (list[int], ["a"], "must be list[int]"),
         (dict, "[1]", "must be dict"), (int | None, "a", "must be int | None"), (Literal["a"], "b", "Literal['a']"),
     ],
 )  # fmt: skip
 def test_an_argument_of_another_type_is_named_with_both_types(hint, given, words):
-    with pytest.raises(TypeError, match=r"the argument x must be .*, and is ") as refusal:
-        fitting(takes(hint), {"x": given})
+    with pytest.raises(TypeError, match=r"the argument x must be .*, not ") as refusal:
+        convert_arguments(takes(hint), {"x": given})
     assert words in str(refusal.value)
 
 
 def test_unknown_and_missing_arguments_are_named():
     for given, words in (({}, "'x'"), ({"x": 1, "z": 2}, "'z'")):
         with pytest.raises(TypeError, match=words):
-            fitting(takes(int), given)
-    assert fitting(lambda **named: 0, {"z": 2}) == {"z": 2}
+            convert_arguments(takes(int), given)
+    assert convert_arguments(lambda **named: 0, {"z": 2}) == {"z": 2}
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [(SystemExit(3), "SystemExit: 3"), (StopIteration(), "StopIteration"), (KeyboardInterrupt(), "Key")],
 )
-def test_what_would_end_the_event_loop_is_an_error_of_the_call(error, words):
+def test_exceptions_that_end_event_loops_become_call_errors(error, words):
     def blocking():
         raise error
 
@@ -114,8 +114,8 @@ def test_what_would_end_the_event_loop_is_an_error_of_the_call(error, words):
         ((ToolResponse(text="y"), -0.05, {"seen": 3}), "y", -0.05, {"seen": 3}),
     ],
 )
-def test_what_a_tool_returns_is_a_text_a_reward_and_metrics(returned, text, reward, metrics):
-    assert result(returned) == {"content": text, "reward": reward, "metrics": metrics}
+def test_convert_result(returned, text, reward, metrics):
+    assert convert_result(returned) == {"content": text, "reward": reward, "metrics": metrics}
 
 
 ADDRESS = f"data:image;base64,{base64.b64encode(RED).decode()}"
@@ -130,17 +130,17 @@ SHOWN = {"type": "image", "image": ADDRESS}
         (ToolResponse(text="y", image=[RED, ADDRESS]), [SHOWN, SHOWN, {"type": "text", "text": "y"}]),
     ],
 )
-def test_an_image_is_a_part_of_what_a_tool_says(returned, content):
-    assert result(returned)["content"] == content
+def test_tool_result_with_images(returned, content):
+    assert convert_result(returned)["content"] == content
 
 
 def test_an_image_may_be_a_file_or_one_of_pillow(tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
-    of_file = result(ToolResponse(image=[str(tmp_path / "red.png")]))["content"]
+    of_file = convert_result(ToolResponse(image=[str(tmp_path / "red.png")]))["content"]
     image = Image.open(tmp_path / "red.png")
     assert of_file == [SHOWN]
     for returned in (image, ToolResponse(image=image), [{"type": "image", "image": image}]):
-        (part,) = result(returned)["content"]
+        (part,) = convert_result(returned)["content"]
         again = Image.open(BytesIO(base64.b64decode(part["image"].partition(",")[2])))
         assert np.array_equal(np.array(again), np.array(image))
 
@@ -153,12 +153,12 @@ def test_an_image_may_be_a_file_or_one_of_pillow(tmp_path):
         (
             ToolResponse(text="seen", image=[b"png"]),
             ValueError,
-            "image 1 of 1: it does not begin as a file of an image",
+            "image 1 of 1: it does not begin like an image file",
         ),
-        ([RED, 7], ValueError, "7 stands beside an image"),
+        ([RED, 7], ValueError, "7 is next to an image"),
         ((ToolResponse(video=[b"mp4"]), 1.0), TypeError, "returned videos, which are not in this version"),
     ],
 )
-def test_what_is_no_result_says_why(returned, error, words):
+def test_invalid_tool_results_are_errors(returned, error, words):
     with pytest.raises(error, match=words):
-        result(returned)
+        convert_result(returned)

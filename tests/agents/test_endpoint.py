@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rltrain.agents.chat import Start, Terms
-from rltrain.agents.hosts import Hosts
-from rltrain.agents.toolbox import Places
+from rltrain.agents.chat import TrajectoryStart, TurnLimits
+from rltrain.agents.pool import ExecutorPool
+from rltrain.agents.toolbox import ToolSources
 from rltrain.runtime.slots.limits import Limits
-from tests.agents.test_hosts import NAMES, TOOLS, killed, replies, reply, texts, turn
+from tests.agents.test_executor_pool import NAMES, TOOLS, killed, replies, reply, texts, turn
 from tests.clock import PATIENCE_S, eventually
 
 AGENTS = '''
@@ -117,24 +117,24 @@ class Room:
         (folder / "tools.py").write_text(TOOLS)
         (folder / "agents.py").write_text(AGENTS)
         self.file, self._printed = folder / "agents.py", ""
-        terms = Terms(PATIENCE_S, None, 2, 256, "middle")
-        self.hosts = Hosts(Places(str(folder / "tools.py")), terms, Limits(PATIENCE_S, 4096), 1)
+        terms = TurnLimits(PATIENCE_S, None, 2, 256, "middle")
+        self.executors = ExecutorPool(ToolSources(str(folder / "tools.py")), terms, Limits(PATIENCE_S, 4096), 1)
 
     def begin(self, agent, turn, **row):
         prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "?"}]
         row = {"extra_info": {}, "ground_truth": "7", **row}
-        return self.hosts.begin(Start(prompt, row, 0, f"{self.file}:{agent}", NAMES), turn)
+        return self.executors.start(TrajectoryStart(prompt, row, 0, f"{self.file}:{agent}", NAMES), turn)
 
     def asked(self):
-        line = reply(self.hosts)
-        assert "ask" in line, line
-        return line["ask"]
+        line = reply(self.executors)
+        assert "request" in line, line
+        return line["request"]
 
     def printed(self, word):
         """What stands behind ``word``, in all lines that begin with it, one at least."""
 
         def lines():
-            self._printed += self.hosts.printed()
+            self._printed += self.executors.take_printed()
             return [line[len(word) + 1 :] for line in self._printed.splitlines() if line.startswith(word)]
 
         return eventually(lines, word)
@@ -146,14 +146,14 @@ def room(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     made = Room(tmp_path)
     yield made
-    made.hosts.shut()
+    made.executors.shutdown()
 
 
 def test_openais_client_has_the_conversation(room):
     number = room.begin("talks", turn(text=" one ", reasoning="hm"))
     assert room.asked() == [{"role": "user", "content": "go on"}]
-    room.hosts.go_on(number, turn(text="two", finish="length"))
-    line = reply(room.hosts)
+    room.executors.send_turn(number, turn(text="two", finish="length"))
+    line = reply(room.executors)
     assert line["end"] == {}, line
     first, second = map(json.loads, room.printed("heard"))
     assert first["object"] == "chat.completion"
@@ -166,90 +166,94 @@ def test_openais_client_has_the_conversation(room):
 
 def test_an_agent_that_blocks_has_a_thread(room):
     numbers = [room.begin("blocks", turn(text=str(at))) for at in range(20)]
-    assert all("ask" in line for line in replies(room.hosts, 20).values())
+    assert all("request" in line for line in replies(room.executors, 20).values())
     for number in numbers:
-        room.hosts.go_on(number, turn(text="it is 7"))
-    assert [line["end"] for line in replies(room.hosts, 20).values()] == [{"score": 1.0}] * 20
+        room.executors.send_turn(number, turn(text="it is 7"))
+    assert [line["end"] for line in replies(room.executors, 20).values()] == [{"score": 1.0}] * 20
 
 
 def test_a_stream_is_one_piece_and_sampling_is_the_runs(room):
     room.begin("streams", turn(("echo", {"word": "é"}), text="so"))
-    assert reply(room.hosts)["end"] == {"score": 1.0, "models": 1.0}
+    assert reply(room.executors)["end"] == {"score": 1.0, "models": 1.0}
     (heard,) = room.printed("heard")
     assert "'delta': {'content': 'so'" in heard
     assert "'finish_reason': 'tool_calls'" in heard
     assert "'usage': {" in heard
     assert room.printed("chat.endpoint:") == [
-        "'temperature' of requests is not used: the policy samples as the run does (rollout.*)."
+        "'temperature' of requests has no effect: sampling follows the run (rollout.*)."
     ]
 
 
 def test_calls_go_to_the_library_and_results_come_in_their_order(room):
     number = room.begin("uses_tools", turn(("echo", {"word": "a"}), ("nap", {"seconds": 1}), ("echo", {"word": "c"})))
-    line = reply(room.hosts)
-    assert [message["name"] for message in line["ask"]] == ["echo", "nap", "echo"]
+    line = reply(room.executors)
+    assert [message["name"] for message in line["request"]] == ["echo", "nap", "echo"]
     assert texts(line) == [
         "echo {'word': 'a'}", "nap {'seconds': 1}", "Error: not run: at most 2 calls in a turn"
     ]  # fmt: skip
     assert (line["counts"]["tool_calls"], line["counts"]["calls_not_run"]) == (3, 1)
     # What no library can run is answered as by all other agents; the library sees the turn behind it.
-    room.hosts.go_on(number, turn(("fly", {}), problems=["it is no JSON."]))
-    line = reply(room.hosts)
+    room.executors.send_turn(number, turn(("fly", {}), problems=["it is no JSON."]))
+    line = reply(room.executors)
     assert texts(line)[0].startswith("Error: there is no tool 'fly'")
     assert texts(line)[1] == "Error: it is no JSON."
-    room.hosts.go_on(number, turn(("fly", {}), ("echo", {"word": "b"}), problems=["broken."]))
-    line = reply(room.hosts)
+    room.executors.send_turn(number, turn(("fly", {}), ("echo", {"word": "b"}), problems=["broken."]))
+    line = reply(room.executors)
     assert texts(line)[1:] == ["echo {'word': 'b'}", "Error: broken."]
-    room.hosts.go_on(number, turn(text="done"))
-    assert reply(room.hosts)["end"] == {"score": 1.0, "calls": 0.0}
+    room.executors.send_turn(number, turn(text="done"))
+    assert reply(room.executors)["end"] == {"score": 1.0, "calls": 0.0}
 
 
 def test_tools_that_the_policy_was_not_shown_are_refused(room):
     room.begin("uses_tools", turn(text="x"), extra_info={"names": ["echo", "fly"]})
-    failed = reply(room.hosts)["failed"]
-    assert "the request has the tools echo, fly, and the policy was shown doze, echo" in failed
+    failed = reply(room.executors)["failed"]
+    assert "the request has the tools echo, fly, but the prompt of the policy shows doze, echo" in failed
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("attempt", "status", "words"),
     [
-        ("edits", 409, 'message 1 is not what was said: {"role": "assistant", "content": "another"} stands in the'),
+        (
+            "edits",
+            409,
+            'message 1 differs from the conversation: it is {"role": "assistant", "content": "another"} instead',
+        ),
         ("forks", 409, "the request has 2 of the 3 messages so far"),
         ("adds nothing", 409, "the request adds no message"),
         ("answers itself", 400, '{"role": "assistant", "content": "I did"} cannot be added'),
-        ("image", 400, "is no message of text"),
-        ("n", 400, "n=2 is not in this version; leave it out or 1."),
+        ("image", 400, "is not a text message"),
+        ("n", 400, "n=2 is not supported; remove it or use 1."),
     ],
 )
-def test_a_request_that_is_no_next_one_is_told_and_changes_nothing(room, attempt, status, words):
+def test_out_of_order_requests_are_rejected_without_effect(room, attempt, status, words):
     number = room.begin("tries", turn(text="one"), extra_info={"try": attempt})
     assert room.asked() == [{"role": "user", "content": "go on"}]
-    room.hosts.go_on(number, turn(text="two"))
-    assert reply(room.hosts)["end"] == {"score": 1.0}
+    room.executors.send_turn(number, turn(text="two"))
+    assert reply(room.executors)["end"] == {"score": 1.0}
     told = json.loads(room.printed("told")[0])
     assert told["status"] == status
     assert words in told["message"]
 
 
-def test_a_request_of_a_trajectory_that_is_given_up_gets_an_answer(room):
+def test_request_of_a_cancelled_trajectory_gets_a_response(room):
     number = room.begin("leaves", turn(text="one"))
     room.asked()
-    room.hosts.close(number)
+    room.executors.close(number)
     told = json.loads(room.printed("told")[0])
     assert (told["status"], told["code"]) == (401, "unknown_trajectory")
 
 
 # At every run: tests/trainer/test_agents.py.
 @pytest.mark.long
-def test_an_agent_that_is_begun_again_says_what_it_said(room):
+def test_restarted_agent_gets_its_previous_turns(room):
     number = room.begin("talks", turn(text="one"))
     room.asked()
     killed()
-    room.hosts.go_on(number, turn(text="two"))
+    room.executors.send_turn(number, turn(text="two"))
     assert room.asked() == [{"role": "user", "content": "go on"}]
-    room.hosts.go_on(number, None)
-    assert reply(room.hosts)["end"] == {}
+    room.executors.send_turn(number, None)
+    assert reply(room.executors)["end"] == {}
 
 
 @pytest.fixture
@@ -269,7 +273,7 @@ def raw(port, data):
     return received
 
 
-def test_nobody_without_the_key_is_heard(room, address):
+def test_requests_without_the_key_are_rejected(room, address):
     port, key = address
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
         for given in ("", key[:-1], "é" * 10):
@@ -323,7 +327,7 @@ def test_silent_connections_take_no_place_from_a_client_with_the_key(room, addre
         eventually(all_closed, "the oldest are closed at once, the others after seconds")
 
 
-def test_what_is_no_request_is_refused_and_stops_nobody(room, address):
+def test_invalid_http_requests_are_rejected(room, address):
     port, key = address
     head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {key}\r\n".encode()
     hostile = {

@@ -125,7 +125,7 @@ def test_types_become_those_of_json(written, kind, shown):
     assert shown.items() <= argument.items()
 
 
-def test_a_schema_of_ones_own_is_shown_as_it_is(written):
+def test_custom_schema_is_used_unchanged(written):
     text = f"from rltrain import tool\n\n@tool(schema={SCHEMA!r})\ndef f(offset):\n    return ''\n"
     assert tools_of(written(text))["read"].schema == SCHEMA
     assert (
@@ -150,9 +150,12 @@ def test_a_function_of_two_names_is_one_tool_and_two_of_one_name_are_refused(wri
     [
         ("", "defines no function"),
         ("import nowhere", "cannot be imported"),
-        ("def add(a):\n    '''Add.\n\n    Args:\n        a: One.\n    '''", "add cannot be shown to the model"),
-        ("def add(a: int):\n    return a", "add cannot be shown to the model"),
-        ("def add(*many: int):\n    '''Add.\n\n    Args:\n        many: All.\n    '''", r"no schema can say \*many"),
+        ("def add(a):\n    '''Add.\n\n    Args:\n        a: One.\n    '''", "add has no schema for the model"),
+        ("def add(a: int):\n    return a", "add has no schema for the model"),
+        (
+            "def add(*many: int):\n    '''Add.\n\n    Args:\n        many: All.\n    '''",
+            r"a schema cannot describe \*many",
+        ),
         ("from rltrain import tool\n@tool(schema={'name': 'x'})\ndef f(): pass", "its schema must be"),
         ("from verl.tools.search_tool import SearchTool", "needs verl.tools.search_tool, which is not installed here"),
     ],

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from rltrain.agents.toolbox import Places, Toolbox
+from rltrain.agents.toolbox import Toolbox, ToolSources
 from rltrain.common.errors import ConfigError
 
 ADD = '''
@@ -147,7 +147,7 @@ def places(tmp_path):
         if environment is not None:
             kind = environment.rpartition("class ")[2].partition(":")[0].partition("(")[0]
             found["environment"] += f":{kind}"
-        return Places(**found, environment_kwargs=kwargs)
+        return ToolSources(**found, environment_kwargs=kwargs)
 
     return write
 
@@ -172,7 +172,7 @@ def test_tools_of_all_places_are_one_list_in_order(places):
     assert box.schemas[1]["function"]["parameters"]["required"] == ["text"]
     assert box.schemas[4]["function"]["parameters"]["properties"].keys() == {"item", "price"}
     assert not box.has_step
-    assert Toolbox(Places()).schemas == []
+    assert Toolbox(ToolSources()).schemas == []
 
 
 def test_a_name_in_two_places_is_refused_with_both(places):
@@ -217,10 +217,10 @@ def test_an_environment_with_step_has_no_tools(places):
     [
         (
             f"from rltrain import tool\n{GUESS}".replace("    def helper", "    @tool\n    def helper"),
-            "nobody would call helper",
+            "helper would never be called",
         ),
         ("class Empty:\n    def reset(self, row, seed): pass\n", "neither step nor public methods"),
-        ("class Bad:\n    def use(self, x): pass\n", "use cannot be shown to the model"),
+        ("class Bad:\n    def use(self, x): pass\n", "use has no schema for the model"),
         ("import nowhere\nclass Shop: pass", "cannot be imported"),
     ],
 )
@@ -237,10 +237,10 @@ def test_marked_methods_are_tools(places):
     assert conversation(box, ("purchase", {"item": "ox", "price": 1}))[0]["reward"] == 0.5
 
 
-def test_what_goes_wrong_is_raised_and_the_instance_is_closed(places, caplog):
+def test_tool_errors_are_raised_and_the_instance_is_closed(places, caplog):
     box = Toolbox(places(ADD, None, SHOP))
     for call, error, words in (
-        (("sell", {}), LookupError, "there is no tool 'sell'; there are add, balance, buy"),
+        (("sell", {}), LookupError, "there is no tool 'sell'; the tools are add, balance, buy"),
         (("add", {"a": 1, "c": 1}), TypeError, "unexpected keyword argument 'c'"),
         (("buy", {"item": "ox", "price": 99}), ValueError, "too dear"),
     ):
@@ -261,7 +261,7 @@ def test_a_row_may_have_some_of_the_tools_alone(places):
     box = Toolbox(places(ADD, CONFIG))
     row = ROW | {"extra_info": {"tool_selection": ["note"]}}
     assert conversation(box, ("note", {"text": "x"}), row=row)[0]["content"] == "-+x"
-    with pytest.raises(LookupError, match="there is no tool 'add'; there are note"):
+    with pytest.raises(LookupError, match="there is no tool 'add'; the tools are note"):
         conversation(box, ("add", {"a": 1}), row=row)
     for none in (None, []):
         assert conversation(box, ("add", {"a": 1}), row={"extra_info": {"tool_selection": none}})[0]["content"] == "1"
@@ -287,14 +287,14 @@ def test_a_tool_of_verls_is_created_once_a_trajectory_and_released_at_its_end(pl
     ("text", "words"),
     [
         ("tools: [", "cannot be read"),
-        ("tools: []", "holds no list of tools"),
+        ("tools: []", "has no list of tools"),
         (
             "tools: [{{class_name: a.B, config: {{type: mcp}}}}]",
             "type=mcp: only native tools .* call the server in a function",
         ),
         ("tools: [{{class_name: nowhere.B, config: {{type: native}}}}]", "No module named 'nowhere'"),
         ("tools: [{{class_name: verl.tools.search_tool.SearchTool, config: {{}}}}]", "install a version of verl"),
-        ("tools: [{{class_name: json.JSONDecoder, config: {{}}}}]", "no class with a method execute"),
+        ("tools: [{{class_name: json.JSONDecoder, config: {{}}}}]", "the class has no method `execute`"),
         (CONFIG.replace("name: note", "nick: note"), r"tools\[0\].tool_schema: its schema must be"),
         (
             CONFIG.replace("Named", "Notes"),
@@ -303,7 +303,7 @@ def test_a_tool_of_verls_is_created_once_a_trajectory_and_released_at_its_end(pl
         (CONFIG.replace("name: note", "name: named"), "has two tools 'named'"),
     ],
 )
-def test_a_yaml_file_that_cannot_be_used_says_what_to_mend(places, text, words):
+def test_unusable_tool_yaml_error(places, text, words):
     with pytest.raises(ConfigError, match=words) as refusal:
         Toolbox(places(None, text))
     assert "multi_turn.tool_config_path=" in str(refusal.value)

@@ -122,7 +122,7 @@ def test_turns_of_an_environment_may_be_typed(attempt):
     assert attempt("count.py:Count")[0] == 2
 
 
-def test_an_agent_leads_its_trajectory_with_tools_or_without(attempt):
+def test_agent_runs_its_trajectory(attempt):
     with_tools = f"{MULTI_TURN}function_tool_path=tools.py"
     code, text = attempt("agent.py:agent", with_tools, "--seed", 3, turns=["4", f"0{call('add', a=1, b=1)}"])
     assert code == 0
@@ -143,12 +143,12 @@ def test_an_agent_leads_its_trajectory_with_tools_or_without(attempt):
         ("count.py:None_", [], "multi_turn.environment=count.py:None_: the file has no function 'None_'"),
         ("none.yaml", [], "multi_turn.tool_config_path=none.yaml cannot be read"),
         ("tools.py", ["--row", 4], "--row 4: rows.parquet has the rows 0 to 3."),
-        ("tools.py", [f"{MULTI_TURN}format=klingon"], "multi_turn.format=klingon: of the formats that are known"),
+        ("tools.py", [f"{MULTI_TURN}format=klingon"], "multi_turn.format=klingon: no format has this name"),
         ("tools.py", [f"{AGENT_KEY}=env_agent"], "is 'env_agent', and "),
         ("tools.py", [f"{MULTI_TURN}max_trns=3"], "multi_turn.max_trns=3: no version of verl has this key"),
     ],
 )  # fmt: skip
-def test_what_a_run_refuses_is_refused_in_its_words(attempt, file, more, words):
+def test_try_agent_rejects_like_a_run(attempt, file, more, words):
     code, text = attempt(file, *more)
     assert code == 2
     assert words in text

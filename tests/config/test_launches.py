@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from rltrain.main_ppo import main
 from rltrain.run import dry_run
-from tests.pictures import RED
+from tests.images import RED
 from tests.tiny import save_tiny_adapter, save_tiny_model, save_tiny_reward_model, write_arithmetic
 from tests.tiny_tools import save_calling_model
 from tests.tiny_vision import FAMILIES, WITH_EXPERTS, save_tiny_vision_model

@@ -8,9 +8,9 @@ from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.prompts import encode_prompts, truncate
 from rltrain.data.rows import read_rows
-from rltrain.data.trial import trouble
+from rltrain.data.trial import problem_in_fork
 from tests.clock import VirtualClock, hang
-from tests.pictures import RED
+from tests.images import RED
 
 ASK = [{"role": "user", "content": "what is 3 + 4 ?"}]
 ASK_IDS = [1, 5, 8, 9, 15, 10, 16, 11, 2, 1, 6]
@@ -104,7 +104,7 @@ def test_a_refusing_template_names_file_and_row(tmp_path, write, good_row, token
         ("{{ 'a' * 11000000 }}", "writes more than 10,000,000 characters"),
     ],
 )
-def test_a_template_that_would_not_end_is_refused(tokenizer_folder, template, said):
+def test_endless_template_is_rejected(tokenizer_folder, template, said):
     encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
     # A slow machine takes its time until the last two are refused for what they want.
     limit = {"cpu_s": 1} if "1 s" in said else {}
@@ -112,9 +112,9 @@ def test_a_template_that_would_not_end_is_refused(tokenizer_folder, template, sa
         encoder.try_template([ASK], **limit)
 
 
-def test_a_trial_that_stands_still_is_ended():
+def test_trial_timeout():
     """It uses no CPU time, of which the kernel would end it."""
-    assert trouble(hang, 1, clock=VirtualClock()) == "does not end within 10 s"
+    assert problem_in_fork(hang, 1, clock=VirtualClock()) == "does not end within 10 s"
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_a_trial_that_stands_still_is_ended():
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_whatever_a_template_raises_is_the_data_s_fault(tokenizer_folder, template):
+def test_template_errors_are_data_errors(tokenizer_folder, template):
     encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
     encoder.try_template([ASK])
-    with pytest.raises(DataError, match=r"the chat template of .* refuses the conversation"):
+    with pytest.raises(DataError, match=r"the chat template of .* rejects the conversation"):
         encoder.encode(ASK)
 
 
@@ -139,7 +139,7 @@ def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
     path = write(tmp_path / "v.parquet", [good_row(0, images=[]), good_row(1, images=[{"bytes": RED}])])
     with pytest.raises(DataError, match=r"v\.parquet' row 1 holds an image: prompts have images, and config.json in"):
         encode_prompts(read_rows(path), encoder, 99)
-    with pytest.raises(DataError, match=r"holds an image, and the row has none\. Does data\.image_key name"):
+    with pytest.raises(DataError, match=r"has an image, but the row has none\. Does data\.image_key name"):
         encoder.encode([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}])
 
 

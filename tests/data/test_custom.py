@@ -7,8 +7,8 @@ import pytest
 
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.config.schema import DataConfig, SamplerConfig
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.data.custom import custom_rows
-from rltrain.data.order import BatchOrder
 from rltrain.data.rows import read_rows
 from rltrain.data.sampler import make_sampler
 
@@ -82,20 +82,20 @@ def test_the_class_reads_its_config_as_in_verl(made):
     ("old", "new", "said"),
     [
         ("class Made", "class Other", "has no function 'Made'; it defines Other"),
-        ("processor=None", "processor, env_url", "the class needs env_url; it is given data_files, tokenizer"),
-        ("def __len__", "def length", "has no __len__: a dataset class says how many rows it has"),
+        ("processor=None", "processor, env_url", "the class needs env_url; it gets data_files, tokenizer"),
+        ("def __len__", "def length", "has no __len__: a dataset class needs both"),
         ("def __len__", "def on_batch_end(self, batch): ...\n        def __len__", "rows are read once"),
         ("self.files = config", "self.files = 1 / 0", "ZeroDivisionError"),
         ("return {", "return [item] or {", "row 0 is a list; it must be a dictionary"),
         ("return {", "return item / 0 or {", "row 0:\nTraceback"),
         ('"raw_prompt"', '"input_ids"', "neither 'raw_prompt' nor 'prompt'; it has data_source, input_ids"),
         ('"raw_prompt": np', '"images": [b"x"], "raw_prompt": np', "row 0: field 'images[0]': it cannot be read"),
-        ('"raw_prompt": np', '"videos": [b"x"], "raw_prompt": np', "row 0 holds videos: only images are in this"),
+        ('"raw_prompt": np', '"videos": [b"x"], "raw_prompt": np', "row 0 holds videos: only images are supported"),
         ('"split": "train"', '"split": object()', "extra_info.split is a object; a row holds texts"),
         ('config.get("number", 6)', "0", "no usable row in data.custom_cls="),
     ],
 )
-def test_a_class_that_cannot_be_used_says_why(made, old, new, said):
+def test_unusable_dataset_class_error(made, old, new, said):
     message = refusal(GOOD, old, new, made)
     assert said in message
     assert "data.custom_cls=" in message
@@ -127,7 +127,7 @@ def sampler(made, tmp_path):
     return make
 
 
-def test_a_sampler_of_verls_names_the_rows_epoch_by_epoch(sampler):
+def test_verl_sampler_is_iterated_per_epoch(sampler):
     drawn = sampler(skip=1)
     assert [(drawn.rows(draw), drawn.epoch(draw)) for draw in range(3)] == [([5, 4], 0), ([3, 2], 0), ([5, 4], 1)]
 
@@ -137,7 +137,7 @@ def test_a_row_comes_once_in_a_batch(sampler):
     assert [drawn.rows(draw) for draw in range(2)] == [[5, 1], [1, 0]]
 
 
-def test_a_resumed_sampler_goes_on_as_if_never_stopped(sampler, caplog):
+def test_resumed_sampler_continues_identically(sampler, caplog):
     code = SAMPLER.replace("return iter(range", "return iter(R.permutation(self.number)) or (range")
     seeded = code.replace(
         "self.number,", "global R\n            R = np.random.default_rng(data_config.seed)\n            self.number,"
@@ -161,15 +161,19 @@ def test_a_resumed_sampler_goes_on_as_if_never_stopped(sampler, caplog):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("def __len__", "def update(self, batch): ...\n        def __len__", r"observe(rows, solved) tells a sampler"),
+        (
+            "def __len__",
+            "def update(self, batch): ...\n        def __len__",
+            r"observe(rows, solved) reports to a sampler",
+        ),
         ("def __iter__", "def walk", "has no __iter__"),
         ("data_config)", "data_config, ratios)", "the class needs ratios"),
         ("len(data_source),", "1 / 0,", "ZeroDivisionError"),
-        ("iter(range(", "iter([6] or range(", "names 6, which is no row"),
+        ("iter(range(", "iter([6] or range(", "names 6, which is not a row"),
         ("iter(range(", "iter([1, 1] or range(", "names 1 different rows, fewer than data.train_batch_size=2"),
     ],
 )
-def test_a_sampler_that_cannot_be_used_says_why(sampler, old, new, said):
+def test_unusable_sampler_error(sampler, old, new, said):
     message = refusal(SAMPLER, old, new, lambda code: sampler(code).rows(0))
     assert said in message
     assert "data.sampler.name=" in message

@@ -11,7 +11,7 @@ from rltrain.data.files import files_of
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.data.tables import num_rows
-from tests.pictures import BLUE, RED
+from tests.images import BLUE, RED
 
 
 def problem(path):
@@ -55,7 +55,7 @@ def test_json_in_each_of_its_forms_is_read_as_the_same_rows_in_parquet(tmp_path,
     assert found.origin(2) == f"{str(tmp_path / name)!r} row 2"
 
 
-def test_pictures_of_json_are_read_beside_it_whatever_the_current_folder(tmp_path, write, good_row, monkeypatch):
+def test_json_image_paths_are_relative_to_the_file(tmp_path, write, good_row, monkeypatch):
     (tmp_path / "data/images").mkdir(parents=True)
     (tmp_path / "data/images/a.png").write_bytes(RED)
     (tmp_path / "data/images/b.png").write_bytes(BLUE)
@@ -63,7 +63,7 @@ def test_pictures_of_json_are_read_beside_it_whatever_the_current_folder(tmp_pat
     (tmp_path / "data/a.jsonl").write_bytes(lines(rows))
     monkeypatch.chdir(tmp_path)
     found = read_rows("data/a.jsonl").select([1, 0])
-    pictures = found.pictures()
+    pictures = found.stored_images()
     monkeypatch.chdir("/")  # as a worker has it
     assert [pictures.of(row) for row in (0, 1)] == [[BLUE], [RED]]
     (tmp_path / "data/images/b.png").write_bytes(RED)
@@ -83,7 +83,7 @@ def test_pictures_of_json_are_read_beside_it_whatever_the_current_folder(tmp_pat
         (b"hello", "cannot be read as parquet"),
     ],
 )
-def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, content, said):
+def test_unsupported_file_types_are_named(tmp_path, content, said):
     (tmp_path / "pointer.parquet").write_bytes(content)
     assert said in problem(tmp_path / "pointer.parquet")
     with pytest.raises(DataError) as caught:
@@ -94,9 +94,9 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(tmp_path, content, said)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b'{"a": 1}\n{"a": 2}\n\n{"a": "cut', "line 4 is no whole JSON"),
-        (b'{"a": "cut', "line 1 is no whole JSON"),
-        (b'\n[{"a": 1},\n{"a": }]', "line 3 is no whole JSON"),
+        (b'{"a": 1}\n{"a": 2}\n\n{"a": "cut', "line 4 is not complete JSON"),
+        (b'{"a": "cut', "line 1 is not complete JSON"),
+        (b'\n[{"a": 1},\n{"a": }]', "line 3 is not complete JSON"),
         (b'{"a": 1}\n{"a": "\xe9"}\n', "line 2 is not UTF-8"),
         (b'{"a": 1}\n["text"]\n', "row 1 is a list; each must be an object"),
         (b'{"question": "2+3", "answer": "5"}\n', "it has 'question', 'answer'"),
@@ -118,7 +118,7 @@ def test_a_line_that_a_small_file_unpacks_to_is_bounded(tmp_path, encoding):
     assert ("line 2 has more than 268,435,456 bytes" if encoding == "utf-8" else "268,435,456 bytes of UTF-16") in said
 
 
-def test_half_a_character_is_replaced_and_told(tmp_path, good_row, tokenizer_folder, caplog):
+def test_lone_surrogate_is_replaced_with_a_warning(tmp_path, good_row, tokenizer_folder, caplog):
     from rltrain.data.chat import ChatEncoder
 
     whole = json.dumps(good_row(1))

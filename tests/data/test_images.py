@@ -17,11 +17,11 @@ from rltrain.data.images import (
     answer_position,
     bounded,
     family_of,
-    measured,
+    image_size,
     open_image,
     with_parts,
 )
-from tests.pictures import RED
+from tests.images import RED
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
@@ -113,7 +113,7 @@ def test_positions_of_prompt_and_answer_are_the_models(folder, number):
 
 
 @pytest.mark.parametrize(("content", "count", "message"), [
-    (f"1{SLOT}", 2, "1 places for images .<image>. and the row has 2 images"),
+    (f"1{SLOT}", 2, "1 slots for images .<image>. and the row has 2 images"),
     ("1", 1, "0 places"),
     (f"{SLOT}{SLOT}", 0, "2 places"),
     (f"<video>{SLOT}", 1, "videos are not"),
@@ -146,14 +146,14 @@ def as_file(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     return file.getvalue()
 
 
-def test_an_image_comes_as_bytes_path_or_picture(tmp_path):
+def test_image_as_bytes_path_or_pil(tmp_path):
     (tmp_path / "a.png").write_bytes(as_file(SMALL))
     path, data = tmp_path / "a.png", as_file(SMALL)
     forms = [SMALL, data, {"bytes": data, "path": None}, {"bytes": None, "path": path}, str(path)]
     assert all(np.array_equal(np.asarray(open_image(form)), np.asarray(SMALL)) for form in forms)
 
 
-def test_what_is_see_through_is_white_and_pictures_are_upright():
+def test_transparency_is_white_and_images_are_upright():
     drawing = Image.new("RGBA", (4, 2), (0, 0, 0, 0))
     drawing.putpixel((0, 0), (0, 0, 0, 255))
     found = np.asarray(open_image(as_file(drawing)))
@@ -171,7 +171,7 @@ def test_a_file_that_starts_a_program_is_not_opened(tmp_path, monkeypatch):
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     figure = as_file(Image.new("RGB", (3, 3)), "EPS")
-    for look in (open_image, measured):
+    for look in (open_image, image_size):
         with pytest.raises(DataError, match="cannot identify image file"):
             look(figure)
     assert not (tmp_path / "started").exists()
@@ -182,7 +182,7 @@ def test_greys_of_16_bits_keep_their_shades(order):
     greys = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     found = np.asarray(open_image(as_file(Image.fromarray(greys.astype(f"{order}u2")))))
     assert np.array_equal(found, np.repeat(greys[..., None] // 257, 3, axis=-1))
-    with pytest.raises(DataError, match="nothing says which of them is white: save it as a PNG of 8 or 16"):
+    with pytest.raises(DataError, match="it is unknown which of them is white: save it as a PNG of 8 or 16"):
         open_image(as_file(Image.new("F", (3, 3), 7), "TIFF"))
 
 
@@ -200,9 +200,9 @@ def bomb() -> bytes:
     ({"bytes": None, "path": None}, "neither bytes nor a path"),
     (bomb(), "image 2 of 2: it .*decompression bomb"),
     (Image.new("RGB", (9000, 9000)), "9000 x 9000, more than .* decompression bomb"),
-    (Image.new("RGB", (4000, 4)), "refuses the images: absolute aspect ratio"),
+    (Image.new("RGB", (4000, 4)), "rejects the images: absolute aspect ratio"),
 ])  # fmt: skip
-def test_an_image_that_cannot_be_used_says_why(folders, image, message):
+def test_unusable_image_error(folders, image, message):
     messages = [{"role": "user", "content": SLOT * 2}]
     with pytest.raises(DataError, match=message):
         ChatEncoder(folders["qwen2_5_vl"]).encode_prompt(messages, [SMALL, image])
@@ -217,7 +217,7 @@ def test_a_text_behind_another_has_the_images_and_positions_of_both(folders, fam
     sampled = EncodedPrompt(np.arange(6, 11, dtype=np.int32))
     whole = prompt.followed_by(sampled).followed_by(other)
     assert whole.tokens.tolist() == [*prompt.tokens, *sampled.tokens, *other.tokens]
-    expected = encoder.with_pictures(whole.tokens, encoder.open_images([*images[:2], *images[1:]]))
+    expected = encoder.with_pixels(whole.tokens, encoder.open_images([*images[:2], *images[1:]]))
     for name, part in vars(expected.images).items():
         assert np.array_equal(getattr(whole.images, name), part), name
     assert whole.position_shift == expected.position_shift

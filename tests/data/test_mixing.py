@@ -87,11 +87,14 @@ def test_weights_go_by_data_source_or_file():
     ("weights", "words"),
     [
         ({"a/b": 1, "c": 1}, "no weight for data_source 'd' \\(row 60\\)"),
-        ({"a/b": 1, "two.parquet": 1, "e": 1}, "no row is of 'e'. Data sources and files are: a/b, c, d, /data/one"),
+        (
+            {"a/b": 1, "two.parquet": 1, "e": 1},
+            "no row belongs to 'e'. Data sources and files are: a/b, c, d, /data/one",
+        ),
         ({"a/b": 1, "c": 1, "d": 8}, "'d' has 9 prompts, and a batch of 16 takes up to 15 of them"),
     ],
 )
-def test_what_cannot_be_mixed_is_an_error(weights, words):
+def test_invalid_mixing_is_an_error(weights, words):
     with pytest.raises(ConfigError, match=words):
         mixed_order(ROWS, weights, 16, 1, True)
 
@@ -116,7 +119,7 @@ def test_weights_are_numbers_and_one_thing_alone_chooses(tmp_path):
     assert "data.mixing" not in frozen_values(settings(tmp_path).config)
 
 
-def test_a_run_mixes_files_and_tells_of_each_source(process_group, tiny_trainer, tmp_path):
+def test_run_mixes_files_and_reports_each_source(process_group, tiny_trainer, tmp_path):
     files = [str(write_arithmetic(tmp_path / f"{name}.parquet", range(24))) for name in ("one", "two")]
     pd.read_parquet(files[1]).assign(data_source="openai/gsm8k").to_parquet(files[1])
     trainer = tiny_trainer(data__train_files=f"[{','.join(files)}]", data__mixing="{one.parquet: 3, openai/gsm8k: 1}")

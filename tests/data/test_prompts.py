@@ -16,10 +16,10 @@ from PIL import Image
 
 from rltrain.common.errors import DataError
 from rltrain.config.schema import DataConfig
-from rltrain.data import pictures as reading
+from rltrain.data import stored_images as reading
 from rltrain.data.checks import Keys
 from rltrain.data.custom import custom_rows
-from rltrain.data.images import measured, open_image
+from rltrain.data.images import image_size, open_image
 from rltrain.data.rows import read_rows
 
 if not importlib.util.find_spec("torchvision"):
@@ -118,12 +118,12 @@ def test_tokens_counted_from_sizes_are_the_processors(folder, bounds):
     random = np.random.default_rng(0)
     for _ in range(12):
         sizes = [tuple(edges) for edges in random.integers(8, 500, (2, 2)).tolist()]
-        counted = encoder.expanded(
+        counted = encoder.expand(
             [[{"role": "user", "content": f"1{SLOT}2{SLOT}"}]], [[encoder.bounded_size(size) for size in sizes]]
         )
         images = encoder.open_images([Image.new("RGB", size) for size in sizes])
         # Raises where an image takes another number of tokens or rows.
-        found = encoder.with_pictures(np.array(counted[0][0]), images)
+        found = encoder.with_pixels(np.array(counted[0][0]), images)
         assert counted[0][1:] == (found.images.num_rows.sum(), found.images.num_tokens.sum())
 
 
@@ -133,7 +133,7 @@ def turned(orientation: int) -> Image.Exif:
     return exif
 
 
-def test_sizes_are_read_from_heads_as_pictures_are_opened():
+def test_image_sizes_from_headers_equal_opened_sizes():
     wide = picture(40, 24)
     files = [as_file(wide, kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
     files += [
@@ -141,7 +141,7 @@ def test_sizes_are_read_from_heads_as_pictures_are_opened():
     ]
     files += [as_file(wide.convert(mode)) for mode in ("RGBA", "LA", "L", "P", "1", "I;16")]
     files += [as_file(wide, "JPEG") + bytes(9), as_file(wide, "JPEG", progressive=True)]
-    assert [measured({"bytes": file}) for file in files] == [open_image(file).size for file in files]
+    assert [image_size({"bytes": file}) for file in files] == [open_image(file).size for file in files]
 
 
 # -- pictures that cannot be used --------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_sizes_are_read_from_heads_as_pictures_are_opened():
     ({"bytes": None, "path": "http://host/a.png"}, "a web address"),
     ({"bytes": None, "path": None}, "neither bytes nor a path"),
 ])  # fmt: skip
-def test_a_bad_picture_is_named_by_file_row_and_field(make, entry, said):
+def test_bad_image_error_names_file_row_and_field(make, entry, said):
     path = make([("1", []), (SLOT * 2, [*inside(png(9, 9)), entry])])
     with pytest.raises(DataError, match=rf"1 bad row:\n  '{path}' row 1: field 'images\[1\]': .*{said}"):
         read_rows(path)
@@ -191,16 +191,16 @@ def test_a_column_of_another_kind_is_refused(make):
         read_rows(make([("1", [3])]))
     with pytest.raises(DataError, match=r"has no column data.image_key='pics'; it has .*images"):
         read_rows(make([("1", [])]), keys=Keys(image="pics"))
-    with pytest.raises(DataError, match=r"field 'videos' is list .*: videos are not in this version"):
+    with pytest.raises(DataError, match=r"field 'videos' is list .*: videos are not supported"):
         read_rows(make([("1", ["a.mp4"])], column="videos"))
 
 
 def test_prompts_that_do_not_fit_their_images_name_the_row(folders, make, tiny_model):
     one = inside(png(60, 60))
     for prompts, model, said in (
-        ([(SLOT, one), (f"{SLOT} {SLOT}", one)], folders["qwen2_vl"], "the prompt has 2 places"),
-        ([(SLOT, one), (SLOT, [])], folders["qwen2_vl"], "the prompt has 1 places .* 0 images"),
-        ([("1", []), (SLOT, one)], tiny_model, "holds an image: .*cannot be used with qwen3: it is a model of texts"),
+        ([(SLOT, one), (f"{SLOT} {SLOT}", one)], folders["qwen2_vl"], "the prompt has 2 slots"),
+        ([(SLOT, one), (SLOT, [])], folders["qwen2_vl"], "the prompt has 1 slots .* 0 images"),
+        ([("1", []), (SLOT, one)], tiny_model, "holds an image: .*cannot be used with qwen3: it is a text-only model"),
     ):
         path = make(prompts)
         with pytest.raises(DataError, match=rf"^'{path}' row 1:? {said}"):
@@ -209,7 +209,7 @@ def test_prompts_that_do_not_fit_their_images_name_the_row(folders, make, tiny_m
 
 @pytest.mark.parametrize("content", [f"1{SLOT}", [{"type": "image"}, {"type": "text", "text": "1"}]])
 @pytest.mark.parametrize("column", ["image", "images"])
-def test_a_model_that_sees_is_never_trained_blind(folders, tmp_path, write, good_row, column, content):
+def test_vision_model_without_images_is_rejected(folders, tmp_path, write, good_row, column, content):
     # In a column that nobody named, or in none.
     images = inside(png(60, 60)) if column == "image" else None
     prompts = [[{"role": "user", "content": content}], [{"role": "user", "content": content}]]
@@ -241,13 +241,13 @@ def test_paths_are_relative_to_the_folder_of_the_file(folders, make, tmp_path, m
         store = encode_prompts(rows, encoder, 500)
         for i in range(len(entries)):
             assert np.array_equal(store.encoded(i).images.pixel_values, expected.images.pixel_values)
-    store.pictures.check_here()
+    store.stored_images.check_files_exist()
     (tmp_path / f"{number}.parquet").unlink()
     with pytest.raises(DataError, match=r"3\.parquet' is not on node .*Every node reads the images"):
-        store.pictures.check_here()
+        store.stored_images.check_files_exist()
 
 
-def test_a_picture_that_changed_since_names_the_row(folders, make, tmp_path):
+def test_changed_image_error_names_the_row(folders, make, tmp_path):
     (tmp_path / "a.png").write_bytes(png(60, 60))
     path = make([(SLOT, [{"path": "a.png"}])])
     store = encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
@@ -305,7 +305,7 @@ def made(data_files):
 """
 
 
-def test_a_dataset_of_ones_own_gives_images_in_any_form(folders, tmp_path):
+def test_custom_dataset_images_in_any_form(folders, tmp_path):
     (tmp_path / "a.png").write_bytes(png(60, 60))
     (tmp_path / "mine.py").write_text(OWN)
     rows = custom_rows(DataConfig(custom_cls=f"{tmp_path}/mine.py:made"), [f"{tmp_path}/a.jsonl"], None, -1)
@@ -318,7 +318,7 @@ def test_a_dataset_of_ones_own_gives_images_in_any_form(folders, tmp_path):
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert np.array_equal(found.images.pixel_values, expected.images.pixel_values)
     # Workers get rows and prompts, and the pictures with one of them.
-    bare = rows.without_pictures()
+    bare = rows.without_images()
     assert list(bare) == list(rows)
     assert len(pickle.dumps(bare)) < len(pickle.dumps(rows)) - 2 * len(png(60, 60))
     (tmp_path / "a.png").unlink()
@@ -339,7 +339,7 @@ def test_the_filter_counts_the_tokens_of_images(folders, make):
 
 
 @pytest.mark.parametrize("how", ["error", "left"])
-def test_a_prompt_with_images_is_never_cut(folders, make, how):
+def test_prompt_with_images_is_never_truncated(folders, make, how):
     path = make([(SLOT, inside(png(160, 160))), ("1", [])])
     with pytest.raises(DataError, match=r"1 of 2 prompts are longer .* is not cut\).(?s:.*)row 0: 29 tokens"):
         encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 20, truncation=how)
@@ -348,7 +348,7 @@ def test_a_prompt_with_images_is_never_cut(folders, make, how):
 # -- cost --------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_pictures_does_not_grow_with_the_file(make, monkeypatch):
+def test_image_memory_does_not_grow_with_the_file(make, monkeypatch):
     monkeypatch.setattr(reading, "CACHE_BYTES", 4 << 20)
     file = png(200, 200)  # 120 kB
     path = make([(SLOT, inside(file))] * 320)
@@ -358,7 +358,7 @@ def test_memory_of_pictures_does_not_grow_with_the_file(make, monkeypatch):
     try:
         start = pool.bytes_allocated()
         rows = read_rows(path)
-        pictures = rows.pictures()
+        pictures = rows.stored_images()
         assert all(len(pictures.of(i)) == 1 for i in np.random.default_rng(0).permutation(len(rows)))
         assert pool.max_memory() - start < 32 * len(file) + (4 << 20) < 80 * len(file)
     finally:
@@ -373,7 +373,7 @@ def test_large_row_groups_are_named_with_their_cure(make, monkeypatch, caplog):
     assert "column 'images' in one row group, and every process" in caplog.text
     assert "row_group_size=32" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(reading, "MOST_GROUP_BYTES", 21 << 10)
+    monkeypatch.setattr(reading, "MAX_GROUP_BYTES", 21 << 10)
     with pytest.raises(DataError, match=f"'{path}' holds .*, more than can be read.*row_group_size=32"):
         read_rows(path)
     pq.write_table(pq.read_table(path), path, row_group_size=1)

@@ -97,7 +97,7 @@ AGENT = "open(__file__ + '.ran', 'w')\nasync def agent(chat, row, seed):\n    aw
         ((None, {"need_tools_kwargs": True}), {}, "need_tools_kwargs is true, and it has no extra_info.tools_kwargs"),
     ],
 )
-def test_what_a_row_asks_for_in_vain_is_an_error_that_names_it(encoder, rows, tmp_path, asked, changes, words):
+def test_row_requirements_that_the_run_lacks_are_errors(encoder, rows, tmp_path, asked, changes, words):
     (tmp_path / "own.py").write_text(AGENT)
     agent, extra = asked
     agent, words = agent and agent.format(folder=tmp_path), words.format(folder=tmp_path)

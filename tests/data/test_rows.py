@@ -13,7 +13,7 @@ import pytest
 from rltrain.common.errors import DataError
 from rltrain.data.checks import Keys
 from rltrain.data.rows import read_rows, scan_rows
-from tests.pictures import BLUE, RED
+from tests.images import BLUE, RED
 
 
 def problem(path, **options):
@@ -218,10 +218,10 @@ NO_PICTURE = base64.b64encode(b"<html>404: the picture that you asked for is not
     {"path": CODE.decode()},
     CODE,
 ])  # fmt: skip
-def test_base64_is_a_picture_as_text_and_as_bytes(tmp_path, write, good_row, image):
+def test_base64_images(tmp_path, write, good_row, image):
     rows = read_rows(write(tmp_path / "a.parquet", [good_row(0, images=[image])]))
     assert [entry["bytes"] for entry in rows.images(0)] == [RED]
-    assert rows.pictures().of(0) == [RED]
+    assert rows.stored_images().of(0) == [RED]
 
 
 @pytest.mark.parametrize("image", [
@@ -229,11 +229,11 @@ def test_base64_is_a_picture_as_text_and_as_bytes(tmp_path, write, good_row, ima
     {"path": "data:image/png;base64," + NO_PICTURE.decode()},
     {"path": "/9j/" + "A" * 5000 + ".png"},
 ])  # fmt: skip
-def test_base64_of_no_picture_is_told_in_a_few_words(tmp_path, write, good_row, image):
+def test_base64_of_a_non_image_is_a_short_error(tmp_path, write, good_row, image):
     path = write(tmp_path / "a.parquet", [good_row(0, images=[image])])
     said = problem(path).partition("field ")[2]
     assert len(said) < 170
-    assert "cannot identify image file" in said or "is neither a file nor an image as base64" in said
+    assert "cannot identify image file" in said or "is neither a file nor a base64 image" in said
 
 
 def test_a_file_runs_nothing_that_it_names(tmp_path, good_row):

@@ -5,7 +5,7 @@ import pytest
 
 from rltrain.common.errors import ConfigError
 from rltrain.config.schema import DataConfig, SamplerConfig
-from rltrain.data.order import BatchOrder
+from rltrain.data.batch_sampler import BatchOrder
 from rltrain.data.sampler import SolveRateSampler, make_sampler
 
 
@@ -39,7 +39,7 @@ def test_prompts_that_are_always_or_never_solved_are_skipped():
     assert 0 in [row for draw in range(8) for row in adaptive.rows(draw)]
 
 
-def test_a_share_of_them_is_looked_at_again():
+def test_revisit_share_of_solved_prompts():
     adaptive = sampler(rates=[0.0] * 400, num_rows=1000, batch=10, revisit=0.2)
     drawn = [row for draw in range(68) for row in adaptive.rows(draw)]  # about one epoch
     again = sum(row < 400 for row in drawn)
@@ -53,7 +53,7 @@ def test_a_batch_is_filled_up_without_repeats():
         assert len(set(rows)) == len(rows) == 3
 
 
-def test_it_goes_on_from_its_state_as_if_never_stopped():
+def test_sampler_resumes_from_its_state():
     first, second = sampler(rates=[0.0, 0.5], revisit=0.3), sampler(rates=[0.0, 0.5], revisit=0.3)
     for draw in range(5):
         rows = first.rows(draw)
@@ -63,7 +63,7 @@ def test_it_goes_on_from_its_state_as_if_never_stopped():
     assert [first.rows(draw) for draw in range(5, 15)] == [second.rows(draw) for draw in range(5, 15)]
 
 
-def test_a_sampler_of_the_users_own(tmp_path):
+def test_custom_sampler(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "class Mine:\n"

@@ -11,7 +11,7 @@ from rltrain.data_preprocess import dynamath
 from rltrain.data_preprocess.benchmark import BY_RULE, BY_RULE_FOR_JUDGE
 from rltrain.rewards.scorers.registry import FORMS, find_scorer
 from tests.data_preprocess.test_datasets import AIME24, write
-from tests.pictures import RED
+from tests.images import RED
 
 PICTURE = {"bytes": RED, "path": "a.png"}
 GPQA = {

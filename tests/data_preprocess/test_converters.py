@@ -169,7 +169,7 @@ def test_missing_or_broken_gsm8k_input_says_what_to_give(tmp_path, capsys, monke
     assert "train.jsonl and test.jsonl" in capsys.readouterr().err
     (tmp_path / "train.jsonl").write_text("{broken")
     assert gsm8k.main(["--input", str(tmp_path), *output]) == 2
-    assert "cannot be read as json: line 1 is no whole JSON (" in capsys.readouterr().err
+    assert "cannot be read as json: line 1 is not complete JSON (" in capsys.readouterr().err
 
 
 def test_reasoning_gym_rows_score_one_with_their_answer(tmp_path):

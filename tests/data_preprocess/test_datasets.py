@@ -12,7 +12,7 @@ import pytest
 
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess import aime, boba, common
-from tests.pictures import BLUE, RED
+from tests.images import BLUE, RED
 
 MATH = {
     "problem": "What is $1+1$?",

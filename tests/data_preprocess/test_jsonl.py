@@ -11,7 +11,7 @@ import pytest
 
 from rltrain.data.rows import read_rows
 from rltrain.data_preprocess.jsonl import main
-from tests.pictures import BLUE, RED
+from tests.images import BLUE, RED
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def test_files_of_many_kinds_are_read(convert, tmp_path, name, data, wanted):
     ("name", "data", "said"),
     [
         ("a.csv", b"question,answer\n1,2\n1,2,3\n", "line 3 has 3 cells, and the first line has 2"),
-        ("a.csv", b'question,answer\n1,"2\n', "line 2 is no whole line of csv"),
-        ("a.jsonl", b'{"question": "1", "answer": "2"}\n{"question": "1", "ans', "line 2 is no whole JSON"),
+        ("a.csv", b'question,answer\n1,"2\n', "line 2 is not a complete csv line"),
+        ("a.jsonl", b'{"question": "1", "answer": "2"}\n{"question": "1", "ans', "line 2 is not complete JSON"),
         ("a.jsonl", b'{"question": "1", "answer": "2"}\n\n["1"]', "row 1: it has no columns"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("a.xlsx", b"PK\x03\x04", "an Excel workbook"),

@@ -10,7 +10,7 @@ from rltrain.data_preprocess import lint as linter
 from rltrain.data_preprocess.common import row, write_splits
 from rltrain.data_preprocess.lint import lint, main
 from rltrain.rewards.custom import CustomReward
-from tests.pictures import BLUE, RED
+from tests.images import BLUE, RED
 from tests.tiny import TEMPLATE, save_tiny_tokenizer
 
 # Scores as the vision scripts do: most of it for the answer, the rest for a thinking block at the very start.

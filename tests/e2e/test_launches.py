@@ -7,7 +7,7 @@ import pytest
 from rltrain.main_ppo import main
 from rltrain.run.report.table import read_metrics
 from tests.config.test_launches import LAUNCHES, Launch
-from tests.pictures import RED
+from tests.images import RED
 from tests.tiny import save_tiny_reward_model, write_arithmetic
 from tests.tiny_vision import save_tiny_vision_model
 

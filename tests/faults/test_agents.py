@@ -150,7 +150,7 @@ def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
         places = np.arange(NUM_PROMPTS, dtype=np.int32)
         task = GenerateTask("train", places, 1, Sampling(400, 1.0), seed=1, step=1, call=next(trainer.calls))
         batch, texts, numbers = worker.generate(task)
-        worker._answering._hosts.shut()
+        worker._answering._executors.shutdown()
         log = tmp_path / "agents.log"
         rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
         answers = [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)]
@@ -181,7 +181,7 @@ CUT = "xxx...(truncated)...xxx"
 MEMORY = "Error: MemoryError"
 # What the policy is told, or why the answer is left out.
 FAULTS = {
-    "hold": "the agent has said nothing for",
+    "hold": "the agent has sent nothing for",
     "leave": "the agent's process ended with exit code 3",
     "loop": LATE,
     "bomb": LATE,
@@ -235,7 +235,7 @@ def test_an_environment_does_its_worst(played, tmp_path, what):
         assert hurt.numbers[c.TRUNCATED][row]
         assert hurt.told[row]["agent_score"] == 0.5 * len(hurt.told[row]["tool_rewards"])
     else:
-        assert "bytes were said at once; 1,048,576 are taken" in hurt.told[row]["agent_failed"]
+        assert "bytes of messages at once; the limit is 1,048,576" in hurt.told[row]["agent_failed"]
 
 
 @pytest.mark.fault("An agent that waits without end, or cannot be cancelled, is left out after its time")

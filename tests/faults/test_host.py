@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.common import storage
+from rltrain.common.clock import Backoff
 from rltrain.common.errors import StorageError, command
 from rltrain.config.load import load_config
 from rltrain.main_ppo import main
@@ -29,7 +30,7 @@ NO_ANSWER = "/proc/self/mem"  # EIO, as of storage that is gone
 @pytest.fixture
 def at_once(monkeypatch):
     monkeypatch.setattr(storage, "TRIED_S", 0.0)
-    monkeypatch.setattr(storage, "PAUSE_S", 0.01)
+    monkeypatch.setattr(storage, "BACKOFF", Backoff(0.01, 0.01))
 
 
 def into_a_full_disk():
@@ -87,7 +88,7 @@ import resource, sys
 from pathlib import Path
 import pandas
 from rltrain.data.rows import read_rows
-from rltrain.data.trial import trouble
+from rltrain.data.trial import problem_in_fork
 from rltrain.main_ppo import main
 from rltrain.models.files.safe import read_metadata
 from rltrain.run.report.samples import read_samples
@@ -97,7 +98,7 @@ works = [
     lambda: read_rows(folder / "big.parquet"),
     lambda: read_metadata(folder),
     lambda: read_samples(folder),
-    lambda: trouble(lambda: len(bytes(1 << 27)), 1 << 30),
+    lambda: problem_in_fork(lambda: len(bytes(1 << 27)), 1 << 30),
 ]
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (48 << 20),) * 2)

@@ -185,8 +185,8 @@ def test_crafted_adapters_are_refused_and_not_run(tiny_model, tmp_path, payload,
 
 
 # What these unpickle this very run has pickled.
-OWN_PICKLES = {"common/plugin.py", "config/reader.py", "data/tables.py", "data/pictures.py"} | {
-    "agents/child.py",
+OWN_PICKLES = {"common/plugin.py", "config/reader.py", "data/tables.py", "data/stored_images.py"} | {
+    "agents/executor_main.py",
     "runtime/exchange.py",  # with a signature of the run
     "runtime/slots/child.py",
 }

@@ -112,7 +112,7 @@ def test_truths_are_read_as_files_have_them(truth, texts):
 @pytest.mark.parametrize(
     "truth", ["{'value': '5', 'unit': 'cm'}", '{"value": 5}', {"value": 5}, "", None, float("nan"), [], " ", "1" * 600]
 )
-def test_truths_that_nothing_matches_are_told(truth):
+def test_unmatchable_ground_truths_are_reported(truth):
     assert why_unmatchable(truth)
 
 

@@ -20,8 +20,8 @@ from rltrain.data.rows import read_rows
 from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Unreadable, last_verdict
 from rltrain.rewards.judge.server import JudgeServer
-from rltrain.rewards.processes.grader import Questions
-from rltrain.rewards.processes.judged import JudgedScorer
+from rltrain.rewards.processes.judging import Questions
+from rltrain.rewards.processes.remote_judge import RemoteJudge
 from tests.clock import VirtualClock, eventually
 from tests.doubles.judge import CLOSE, HANG, Cut, status
 
@@ -38,7 +38,7 @@ def judged():
             judge = JudgeConfig(**{"url": url, "model": "grader", "timeout_s": 10**6, **keys})
             custom = CustomRewardConfig(path=function or None)
             config = Config(reward=RewardConfig(judge=judge), custom_reward_function=custom)
-            scorer = JudgedScorer(config.scoring, clock=clock or VirtualClock())
+            scorer = RemoteJudge(config.scoring, clock=clock or VirtualClock())
             closing.callback(scorer.close)
             return scorer
 
@@ -57,7 +57,7 @@ def score(scorer, *answers, images=()):
 # -- what is asked, and what comes of it -------------------------------------------------------------------------------
 
 
-def test_the_judge_alone_decides_unless_it_is_told_otherwise(double, judged):
+def test_judge_alone_decides_by_default(double, judged):
     judge = double(lambda message, _: YES if "forty-two" in message else NO)
     scorer = judged(judge.url + "/")
     right, wrong = score(scorer, "forty-two", "\\boxed{42}, or so")
@@ -72,7 +72,7 @@ def test_the_judge_alone_decides_unless_it_is_told_otherwise(double, judged):
     assert scorer.take_counts() == {}
 
 
-def test_with_rule_first_the_judge_sees_only_what_the_scorer_calls_wrong(double, judged):
+def test_rule_first_judges_only_wrong_responses(double, judged):
     judge = double(lambda *_: YES)
     right, wrong = score(judged(judge.url, rule="first"), "\\boxed{42}", "forty-two")
     assert (right.value, right.extras.get("judge")) == (1.0, None)
@@ -80,7 +80,7 @@ def test_with_rule_first_the_judge_sees_only_what_the_scorer_calls_wrong(double,
     assert len(judge.requests) == 1
 
 
-def test_with_rule_beside_the_scorers_number_stays_and_the_judges_goes_along(double, judged):
+def test_rule_beside_keeps_the_scorers_score(double, judged):
     judge = double(lambda *_: YES)
     (wrong,) = score(judged(judge.url, rule="beside"), "\\boxed{41}")
     assert (wrong.value, wrong.extras["judge"]) == (0.0, 1.0)
@@ -107,7 +107,7 @@ def test_the_result_that_the_judge_finds_is_compared_by_the_scorer_in_any_form(
     assert "Reference answer" not in judge.messages[0]
 
 
-def test_a_template_of_ones_own_is_filled_in_and_may_say_less(double, judged, tmp_path):
+def test_custom_judge_template(double, judged, tmp_path):
     (tmp_path / "ask.txt").write_text("{{ extra_info.level }}|{{ data_source }}|{{ answer.split('</think>')[-1] }}|{x}")
     judge = double(lambda *_: "yes")
     score(judged(judge.url, prompt=str(tmp_path / "ask.txt")), call("<think>7</think>42", level="hard"))
@@ -149,7 +149,7 @@ def test_a_function_reads_the_reply_with_the_answer_at_hand(double, judged, tmp_
 @pytest.mark.parametrize(
     ("reply", "value"),
     [
-        ("\\boxed{yes}", 1), ("No 3 of 7.\n**Verdict: NO.**", 0), ("\\boxed{no} and then \\boxed{\\text{Yes}}", 1),
+        ("\\boxed{yes}", 1), ("No 3 of 7.\n**Grade: NO.**", 0), ("\\boxed{no} and then \\boxed{\\text{Yes}}", 1),
         ("It says \\boxed{1}.\nno", 0), ("Its result is \\boxed{1}, and two steps are missing.\nScore: 0.2", 0.2),
         ("0.25", 0.25), ("Score: 1", 1), ("They agree: \\boxed{0.5}.", 0.5), ("Correct", 1),
         ("<think>maybe \\boxed{no}</think>\n$$\n\\boxed{yes}\n$$", 1), ("so no.</think>\\[\\boxed{yes}\\]", 1),
@@ -167,7 +167,7 @@ def test_a_reply_ends_with_its_verdict(reply, value):
         "It claims \\boxed{yes} where the reference says never.\n\nGrade: fail", "<think>At first sight \\boxed{yes}",
     ],
 )  # fmt: skip
-def test_nothing_else_of_a_reply_is_a_verdict(reply):
+def test_only_the_end_of_a_reply_is_the_verdict(reply):
     with pytest.raises(Unreadable):
         last_verdict(reply)
 
@@ -176,7 +176,7 @@ def test_nothing_else_of_a_reply_is_a_verdict(reply):
 
 
 @pytest.mark.parametrize("trouble", [status(500), status(503), CLOSE, "I will not say.", "", status(200, "[1]")])
-def test_what_may_pass_is_asked_again(double, judged, trouble):
+def test_temporary_judge_failures_are_retried(double, judged, trouble):
     judge = double(lambda _, number: trouble if number < 3 else YES)
     scorer = judged(judge.url)
     assert score(scorer, "x")[0].value == 1.0
@@ -201,7 +201,7 @@ def test_a_time_that_the_server_names_holds_for_all_requests(double, judged):
         (status(429, Retry_After="9" * 400), "crashed", "longer than the deadline of 600 s"),
         (status(500, "oh"), "crashed", "HTTP 500 'oh' (6 times)"),
         (CLOSE, "crashed", "RemoteProtocolError"),
-        ("42 is nice", "rejected", "(asked 3 times)"),
+        ("42 is nice", "rejected", "(after 3 replies)"),
         (Cut("It says \\boxed{1} and"), "rejected", "cut at a limit of tokens"),
         (None, "rejected", "no text"),
     ],
@@ -226,23 +226,23 @@ def test_a_judge_that_is_silent_fails_its_answer_after_its_timeouts(double, judg
     assert "no reply after 5 s (reward.judge.timeout_s) (6 times)" in scored.result()[0].error
 
 
-def test_giving_up_leaves_the_answers_of_that_batch_unscored(double, judged):
+def test_cancelling_a_batch_leaves_its_responses_unscored(double, judged):
     judge = double(lambda message, _: HANG if "slow" in message else YES)
     scorer = judged(judge.url)
     with ThreadPoolExecutor(1) as steps:
         calls, questions = [call("slow"), call("quick")], [lambda: Question("")] * 2
         scored = steps.submit(scorer.score_all, calls, questions, batch=2)
         eventually(lambda: len(judge.requests) == 2 and judge.busy == 1)
-        scorer.give_up(1)  # of the step before
+        scorer.cancel(1)  # of the step before
         assert score(scorer, "quick again")[0].value == 1.0
         assert not scored.done()
-        scorer.give_up(2)
+        scorer.cancel(2)
         slow, quick = scored.result()
     assert (slow.status, slow.kind) == ("timeout", "judge")
     assert quick.value == 1.0
 
 
-def test_requests_that_are_given_up_have_taken_no_turn_of_the_rate(double):
+def test_cancelled_requests_do_not_use_the_rate_limit(double):
     """Those of the next step do not wait for their turns."""
     judge, clock = double(lambda *_: "yes"), VirtualClock(manual=True)
 
@@ -272,7 +272,7 @@ def test_requests_keep_to_concurrency_and_rate(double, judged):
     assert clock.asked == pytest.approx([0.1] * 5)
 
 
-def test_a_trial_tells_a_judge_that_refuses_from_one_that_is_away(double, judged):
+def test_trial_distinguishes_refusal_from_unavailable_judge(double, judged):
     refusing, away = double(lambda *_: status(401, "wrong key")), double(lambda *_: CLOSE)
     with pytest.raises(RewardError, match=r"gives no score for data_source='lighteval/MATH'.*401"):
         judged(refusing.url).score_truth(call("42"), lambda: Question("?"))
@@ -283,7 +283,7 @@ def test_a_trial_tells_a_judge_that_refuses_from_one_that_is_away(double, judged
 # -- the cache and the key ---------------------------------------------------------------------------------------------
 
 
-def test_what_was_judged_is_not_asked_again_by_whoever_shares_the_cache(double, judged, tmp_path):
+def test_judge_cache_is_shared(double, judged, tmp_path):
     judge = double(lambda message, number: "nonsense" if "bad" in message else YES)
     cache = str(tmp_path / "folder" / "judge.sqlite")
     score(judged(judge.url, cache=cache), "x", "bad")
@@ -352,8 +352,8 @@ def test_settings_that_cannot_be_are_refused(words, said):
 @pytest.mark.parametrize(
     ("keys", "text", "said"),
     [
-        ({}, "{{ anwser }}", r"knows no \{\{ anwser \}\}"),
-        ({}, "{{ question }}", "shows the judge no answer"),
+        ({}, "{{ anwser }}", r"\{\{ anwser \}\} is unknown"),
+        ({}, "{{ question }}", "does not contain the answer"),
         ({"parse": "(", "prompt": None}, "", "Write a regular expression"),
     ],
 )

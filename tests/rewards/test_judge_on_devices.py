@@ -14,8 +14,8 @@ from rltrain.config.schema.judge import JudgeConfig
 from rltrain.config.schema.model import JudgeRolloutConfig, RewardModelConfig, RewardModelModelConfig
 from rltrain.rewards.judge.message import Question
 from rltrain.rewards.judge.reply import Reply
-from rltrain.rewards.processes.asking import AskingScorer
-from rltrain.rewards.processes.judged import JudgedScorer
+from rltrain.rewards.processes.device_judge import DeviceJudge
+from rltrain.rewards.processes.remote_judge import RemoteJudge
 from rltrain.runtime.samples import StoredRows
 from tests.doubles.judge import Cut
 
@@ -35,7 +35,7 @@ def asking():
 
         def make(temperature=0.0, **keys):
             judge = JudgeConfig(**keys)
-            scorer = AskingScorer(ScoringConfig(reward=RewardConfig(judge=judge), reward_model=here(temperature)))
+            scorer = DeviceJudge(ScoringConfig(reward=RewardConfig(judge=judge), reward_model=here(temperature)))
             closing.callback(scorer.close)
             return scorer
 
@@ -43,7 +43,7 @@ def asking():
 
 
 def asked_and_read(scorer, calls, replies):
-    scores, messages = scorer.ask(calls, [lambda: Question("What is 6 x 7?")] * len(calls))
+    scores, messages = scorer.request(calls, [lambda: Question("What is 6 x 7?")] * len(calls))
     places = [place for place, score in enumerate(scores) if hasattr(score, "message")]
     told = [replies(messages[scores[place].message]) for place in places]
     read = scorer.read([calls[place] for place in places], [scores[place] for place in places], told, again=False)
@@ -69,7 +69,7 @@ def test_a_reply_whole_or_cut_says_the_same_in_both_kinds(asking, double, reply,
     # Its key is the server's alone: a judge on the devices asks for none.
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     judge = double(lambda *_: reply)
-    served = JudgedScorer(ScoringConfig(reward=RewardConfig(judge=JudgeConfig(url=judge.url, model="grader", **keys))))
+    served = RemoteJudge(ScoringConfig(reward=RewardConfig(judge=JudgeConfig(url=judge.url, model="grader", **keys))))
     try:
         (of_server,) = served.score_all([call], [lambda: Question("What is 6 x 7?")])
         told = Reply(str(reply), "no text", isinstance(reply, Cut))
@@ -109,7 +109,7 @@ def attach(ray, messages, reply):
     return texts
 
 
-def test_replies_find_their_answers_and_what_nobody_reads_is_not_judged(local_ray, pool, rows):
+def test_judge_replies_match_their_responses(local_ray, pool, rows):
     made = pool(rows, judge=JudgeConfig(), reward_model=here())
     assert [score.extras for score in made.score_truths("train")] == [{"judge": 0.0}]
     scoring = begun(made, local_ray, ["good 0", "bad 1", "good 2"], ["bad 3", "long 4", "good 5"])
@@ -117,11 +117,11 @@ def test_replies_find_their_answers_and_what_nobody_reads_is_not_judged(local_ra
     assert len(messages) == 5
 
     def reply(text):
-        return Reply("", unasked="it is too long") if "long" in text else Reply(YES if "good" in text else NO)
+        return Reply("", no_prompt="it is too long") if "long" in text else Reply(YES if "good" in text else NO)
 
     texts = attach(local_ray, messages, reply)
     assert messages[c.MESSAGE_LENGTH].tolist() == [len(text) for text in texts]
-    scoring.hear(messages, Counter(calls=5, tokens=50), again=False)
+    scoring.add_replies(messages, Counter(calls=5, tokens=50), again=False)
     columns = scoring.collect()
     assert columns["score"].tolist() == [1, 0, 0, 0, -2, 1]  # reward.on_error; the third is read by nobody
     assert columns["reward_failed"].tolist() == [0, 0, 0, 0, 1, 0]
@@ -131,16 +131,16 @@ def test_replies_find_their_answers_and_what_nobody_reads_is_not_judged(local_ra
     assert (scoring.judged["calls"], scoring.judged["tokens"]) == (5, 50)
 
 
-def test_what_cannot_be_read_is_asked_again_with_the_rest_left_alone(local_ray, pool, rows):
+def test_only_unreadable_judge_replies_are_requested_again(local_ray, pool, rows):
     made = pool(rows, judge=JudgeConfig(max_tokens_total=100), reward_model=here(1.0))
     scoring = begun(made, local_ray, ["good", "odd", "good"])
     everybody = np.ones(3, dtype=bool)
     attach(local_ray, messages := scoring.messages(everybody), lambda text: Reply("Hm." if "odd" in text else YES))
-    scoring.hear(messages, Counter(tokens=60), again=True)
+    scoring.add_replies(messages, Counter(tokens=60), again=True)
     (text,) = attach(local_ray, messages := scoring.messages(everybody), lambda text: Reply(NO))
     assert "odd" in text
-    with pytest.raises(RewardError, match=r"used 110 tokens .*max_tokens_total=100 allows no more"):
-        scoring.hear(messages, Counter(tokens=50), again=True)
+    with pytest.raises(RewardError, match=r"used 110 tokens .*max_tokens_total=100 is the limit"):
+        scoring.add_replies(messages, Counter(tokens=50), again=True)
     assert scoring.collect()["score"].tolist() == [1, 0, 1]
     assert scoring.judged["parse_failures"] == 1
     assert len(scoring.messages(everybody)) == 0

@@ -37,7 +37,7 @@ def test_a_step_waits_for_the_judge_no_longer_than_it_may(local_ray, double, poo
     assert judge.busiest == 4
     # The next step is judged as usual. 10 tokens for the trial, 60 and 20 until now.
     assert begun(made, local_ray, ["f", "g"]).collect()["score"].tolist() == [1.0, 1.0]
-    with pytest.raises(RewardError, match=r"used 110 tokens .*max_tokens_total=100 allows no more"):
+    with pytest.raises(RewardError, match=r"used 110 tokens .*max_tokens_total=100 is the limit"):
         begun(made, local_ray, ["h", "i"]).collect()
 
 

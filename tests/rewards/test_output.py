@@ -34,7 +34,7 @@ def test_the_first_failure_of_every_kind_is_logged_once(caplog, tmp_path):
     file = tmp_path / "reward.log"
     log = RewardLog(file)
     failures = [
-        Score(None, status, f"{kind} {number}", kind=kind).about((source, "answer", "truth", {}))
+        Score(None, status, f"{kind} {number}", kind=kind).with_call((source, "answer", "truth", {}))
         for number in range(3)
         for source in ("a", "b")
         for status, kind in (("crashed", "ValueError"), ("crashed", "KeyError"), ("timeout", ""))
@@ -51,8 +51,8 @@ def test_the_log_is_bounded_and_survives_a_full_disk(tmp_path):
     file = tmp_path / "reward.log"
     log = PrintLog(file, max_bytes=1000)
     for number in range(100):
-        log.printed("worker 0", f"line {number}\nsecond")
+        log.append("worker 0", f"line {number}\nsecond")
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2000
     assert {path.name for path in tmp_path.iterdir()} == {"reward.log", "reward.1.log"}
     assert file.read_text().splitlines()[-2].endswith(" worker 0: line 99")
-    RewardLog(tmp_path / "no such folder/reward.log").printed("worker 0", "lost")
+    RewardLog(tmp_path / "no such folder/reward.log").append("worker 0", "lost")

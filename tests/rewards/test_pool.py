@@ -154,7 +154,7 @@ def test_a_function_that_fails_on_every_trial_row_stops_at_once(pool, custom, ca
     assert not caplog.messages
 
 
-def test_a_killed_worker_is_named_and_takes_its_process_along(local_ray, pool, custom):
+def test_killed_worker_is_named_and_its_process_ends(local_ray, pool, custom):
     made = pool(custom("import os\ndef compute_score(**kwargs): return os.getpid()"), num_workers=1)
     pid = int(made.score_truths("train")[0].value)
     (worker,) = (each for each in pids(os.getpid(), "ray::RewardWorker") if pid in below(each))

@@ -11,7 +11,7 @@ import pytest
 from rltrain.common.errors import ConfigError, RewardError
 from rltrain.config.check import check
 from rltrain.config.load import load_config
-from rltrain.rewards.processes.remote import RemoteScorer
+from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from tests.clock import VirtualClock, eventually
 from tests.doubles.judge import Double, status
 
@@ -94,7 +94,7 @@ def test_a_server_that_names_a_time_is_asked_then(serve, remote, after, waited_s
         ((200, " " * (2 << 20)), "crashed", "mebibyte"),
     ],
 )
-def test_what_is_no_score_is_said_and_not_asked_again(serve, remote, reply, status, said):
+def test_invalid_scores_are_not_retried(serve, remote, reply, status, said):
     server = serve(lambda *_: reply)
     score = remote(server.url, manual=True).score(*CALL)
     assert (score.value, score.status) == (None, status)

@@ -86,7 +86,7 @@ def test_a_built_in_scorer_judges_the_last_turn_where_there_are_several():
 # -- what the function may do ------------------------------------------------------------------------------------------
 
 
-def test_whatever_is_raised_the_process_goes_on_and_the_error_has_the_users_lines(slot):
+def test_scorer_exceptions_keep_the_process_and_show_user_lines(slot):
     made = slot("def f(): return f()\nif solution_str == 'good': return 1\nexec(solution_str)")
     pid = made.pid
     for body in ("raise KeyError('x')", "import sys; sys.exit(0)", "raise KeyboardInterrupt", "f()"):
@@ -218,7 +218,7 @@ def test_close_leaves_no_process_not_even_a_grandchild(slot):
 
 
 @pytest.mark.fault("A killed reward worker takes its scorers along")
-def test_a_killed_owner_takes_even_a_hanging_slot_along(custom, tmp_path):
+def test_killing_the_owner_ends_a_hanging_slot(custom, tmp_path):
     daemon = tmp_path / "pid"
     reward = custom(f"""
         import subprocess
@@ -257,7 +257,7 @@ slot.score("s", "a", "b", {{}})
         ("raise SystemExit", "SystemExit"),
         (
             "def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address): return 1",
-            "needs reward_router_address, which verl gives",
+            "needs reward_router_address, which verl passes",
         ),
     ],
 )

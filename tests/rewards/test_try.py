@@ -97,7 +97,7 @@ def test_answers_of_a_file_are_tried_on_their_rows(attempt, tmp_path, name):
         assert [row, text, score] in [[cell[1], cell[3], cell[5]] for cell in cells]
 
 
-def test_what_cannot_be_tried_is_one_line_and_exit_code_2(attempt, tmp_path):
+def test_try_errors_are_one_line_with_exit_code_2(attempt, tmp_path):
     (tmp_path / "answers.jsonl").write_text('{"text": "4711"}')
     for more, said in (
         (["--name", "other"], "has no function"),

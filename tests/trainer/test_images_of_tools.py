@@ -157,7 +157,7 @@ def test_what_takes_no_image_is_told_before_the_run(vision_models, tiny_model, p
     run = {TURNS + "environment": f"{tmp_path}/own.py:Walk"}
     cfg = load_config(small_run(tiny_model, picture_files, tmp_path, **run, **{TURNS + "images": True})).config
     check_images(cfg, found := PreflightResult())
-    assert ["it is a model of texts alone" in problem for problem in found.problems] == [True]
+    assert ["it is a text-only model" in problem for problem in found.problems] == [True]
     run |= {"actor_rollout_ref__model__custom_chat_template": tmp_path / "blind.jinja"}
     for shown, told in ((True, "problems"), ("null", "notes")):
         run |= {TURNS + "images": shown}

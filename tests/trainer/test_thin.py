@@ -114,9 +114,7 @@ def test_a_checkpoint_stays_where_thinning_is_cut_short(run, monkeypatch, moment
 def test_no_run_goes_on_from_a_thinned_checkpoint_but_one_starts_from_its_weights(run):
     assert main(["thin", str(run), "--keep", "0"]) == 0
     folder = RunFolder(str(run))
-    with pytest.raises(
-        CheckpointError, match=r"no optimizer state.*another trainer\.default_local_dir: .*only=True"
-    ):
+    with pytest.raises(CheckpointError, match=r"no optimizer state.*another trainer\.default_local_dir: .*only=True"):
         find_resume_point(load_config([]).config, folder, None)
     keys = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run / 'global_step_3'}"]
     fresh = RunFolder(str(run.with_name("fresh")))

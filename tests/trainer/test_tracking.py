@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from rltrain.common.clock import Backoff
 from rltrain.config.check import broken_rules
 from rltrain.config.load import load_config, to_dict
 from rltrain.config.schema.trainer import LOGGERS
@@ -71,7 +72,7 @@ def test_a_resumed_run_tells_the_best_of_all_its_steps(tmp_path, monkeypatch):
 def test_after_a_failure_all_arrives_and_one_line_told(caplog):
     down = [True]
     sink = Recorder(lambda step: down[0])
-    sender = Sender("far", lambda: sink, pauses_s=(0.01, 0.02))
+    sender = Sender("far", lambda: sink, backoff=Backoff(0.01, 0.02))
     put(sender, *range(1, 6))
     eventually(lambda: sink.calls > 20)
     down[0] = False
@@ -91,7 +92,7 @@ def test_a_tracker_that_cannot_start_is_tried_again(error, caplog):
             raise error
         return sink
 
-    sender = Sender("late", make, pauses_s=(0.01, 0.02))
+    sender = Sender("late", make, backoff=Backoff(0.01, 0.02))
     put(sender, 1)
     finish(sender)
     assert sink.arrived == [1, "finished"]
@@ -100,7 +101,7 @@ def test_a_tracker_that_cannot_start_is_tried_again(error, caplog):
 
 def test_one_entry_that_is_refused_does_not_hold_up_the_others(caplog):
     sink = Recorder(lambda step: step == 2)
-    sender = Sender("picky", lambda: sink, pauses_s=(0.001, 0.002))
+    sender = Sender("picky", lambda: sink, backoff=Backoff(0.001, 0.002))
     for step in range(1, 10):
         put(sender, step)
         eventually(lambda step=step: step == 2 or step in sink.arrived)
@@ -127,7 +128,7 @@ def test_a_tracker_that_hangs_neither_slows_nor_holds_up_the_end(tmp_path, monke
 def test_the_queue_is_bounded_and_the_oldest_go_first():
     down = [True]
     sink = Recorder(lambda step: down[0])
-    sender = Sender("full", lambda: sink, pauses_s=(0.01, 0.01), most_kept=3)
+    sender = Sender("full", lambda: sink, backoff=Backoff(0.01, 0.01), most_kept=3)
     put(sender, *range(1, 8))
     down[0] = False
     finish(sender)

@@ -49,8 +49,8 @@ def test_every_message_gets_its_reply_or_the_reason_why_it_has_none(judge, scrip
     messages = ["1+1=7", "2", "a text in letters that ends with 9", "1+1=3", "?!8"]
     said, numbers = replies(worker, *messages)
     assert [reply.text for reply in said] == ["yes", "no", "", "no", "yes"]
-    assert [bool(reply.unasked) for reply in said] == [False, False, True, False, False]
-    assert said[2].unasked == (
+    assert [bool(reply.no_prompt) for reply in said] == [False, False, True, False, False]
+    assert said[2].no_prompt == (
         "the message to the judge has 34 tokens, and reward_model.rollout.prompt_length allows 10"
     )
     assert not any(reply.is_cut for reply in said)

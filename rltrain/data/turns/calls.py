@@ -11,5 +11,5 @@ _ALL = (
     of.LLAMA3_JSON, of.HERMES, of.QWEN3_CODER, of.GLM, of.DEEPSEEK_V3, of.DEEPSEEK_V4, of.KIMI, of.MISTRAL, of.GEMMA4,
     of.SEED, of.MINIMAX,
 )  # fmt: skip
-FORMATS = {each.name: each for each in (*(family.format for family in _ALL), GPT_OSS)}
+FORMATS = {item.name: item for item in (*(family.format for family in _ALL), GPT_OSS)}
 """Formats by name. The names are those of verl's ``multi_turn.format``, where it has the format."""

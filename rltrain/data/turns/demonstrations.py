@@ -2,8 +2,8 @@
 
 Problem: a model that is trained on a rendered conversation may learn other tokens than it samples later, because a
 template may render past turns differently (it drops their reasoning, or ends them otherwise). Choice: the tokens equal
-a rollout in which the policy writes the assistant's turns. Each turn is rendered after the generation prompt
-and ends with its end token, and `Seam` writes the tokens between turns. Left out: videos, images after the prompt, and
+a rollout in which the policy writes the assistant's turns. Each turn is rendered after the generation prompt and ends
+with its end token, and `TurnDelta` writes the tokens between turns. Left out: videos, images after the prompt, and
 token ids or masks from the data.
 """
 
@@ -22,12 +22,12 @@ from rltrain.config.schema import DataConfig, SFTConfig
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.images import with_parts
 from rltrain.data.prompts import PromptStore, Responses
-from rltrain.data.rows import Rows, first_of, keys_of, rows_of, without_nulls
-from rltrain.data.tables import drawn, plain_records
+from rltrain.data.rows import Rows, first_lines, keys_of, rows_of, without_nulls
+from rltrain.data.tables import draw_rows, plain_records
 from rltrain.data.turns.calls import Call
 from rltrain.data.turns.detect import detect_format
 from rltrain.data.turns.formats.families import NO_CALLS
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 
 _CHUNK_ROWS = 512
 # Fields of extra_info.
@@ -52,8 +52,8 @@ def read_demonstrations(files: Any, sft: SFTConfig, data: DataConfig, max_rows: 
             except DataError as error:
                 problems.append(f"{name!r} row {number}: {error}")
     if problems:
-        raise DataError(first_of(f"{len(problems)} rows cannot be used:", problems))
-    numbers = drawn(len(records), max_rows, data.seed if data.shuffle else None)
+        raise DataError(first_lines(f"{len(problems)} rows cannot be used:", problems))
+    numbers = draw_rows(len(records), max_rows, data.seed if data.shuffle else None)
     return rows_of([records[number] for number in numbers], ", ".join(as_list(files)), numbers, keys=keys_of(data))
 
 
@@ -120,7 +120,7 @@ def encode_demonstrations(
         tools = json.dumps(row.extra_info.get(_TOOLS) or [])
         try:
             sizes = [encoder.bounded_size(size) for size in rows.image_sizes(position)] if num_images else []
-            prompt, num_rows, num_tokens = encoder.expanded([row.prompt], [sizes], json.loads(tools))[0]
+            prompt, num_rows, num_tokens = encoder.expand([row.prompt], [sizes], json.loads(tools))[0]
             tokens, mask = writer(tools).response(with_parts(row.prompt, num_images), row.extra_info[_TURNS])
         except DataError as error:
             problems.append(f"{rows.origin(position)}: {error}")
@@ -138,10 +138,10 @@ def encode_demonstrations(
         counts.append((num_images, num_rows, num_tokens))
         row_index.append(position)
     if problems:
-        raise DataError(first_of(f"{len(problems)} rows cannot be used:", problems))
+        raise DataError(first_lines(f"{len(problems)} rows cannot be used:", problems))
     if overlong and not (filter_overlong or truncation == "right"):
         raise DataError(
-            first_of(
+            first_lines(
                 f"{len(overlong)} of {len(rows)} rows are longer than data.max_prompt_length + max_response_length = "
                 f"{max_length} tokens. Set data.max_length={max(length for _, length in overlong)}, "
                 "data.filter_overlong_prompts=True, or data.truncation=right.",
@@ -153,7 +153,7 @@ def encode_demonstrations(
     of_images = np.ascontiguousarray(np.asarray(counts, dtype=np.int64).T)
     seeing: dict[str, Any] = {}
     if of_images.any():
-        seeing = {"counts": of_images, "pictures": rows.select(row_index).pictures(), "encoder": encoder}
+        seeing = {"counts": of_images, "stored_images": rows.select(row_index).stored_images(), "encoder": encoder}
         seeing["placeholder"] = encoder.processor.image_token_id
     return PromptStore(
         np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]), np.asarray(row_index), len(overlong), **seeing,
@@ -165,7 +165,7 @@ def _tried(rows: Rows, encoder: ChatEncoder) -> Iterator[tuple[Any, int]]:
     """Yield each row with its number of images, after the template has rendered its chunk within bounds."""
     numbers = rows.num_images.tolist()
     if any(numbers):
-        encoder.can_see()
+        encoder.check_images_supported()
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = [rows[position] for position in range(start, min(start + _CHUNK_ROWS, len(rows)))]
         of_chunk = numbers[start : start + _CHUNK_ROWS]
@@ -184,7 +184,7 @@ class _TurnWriter:
 
     def __init__(self, encoder: ChatEncoder, tools: list[dict[str, Any]]) -> None:
         self._encoder, self._tools = encoder, tools
-        self._seam = Seam(encoder, tools, (tools and detect_format(encoder, tools)) or NO_CALLS)
+        self._turn_delta = TurnDelta(encoder, tools, (tools and detect_format(encoder, tools)) or NO_CALLS)
         self._added = encoder.tokenizer.added_tokens_decoder
 
     def response(self, prompt: list[Message], turns: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
@@ -196,7 +196,7 @@ class _TurnWriter:
                 between.append(message)
                 continue
             if tokens:
-                context = self._seam.context(tokens[-1], _calls(history[-1]), between)
+                context = self._turn_delta.context(tokens[-1], _calls(history[-1]), between)
                 tokens += context
                 mask += [False] * len(context)
             elif between:
@@ -211,8 +211,8 @@ class _TurnWriter:
 
     def _turn(self, history: list[Message], message: Message) -> list[int]:
         """Return the token ids that the policy would sample to say ``message``, with the token that ends a turn."""
-        opened = self._encoder.written(history, tools=self._tools)
-        whole = self._encoder.written([*history, message], answered=True, tools=self._tools)
+        opened = self._encoder.render(history, tools=self._tools)
+        whole = self._encoder.render([*history, message], answered=True, tools=self._tools)
         if not whole.startswith(opened):
             raise DataError(
                 "the chat template writes an assistant turn differently than it opens one, so its tokens cannot be "
@@ -222,7 +222,7 @@ class _TurnWriter:
         text, tail = whole[len(opened) :], self._tail(opened)
         with_tail, before = self._ids(tail + text), self._ids(tail)
         ids = with_tail[len(before) :] if with_tail[: len(before)] == before else self._ids(text)
-        ends = [place for place, token in enumerate(ids) if token in self._seam.stop_token_ids]
+        ends = [place for place, token in enumerate(ids) if token in self._turn_delta.stop_token_ids]
         return ids[: ends[-1] + 1] if ends else [*ids, self._encoder.tokenizer.eos_token_id]
 
     def _tail(self, text: str) -> str:

@@ -10,7 +10,7 @@ from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.turns.calls import FORMATS, Call, CallFormat
 from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.formats.own import own_format
-from rltrain.data.turns.seam import ASK, shared
+from rltrain.data.turns.turn_delta import ASK, shared
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.format"
 
@@ -23,10 +23,10 @@ def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
         return own_format(_KEY, name, encoder.tools)
     call_format = detect_format(encoder, encoder.tools) if name == "auto" else FORMATS.get(name)
     if call_format is None:
-        why = "the chat template writes calls in none" if name == "auto" else "there is none of this name"
+        why = "the chat template writes calls in no known format" if name == "auto" else "no format has this name"
         raise ConfigError(
-            f"{_KEY}={name}: of the formats that are known {why}. They are {', '.join(FORMATS)}, or a function of your "
-            "own: FILE.py:NAME; a template that knows tools is given by actor_rollout_ref.model.custom_chat_template."
+            f"{_KEY}={name}: {why}. Known formats are {', '.join(FORMATS)}, or a function of your "
+            "own: FILE.py:NAME. A template with tools can be set by actor_rollout_ref.model.custom_chat_template."
         )
     return call_format
 
@@ -46,10 +46,10 @@ def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> Ca
             "tool_calls": [{"id": identity, "type": "function", "function": function}],
         }
         try:
-            before = encoder.written([ASK], tools=schemas)
-            bare = encoder.written([ASK], answered=True, tools=schemas)
-            text = encoder.written([ASK, turn], answered=True, tools=schemas)
-            answer = encoder.written([ASK, {"role": "assistant", "content": "Yes."}], answered=True, tools=schemas)
+            before = encoder.render([ASK], tools=schemas)
+            bare = encoder.render([ASK], answered=True, tools=schemas)
+            text = encoder.render([ASK, turn], answered=True, tools=schemas)
+            answer = encoder.render([ASK, {"role": "assistant", "content": "Yes."}], answered=True, tools=schemas)
         except DataError:
             continue
         for start in (shared(before, text), shared(bare, text)):

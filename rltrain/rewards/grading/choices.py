@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
 
 from rltrain.rewards.grading.answers import boxed_and_marked, closing_sentence
-from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.equivalence import equal
 from rltrain.rewards.grading.latex import undressed
 
 LETTERS = ascii_uppercase[:10]
@@ -105,14 +105,14 @@ def _letters(stated: str) -> str | None:
     text = _LEAD.sub("", _INSTEAD.sub("", text), count=1)
     if _RUN.fullmatch(text.rstrip(".")):
         return "".join(dict.fromkeys(text.replace(" ", "").rstrip(".")))
-    said = _SAID.split(text)[-1]
-    for beginning in (text, said) if said != text else (text,):
+    remainder = _SAID.split(text)[-1]
+    for beginning in (text, remainder) if remainder != text else (text,):
         if (named := _begins(beginning)) is not None:
             return named
     if _NOT.search(text):
         return None
-    found = {next(filter(None, match.groups())) for match in _NAMED.finditer(text)}
-    return None if not found else found.pop() if len(found) == 1 and not _BESIDE.search(text) else ""
+    letters = {next(filter(None, match.groups())) for match in _NAMED.finditer(text)}
+    return None if not letters else letters.pop() if len(letters) == 1 and not _BESIDE.search(text) else ""
 
 
 def _begins(text: str) -> str | None:
@@ -152,8 +152,8 @@ def _is_label(letter: str, rest: str, is_further: bool) -> bool:
 
 def _place(stated: str, texts: Sequence[str]) -> int | None:
     """Return the index of the choice that a text, or its part after "is", names; None if it names none or several."""
-    verdict = _YES_OR_NO.match(stated)  # "No, it is not."
-    tries = [stated, _SAID.split(stated)[-1], *([verdict[0]] if verdict else [])]
+    yes_or_no = _YES_OR_NO.match(stated)  # "No, it is not."
+    tries = [stated, _SAID.split(stated)[-1], *([yes_or_no[0]] if yes_or_no else [])]
     return next((place for text in tries if (place := _same(text, texts)) is not None), None)
 
 

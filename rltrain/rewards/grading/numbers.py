@@ -36,8 +36,8 @@ def same_number(one: Value, other: Value) -> bool:
 
 def near(one: Value, other: Value, tolerance: Fraction) -> bool:
     """Return True if two real values agree to a relative tolerance; False if ``other`` is an integer."""
-    whole = other.denominator == 1 if isinstance(other, Fraction) else same_number(other, digits().nint(other))
-    if not tolerance or whole:
+    is_integer = other.denominator == 1 if isinstance(other, Fraction) else same_number(other, digits().nint(other))
+    if not tolerance or is_integer:
         return False
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return abs(one - other) <= tolerance * abs(other)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rltrain.rewards.grading.ladder import MAX_CHARS
+from rltrain.rewards.grading.equivalence import MAX_CHARS
 from rltrain.rewards.grading.latex import last_boxed
 
 # A list as text; "[2,3]" may be an interval.

@@ -30,7 +30,7 @@ class ReplyCache:
             self._rows.execute("CREATE TABLE IF NOT EXISTS replies (asked TEXT PRIMARY KEY, reply TEXT NOT NULL)")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
-                f"reward.judge.cache={file}: {error}. Name a file that is not there yet, or one that a run has made."
+                f"reward.judge.cache={file}: {error}. Name a new file, or one that a run has created."
             ) from None
 
     def get(self, request: dict[str, Any]) -> str | None:

@@ -52,7 +52,7 @@ class Question:
     """Contents of the image files."""
 
 
-Ask = Callable[[], Question]
+QuestionMaker = Callable[[], Question]
 """Creates a question on demand, because its images are read from files."""
 
 
@@ -73,11 +73,11 @@ class Template:
             names = meta.find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(text)
         except TemplateError as error:
-            raise ConfigError(f"{self._key}: {error}. It is read as a Jinja template.") from None
+            raise ConfigError(f"{self._key}: {error}. It must be a Jinja template.") from None
         if unknown := sorted(names - set(NAMES)):
-            raise ConfigError(f"{self._key}: knows no {{{{ {unknown[0]} }}}}; there are {', '.join(NAMES)}.")
+            raise ConfigError(f"{self._key}: {{{{ {unknown[0]} }}}} is unknown; the names are {', '.join(NAMES)}.")
         if "answer" not in names:
-            raise ConfigError(f"{self._key}: shows the judge no answer. Write {{{{ answer }}}} where it belongs.")
+            raise ConfigError(f"{self._key}: does not contain the answer. Write {{{{ answer }}}} into it.")
 
     def filled(self, question: str, answer: str, truth: Any, source: str, extra_info: dict[str, Any]) -> str:
         """Return the text of a prompt. Raises RewardError if the template cannot be filled in with this row."""

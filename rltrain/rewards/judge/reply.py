@@ -31,7 +31,7 @@ class Reply:
     """Details for an error message if the text is empty."""
     is_cut: bool = False
     """True if the reply ended at a token limit, so that its last word need not be the verdict."""
-    unasked: str = ""
+    no_prompt: str = ""
     """The reason why the judge could not be asked; "" if it was asked."""
 
 
@@ -86,7 +86,7 @@ def _matched(pattern: re.Pattern[str], reply: str) -> float:
         raise Unreadable(f"reward.judge.parse={pattern.pattern} is not found in {_end(reply)}")
     text = next((group for group in match.groups() if group is not None), match[0])
     if (score := _value(text)) is None:
-        raise Unreadable(f"reward.judge.parse={pattern.pattern} finds {text[:_SHOWN_CHARS]!r}, no number, yes or no")
+        raise Unreadable(f"reward.judge.parse={pattern.pattern} finds {text[:_SHOWN_CHARS]!r}, not a number, yes or no")
     return score
 
 

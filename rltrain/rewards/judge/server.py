@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections import Counter
 from typing import Any
 
 import httpx
 
-from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.clock import SYSTEM, Backoff, Clock
 from rltrain.common.env import first_set
 from rltrain.common.errors import ConfigError, storable
 from rltrain.config.schema.judge import JudgeConfig
-from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, too_long
+from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, wait_problem
 from rltrain.rewards.judge.reply import Reply
 
 # Attempts per request, not counting attempts after which the server named a time to wait.
 TRIES = 6
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_BACKOFF = Backoff(0.5, 30.0, jitter=0.25)
 _SHOWN_BYTES = 500
 # Shorter keys are not treated as secrets.
 _SECRET_CHARS = 8
@@ -32,7 +31,7 @@ _SECRET_CHARS = 8
 JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "seconds")
 
 
-class Unanswered(Exception):
+class JudgeUnavailable(Exception):
     """No reply, and a retry would not give one now; the text is the reason."""
 
     def __init__(self, sentence: str, is_refused: bool) -> None:
@@ -48,8 +47,8 @@ def api_key(judge: JudgeConfig) -> str:
     key = first_set(judge.api_key_env).strip() if judge.api_key_env else ""
     if judge.api_key_env and not key:
         raise ConfigError(
-            f"reward.judge.api_key_env={judge.api_key_env}: this environment variable is not set. Set it where the "
-            "run is started."
+            f"reward.judge.api_key_env={judge.api_key_env}: this environment variable is not set. Set it in the "
+            "environment that starts the run."
         )
     if not (key.isascii() and key.isprintable()):  # errors of the connection would quote it
         raise ConfigError(f"reward.judge.api_key_env={judge.api_key_env}: its value has characters that no key has.")
@@ -77,33 +76,31 @@ class JudgeServer:
         return {**self._judge.request, "model": self._judge.model, "messages": messages}
 
     async def reply(self, request: dict[str, Any], counts: Counter[str]) -> Reply:
-        """Return the reply to ``request``. Adds calls, retries, tokens, seconds to ``counts``. Raises `Unanswered`."""
+        """Return the reply to ``request``. Adds calls, retries, tokens, seconds to counts. Raises JudgeUnavailable."""
         body, failures = json.dumps(request).encode(), 0
         while True:
-            status, after_s, trouble, reply = await self._once(body, counts)
+            status, after_s, problem, reply = await self._send(body, counts)
             if reply is not None:
                 return reply
             if status and status not in TRY_AGAIN:
-                raise Unanswered(trouble, is_refused=400 <= status < 500)
+                raise JudgeUnavailable(problem, is_refused=400 <= status < 500)
             failures += not after_s
             if failures >= TRIES:
-                raise Unanswered(f"{trouble} ({failures} times)", is_refused=False)
-            # Jitter, so that requests that failed together are not retried together.
-            pause_s = min(_FIRST_PAUSE_S * 2 ** max(failures - 1, 0), _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
-            await self._clock.pause(max(pause_s, after_s))
+                raise JudgeUnavailable(f"{problem} ({failures} times)", is_refused=False)
+            await self._clock.pause(max(_BACKOFF.pause_s(failures), after_s))
             counts["retries"] += 1
 
     async def models(self) -> list[str]:
-        """Return the names of the models that the server offers. Raises `Unanswered`."""
+        """Return the names of the models that the server offers. Raises `JudgeUnavailable`."""
         try:
             response, body = await self._fetch("models")
             if response.status_code != httpx.codes.OK:
-                raise Unanswered(self.plain(f"HTTP {response.status_code} {_shown(body)}"), is_refused=True)
+                raise JudgeUnavailable(self.plain(f"HTTP {response.status_code} {_shown(body)}"), is_refused=True)
             return [str(model["id"]) for model in json.loads(body)["data"]]
         except (httpx.TransportError, asyncio.TimeoutError) as error:
-            raise Unanswered(self.plain(f"{type(error).__name__} {error}".strip()), is_refused=False) from None
+            raise JudgeUnavailable(self.plain(f"{type(error).__name__} {error}".strip()), is_refused=False) from None
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise Unanswered("its reply is no list of models", is_refused=True) from None
+            raise JudgeUnavailable("its reply is not a list of models", is_refused=True) from None
 
     def plain(self, text: str) -> str:
         """Return a text without the key."""
@@ -112,11 +109,11 @@ class JudgeServer:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _once(self, body: bytes, counts: Counter[str]) -> tuple[int, float, str, Reply | None]:
+    async def _send(self, body: bytes, counts: Counter[str]) -> tuple[int, float, str, Reply | None]:
         """Send one request. Return the status (0: none), the seconds that the server asks to wait, an error text, the
         reply."""
         async with self._free:
-            await self._turn()
+            await self._wait_for_turn()
             started = self._clock.monotonic()
             counts["calls"] += 1
             try:
@@ -130,8 +127,8 @@ class JudgeServer:
             status = response.status_code
             if status != httpx.codes.OK:
                 after_s = retry_after_s(response.headers.get("Retry-After", "")) if status in TRY_AGAIN else 0.0
-                if late := too_long(after_s, self._judge.deadline_s):
-                    raise Unanswered(self.plain(f"HTTP {status}: {late}"), is_refused=False)
+                if late := wait_problem(after_s, self._judge.deadline_s):
+                    raise JudgeUnavailable(self.plain(f"HTTP {status}: {late}"), is_refused=False)
                 # The server sent this to one request but means all.
                 self._open = max(self._open, self._clock.monotonic() + after_s)
                 return status, max(after_s, 0.0), self.plain(f"HTTP {status} {_shown(content)}"), None
@@ -141,13 +138,13 @@ class JudgeServer:
 
     async def _fetch(self, path: str, body: bytes | None = None) -> tuple[httpx.Response, bytes]:
         """Fetch a response and its content, with the key masked in it. Raises TimeoutError, TransportError."""
-        asked = fetch(self._client, f"{str(self._judge.url).rstrip('/')}/{path}", body)
-        response, content = await self._clock.within(asked, self._judge.timeout_s)
+        response_of = fetch(self._client, f"{str(self._judge.url).rstrip('/')}/{path}", body)
+        response, content = await self._clock.within(response_of, self._judge.timeout_s)
         # A dummy key such as "none", for servers without keys, may be part of a verdict.
         is_secret = len(self._key) >= _SECRET_CHARS
         return response, content.replace(self._key.encode(), b"***") if is_secret else content
 
-    async def _turn(self) -> None:
+    async def _wait_for_turn(self) -> None:
         """Wait until one more request may begin."""
         async with self._turns:  # serialized, because a request that is cancelled while it waits must not use up a turn
             begin = max(self._clock.monotonic(), self._next)
@@ -165,7 +162,7 @@ def _read(content: bytes) -> tuple[Reply, int]:
         choice = returned["choices"][0]
         text = choice["message"].get("content")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        return Reply("", f"no reply of a chat: {_shown(content)}"), 0
+        return Reply("", f"not a chat completion: {_shown(content)}"), 0
     usage = returned.get("usage")
     tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
     about = f"no text, and finish_reason={choice.get('finish_reason')!r}"

@@ -1,7 +1,7 @@
 """The processes that score, as Ray actors.
 
 Ray describes the end of a process in many lines about Ray. A user needs to know which process on which node ended,
-during which phase, and which command to type (`RewardWorkers.errors`, `RewardWorkers.silent`).
+during which phase, and which command to type (`RewardWorkers.errors`, `RewardWorkers.unresponsive`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RewardWorkers:
         ]
         self._numbers = {worker._actor_id.hex(): number for number, worker in enumerate(self.workers)}
         # Requested now, because a dead worker cannot report its process id.
-        self._who = [worker.who.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
+        self._identities = [worker.identity.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
 
     def count_tokens(self, counts: Counter[str]) -> None:
         """Raise RewardError if the judge has exceeded its token limit."""
@@ -96,7 +96,7 @@ class RewardWorkers:
         if most is not None and self._tokens_used > most:
             raise RewardError(
                 f"the judge has used {self._tokens_used:,} tokens since this start of the run, and "
-                f"reward.judge.max_tokens_total={most} allows no more. Raise it, and run the same command to go on "
+                f"reward.judge.max_tokens_total={most} is the limit. Raise it, and run the same command to continue "
                 "from the last checkpoint."
             )
 
@@ -109,10 +109,10 @@ class RewardWorkers:
         """The workers, each repeated by its number of concurrent calls."""
         return [worker for worker in self.workers for _ in range(self._lanes)]
 
-    def give_up(self, batch: int) -> None:
+    def cancel_judging(self, batch: int) -> None:
         """Let all workers stop waiting for the judge of a batch."""
         for worker in self.workers:
-            worker.give_up.options(concurrency_group=_CONTROL).remote(batch)
+            worker.cancel_judging.options(concurrency_group=_CONTROL).remote(batch)
 
     @contextmanager
     def errors(self, phase: str, busy: Sequence[int]) -> Iterator[None]:
@@ -122,21 +122,21 @@ class RewardWorkers:
         try:
             yield
         except RayTaskError as error:
-            where = self._place(busy if len(busy) == 1 else [], phase)
+            where = self._describe(busy if len(busy) == 1 else [], phase)
             if isinstance(error.cause, RewardError | JudgeError):
                 raise type(error.cause)(str(error.cause)) from None
             if isinstance(error.cause, ObjectLostError):
-                sentence = f"{where}: the answers to score are gone with the worker that wrote them. {AGAIN}"
+                sentence = f"{where}: the responses to score were lost with the worker that generated them. {AGAIN}"
                 raise WorkerLost(sentence) from error
             raise WorkerError(f"{where}: {error}") from error
         except RayError as error:
             number = self._numbers.get(getattr(error, "actor_id", None) or "")
-            where = self._place(busy if number is None else [number], phase)
+            where = self._describe(busy if number is None else [number], phase)
             if isinstance(error, RayActorError) and error._actor_init_failed:
                 raise WorkerError(f"{where}: {error}") from error
             raise WorkerLost(f"{where}: {self.watch.gone(error)}") from error
 
-    def silent(self, phase: str, late: Sequence[int], seconds: float, limit: str) -> WorkerLost:
+    def unresponsive(self, phase: str, late: Sequence[int], seconds: float, limit: str) -> WorkerLost:
         """Return an error for late workers and kill the workers that do not even return their stacks.
 
         The error names the unresponsive workers, or all late workers if every one responds.
@@ -144,21 +144,21 @@ class RewardWorkers:
         import ray
 
         stacks = self._stacks()
-        silent = [number for number in late if not stacks[number]]
-        place, stacks_file = self._place(silent or late, phase), self.watch.hung()
-        for number in silent:
+        unresponsive = [number for number in late if not stacks[number]]
+        place, stacks_file = self._describe(unresponsive or late, phase), self.watch.hung()
+        for number in unresponsive:
             # SIGKILL, because Ray asks a process to end itself, and a stopped process ignores that.
             with suppress(ray.exceptions.RayError, ProcessLookupError, PermissionError):
-                pid, node = ray.get(self._who[number], timeout=0)
+                pid, node = ray.get(self._identities[number], timeout=0)
                 if node == socket.gethostname():
                     os.kill(pid, signal.SIGKILL)
-        state = "and not answering: stopped, or its node is gone" if silent else "though answering"
+        state = "no reply: stopped, or its node is gone" if unresponsive else "but it replies"
         return WorkerLost(f"{place}: not done after {seconds:.0f} s ({state}; {limit}).{stacks_file} {AGAIN}")
 
     def stacks(self) -> dict[str, str]:
         """Return the stacks of the workers and their processes."""
-        silent = "does not answer: stopped, or its node is gone\n"
-        return {f"reward worker {number}": stack or silent for number, stack in enumerate(self._stacks())}
+        no_reply = "no reply: stopped, or its node is gone\n"
+        return {f"reward worker {number}": stack or no_reply for number, stack in enumerate(self._stacks())}
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
@@ -173,16 +173,16 @@ class RewardWorkers:
             ray.kill(worker)
         self.workers.clear()
 
-    def _place(self, numbers: Sequence[int], phase: str) -> str:
+    def _describe(self, numbers: Sequence[int], phase: str) -> str:
         """Return a description of the workers: role, numbers, processes, nodes and phase."""
         import ray
 
-        ready, _ = ray.wait(self._who, num_returns=len(self._who), timeout=0)
+        ready, _ = ray.wait(self._identities, num_returns=len(self._identities), timeout=0)
         names = []
         for number in numbers[:_NAMED]:
             pid, node = "?", "?"
             with suppress(ray.exceptions.RayError):
-                pid, node = ray.get(self._who[number]) if self._who[number] in ready else (pid, node)
+                pid, node = ray.get(self._identities[number]) if self._identities[number] in ready else (pid, node)
             names.append(f"reward worker {number} of {len(self.workers)} (pid {pid} on {node})")
         remainder = f" and {len(numbers) - len(names)} more" if len(numbers) > len(names) else ""
         return f"{', '.join(names) or 'a reward worker'}{remainder}, in {phase}"

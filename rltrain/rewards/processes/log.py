@@ -22,12 +22,12 @@ class PrintLog:
     def __init__(self, file: Path | None = None, max_bytes: int = 32 << 20) -> None:
         self._file, self._max_bytes = file, max_bytes
 
-    def printed(self, who: str, text: str) -> None:
+    def append(self, source: str, text: str) -> None:
         """Append the output of user code with time and source."""
         if self._file is None or not text:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = "".join(f"{stamp} {who}: {plain(line)}\n" for line in text.splitlines())
+        lines = "".join(f"{stamp} {source}: {plain(line)}\n" for line in text.splitlines())
         with suppress(OSError):  # a full disk is reported by the checkpoints
             if self._file.exists() and self._file.stat().st_size + len(lines) > self._max_bytes:
                 self._file.replace(self._file.with_suffix(f".1{self._file.suffix}"))
@@ -43,15 +43,15 @@ class RewardLog(PrintLog):
 
     def __init__(self, file: Path | None = None) -> None:
         super().__init__(file)
-        self._seen: set[tuple[str, str, str]] = set()
+        self._logged_kinds: set[tuple[str, str, str]] = set()
 
     def failures(self, scores: Iterable[Any]) -> None:
         """Log the first failure of each kind. A kind is a data source, status and exception."""
         for score in scores:
             kind = (score.call[0], score.status, score.kind) if score.call else ("", score.status, score.kind)
-            if score.status != "ok" and kind not in self._seen:
-                self._seen.add(kind)
-                first = "the first time in this way; reward/error_rate counts all"
-                text = f"an answer could not be scored ({first}): {score.report()}"
+            if score.status != "ok" and kind not in self._logged_kinds:
+                self._logged_kinds.add(kind)
+                first = "first failure of this kind; reward/error_rate counts all"
+                text = f"a response could not be scored ({first}): {score.report()}"
                 logger.warning("%s", text)
-                self.printed("driver", text)
+                self.append("driver", text)

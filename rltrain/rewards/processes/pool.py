@@ -31,20 +31,20 @@ class RewardPool(RewardWorkers):
         """
         # On every worker, because a package or the reward file may be missing on a single node.
         calls = [worker.score_truths.remote(split, rows if rows is None else list(rows)) for worker in self.workers]
-        results = self._tried(calls)
+        results = self._wait(calls)
         for _, (worker, printed) in results:
-            self.log.printed(worker, printed)
+            self.log.append(worker, printed)
         # All workers score the same rows; the scores of one are enough.
         scores, custom, judge = results[0][0], custom_reward(self._cfg), self.reward.judge
         if custom and not judge.url and scores and all(score.status in ("crashed", "rejected") for score in scores):
             raise RewardError(
-                f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on: the ground "
-                f"truth of each data source, alone and in the usual forms. The first:\n{scores[0].report()}\n"
-                f"Try it by hand: python -m rltrain.rewards.try {custom.path} DATA.parquet"
+                f"{custom.name!r} in {custom.path!r} returns no number for any trial response: the ground "
+                f"truth of each data source, alone and in the usual forms. The first failure:\n{scores[0].report()}\n"
+                f"Try it: python -m rltrain.rewards.try {custom.path} DATA.parquet"
             )
         self.log.failures(scores)
         if judge.url:
-            for counts in self._tried([worker.take_counts.remote() for worker in self.workers]):
+            for counts in self._wait([worker.take_counts.remote() for worker in self.workers]):
                 self.count_tokens(counts)
         return scores
 
@@ -53,7 +53,7 @@ class RewardPool(RewardWorkers):
         self._batches += 1
         return Scoring(self, self._batches, split, total)
 
-    def _tried(self, calls: list[Any]) -> list[Any]:
+    def _wait(self, calls: list[Any]) -> list[Any]:
         import ray
 
         watch, late, started = self.watch, list(range(len(calls))), time.monotonic()
@@ -68,5 +68,5 @@ class RewardPool(RewardWorkers):
                 continue
             watch.check()
             if (seconds := time.monotonic() - started) > watch.trial_s:
-                raise self.silent(phase, late, seconds, "the deadline of a first call")
+                raise self.unresponsive(phase, late, seconds, "the deadline of a first call")
         return ray.get(calls)

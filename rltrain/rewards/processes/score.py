@@ -12,9 +12,9 @@ ScorerCall = tuple[str, str, Any, dict[str, Any]]
 
 MAX_ERROR_CHARS = 4000
 # The kinds of failures of a judge, and of responses whose prompt for the judge cannot be created.
-JUDGE, UNASKED = "judge", "unasked"
+JUDGE, NO_PROMPT = "judge", "no prompt"
 # The norm of the gradients sums squares in float32.
-MOST = 1e15
+MAX_ABS = 1e15
 _MAX_EXTRAS = 64
 _MAX_TEXT_CHARS = 256
 _SHOWN_CHARS = 400
@@ -35,7 +35,7 @@ class Score:
     kind: str = ""
     call: tuple[str, str, str] | None = None
 
-    def about(self, call: ScorerCall) -> "Score":
+    def with_call(self, call: ScorerCall) -> "Score":
         """Return the score, with its call if it is a failure."""
         if self.status == "ok":
             return self
@@ -51,7 +51,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingScore:
     """A response that waits for a judge on the run's devices."""
 
     rule: Score | None
@@ -62,7 +62,7 @@ class Asked:
     """Characters of the prompt."""
 
 
-def read_returned(returned: Any) -> tuple[float, dict[str, float | str]]:
+def parse_result(returned: Any) -> tuple[float, dict[str, float | str]]:
     """Convert a reward function's result to score and extras. Raises ValueError unless the score is a finite number."""
     if not isinstance(returned, dict):
         return _finite(returned, "the reward function returned"), {}
@@ -84,17 +84,19 @@ def _text(value: str | bytes) -> str:
     return storable(text[:_MAX_TEXT_CHARS]).replace("\0", "\ufffd")
 
 
-def _finite(value: Any, what: str) -> float:
+def _finite(value: Any, subject: str) -> float:
     number = value
     # Uses ndim, because the process that scores does not import NumPy or torch by itself.
     if not isinstance(value, (bool, int, float)) and getattr(value, "ndim", None) == 0:  # NumPy and torch scalars
         number = value.item()
     if not isinstance(number, (bool, int, float)):
-        raise ValueError(f"{what} {type(value).__name__} {value!r:.200}; it must be one number, or a dict with 'score'")
+        raise ValueError(
+            f"{subject} {type(value).__name__} {value!r:.200}; it must be one number or a dict with 'score'"
+        )
     # A Python int is unbounded: it is compared as an int, because beyond 308 digits it cannot become a float.
     if isinstance(number, float) and not math.isfinite(number):
-        raise ValueError(f"{what} {number}; it must be finite")
-    if abs(number) > MOST:
+        raise ValueError(f"{subject} {number}; it must be finite")
+    if abs(number) > MAX_ABS:
         text = f"{number:.4g}" if isinstance(number, float) else f"an int of {number.bit_length()} bits"
-        raise ValueError(f"{what} {text}; beyond ±{MOST:g} a loss is not finite any more. Scale the rewards down")
+        raise ValueError(f"{subject} {text}; it must be within ±{MAX_ABS:g}, for a finite loss. Scale the rewards down")
     return float(number)

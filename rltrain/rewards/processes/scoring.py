@@ -19,7 +19,7 @@ from rltrain.common.columns import names as c
 from rltrain.common.errors import JudgeError, RewardError
 from rltrain.rewards.processes.actors import RewardWorkers
 from rltrain.rewards.processes.columns import Columns, columns_of
-from rltrain.rewards.processes.score import JUDGE, UNASKED, Asked, Score
+from rltrain.rewards.processes.score import JUDGE, NO_PROMPT, PendingScore, Score
 from rltrain.runtime.samples import Samples, StoredRows
 
 # Small calls let an idle worker take over from a slow one; each call costs a round trip through Ray.
@@ -40,7 +40,7 @@ class _Call:
     rows: NDArray[np.int64]
     positions: NDArray[np.int64]
     """Indices into the list."""
-    scores: dict[int, Score | Asked] = field(default_factory=dict)
+    scores: dict[int, Score | PendingScore] = field(default_factory=dict)
     """Scores by index within the call; empty before the call returns."""
     messages: Any = None
     """Reference of a list of prompts for a judge on the devices."""
@@ -52,7 +52,7 @@ class Scoring:
     """Responses in the pool, dealt out to workers as they become free.
 
     ``seconds`` is the scoring time so far, summed over all workers; ``judged`` counts a judge's costs. With a judge on
-    the run's devices, `messages` returns its prompts, `hear` takes its replies, and `collect` comes last.
+    the run's devices, `messages` returns its prompts, `add_replies` takes its replies, and `collect` comes last.
     """
 
     def __init__(self, pool: RewardWorkers, batch: int, split: str, total: int) -> None:
@@ -89,16 +89,16 @@ class Scoring:
         number = len(self._submitted)
         self._submitted.append((call, places))
         answers = (self._batch, number), self._split, [call.texts], call.rows[places], call.positions[places]
-        self._workers.submit(self._hand_out, (method, *answers, *arguments))
+        self._workers.submit(self._dispatch, (method, *answers, *arguments))
 
-    def _hand_out(self, worker: Any, call: tuple[Any, ...]) -> Any:
+    def _dispatch(self, worker: Any, call: tuple[Any, ...]) -> Any:
         method, (_, number), _, _, rows, *_ = call
         if self._is_over:
-            return self._unjudged(number, len(rows))
+            return self._timed_out(number, len(rows))
         self._busy[number] = self._pool.workers.index(worker)
         return getattr(worker, method).remote(*call[1:])
 
-    def _unjudged(self, number: int, count: int) -> Any:
+    def _timed_out(self, number: int, count: int) -> Any:
         """Return the result of a worker whose wait for the judge timed out."""
         import ray
 
@@ -121,23 +121,23 @@ class Scoring:
         self._finish()
         first, lengths, parts = 0, list[int](), list[StoredRows]()
         for call in self._calls:
-            asked = []
+            pending = []
             for place, score in list(call.scores.items()):
-                if isinstance(score, Asked) and wanted[first + place]:
-                    asked.append(score)
-                elif isinstance(score, Asked):
+                if isinstance(score, PendingScore) and wanted[first + place]:
+                    pending.append(score)
+                elif isinstance(score, PendingScore):
                     call.scores[place] = Score(0.0, "ok")
             first += len(call.scores)
-            if asked:
-                ids, rows = len(lengths) + np.arange(len(asked)), np.array([one.message for one in asked])
+            if pending:
+                ids, rows = len(lengths) + np.arange(len(pending)), np.array([score.message for score in pending])
                 parts.append(StoredRows(call.messages, (c.JUDGE_MESSAGE,), ids, rows, call.node))
-                lengths += [one.length for one in asked]
+                lengths += [score.length for score in pending]
         samples = Samples(len(lengths))
         samples.update({c.MESSAGE_LENGTH: np.array(lengths, dtype=np.int64)})
         samples.attach(parts)
         return samples
 
-    def hear(self, replies: Samples, costs: Counter[str], *, again: bool) -> None:
+    def add_replies(self, replies: Samples, costs: Counter[str], *, again: bool) -> None:
         """Parse the judge's replies, column ``judge_reply`` of the samples from `messages`. Waits for the scores.
 
         costs: of these replies, by `JUDGE_COUNTS`. again: include responses with an unreadable reply in the next
@@ -146,13 +146,13 @@ class Scoring:
         self.judged.update(costs)
         first = 0
         for call in self._calls:
-            asked = {place: score for place, score in call.scores.items() if isinstance(score, Asked)}
-            if asked:
-                request = replies.request(first + np.arange(len(asked)), [c.JUDGE_REPLY])
+            pending = {place: score for place, score in call.scores.items() if isinstance(score, PendingScore)}
+            if pending:
+                request = replies.request(first + np.arange(len(pending)), [c.JUDGE_REPLY])
                 # A `Request` would import torch in the processes that score.
                 parts = [(part.ref, part.ids, part.rows) for part in request.parts]
-                self._submit("read", call, list(asked), list(asked.values()), parts, again)
-                first += len(asked)
+                self._submit("read", call, list(pending), list(pending.values()), parts, again)
+                first += len(pending)
         self._finish()
         self._pool.count_tokens(costs)
 
@@ -169,7 +169,7 @@ class Scoring:
 
     def _finish(self) -> None:
         """Wait for all submitted calls."""
-        started = heard = time.monotonic()
+        started = last_result = time.monotonic()
         # A live worker keeps its deadlines, so silence for longer than a whole call may take is not a slow response.
         watch, per_call, timeout_s = self._pool.watch, self._answers_per_call, self._pool.reward.timeout_s
         judge = self._pool.reward.judge
@@ -180,11 +180,11 @@ class Scoring:
             watch.check()
             self._is_over = time.monotonic() - started > deadline_s
             if self._is_over:  # repeated, because a worker may have reached the judge only now
-                self._pool.give_up(self._batch)
+                self._pool.cancel_judging(self._batch)
             if self._take(min(POLL_S, deadline_s)):
-                heard = time.monotonic()
-            elif (seconds := time.monotonic() - heard) > more_s + per_call * timeout_s:
-                raise self._pool.silent(_PHASE, sorted({*self._busy.values()}), seconds, limit)
+                last_result = time.monotonic()
+            elif (seconds := time.monotonic() - last_result) > more_s + per_call * timeout_s:
+                raise self._pool.unresponsive(_PHASE, sorted({*self._busy.values()}), seconds, limit)
 
     def _take(self, wait_s: float) -> bool:
         if not self._workers.has_next():
@@ -203,10 +203,10 @@ class Scoring:
             call.messages, call.node = messages, self._pool.node_of(number_of_worker)
         self.seconds += seconds
         self.judged.update(judged)
-        self._pool.log.printed(worker, printed)
-        ended = [score for score in scores if isinstance(score, Score)]
-        self._pool.log.failures(ended)
-        self._failures += [score for score in ended if score.status != "ok"]
+        self._pool.log.append(worker, printed)
+        final = [score for score in scores if isinstance(score, Score)]
+        self._pool.log.failures(final)
+        self._failures += [score for score in final if score.status != "ok"]
         # Relative to all responses of the batch, not to the scored ones, so that a few early failures do not end the
         # run.
         if 2 * len(self._failures) > self._total:
@@ -216,19 +216,19 @@ class Scoring:
 
 
 def _too_many(failures: list[Score], total: int) -> RewardError | JudgeError:
-    by_judge, unasked = ([score for score in failures if score.kind == kind] for kind in (JUDGE, UNASKED))
-    if 2 * (len(by_judge) + len(unasked)) > len(failures):
-        if len(unasked) > len(by_judge):  # a retry could not create these prompts either
-            return RewardError(_failure_report("asking the judge", unasked, total))
+    by_judge, no_prompt = ([score for score in failures if score.kind == kind] for kind in (JUDGE, NO_PROMPT))
+    if 2 * (len(by_judge) + len(no_prompt)) > len(failures):
+        if len(no_prompt) > len(by_judge):  # a retry could not create these prompts either
+            return RewardError(_failure_report("the prompt of the judge", no_prompt, total))
         report = _failure_report("reward.judge", by_judge, total)
-        return JudgeError(f"{report}\nSee to the judge, and run the same command again.")
+        return JudgeError(f"{report}\nRepair the judge, and run the same command again.")
     return RewardError(_failure_report("the reward function", failures, total))
 
 
-def _failure_report(who: str, failures: list[Score], total: int) -> str:
+def _failure_report(subject: str, failures: list[Score], total: int) -> str:
     statuses = [score.status for score in failures]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses)))
     return (
-        f"{who} fails on more than half of a batch (at least {len(failures)} of {total}: {counts}). "
+        f"{subject} fails on more than half of a batch (at least {len(failures)} of {total}: {counts}). "
         f"The first failure:\n{failures[0].report()}"
     )

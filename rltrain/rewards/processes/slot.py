@@ -5,7 +5,7 @@ from typing import Any
 
 from rltrain.common.errors import RewardError
 from rltrain.rewards.custom import CustomReward
-from rltrain.rewards.processes.opener import ScorerOpener
+from rltrain.rewards.processes.load_scorer import ScorerLoader
 from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.scorers.registry import FORMS
 from rltrain.runtime.slots.limits import Limits
@@ -29,7 +29,7 @@ class ScoringSlot(Slot):
     ):
         self._custom = custom
         words = ("the reward function", "reward.timeout_s", "reward.memory_limit_mb")
-        service = Service(ScorerOpener(custom), *words, result="score", call="answer", error=RewardError)
+        service = Service(ScorerLoader(custom), *words, result="score", call="answer", error=RewardError)
         super().__init__(service, Limits(timeout_s, memory_limit_mb, allow_code_execution, allow_unsandboxed_code))
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
@@ -65,4 +65,4 @@ class ScoringSlot(Slot):
 def _score_of(outcome: Outcome, call: ScorerCall) -> Score:
     if outcome.status == "ok":
         return Score(float(outcome.value["score"]), "ok", None, outcome.value["extras"])
-    return Score(None, outcome.status, outcome.error, kind=outcome.kind).about(call)
+    return Score(None, outcome.status, outcome.error, kind=outcome.kind).with_call(call)

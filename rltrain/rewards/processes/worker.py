@@ -14,30 +14,30 @@ from rltrain.common.columns.answer import AnswerText
 from rltrain.common.env import adopt
 from rltrain.config.schema import ScoringConfig
 from rltrain.data.rows import Rows
-from rltrain.rewards.custom import TOLD, custom_reward
-from rltrain.rewards.judge.message import Ask
+from rltrain.rewards.custom import DEFAULT_INFO, custom_reward
+from rltrain.rewards.judge.message import QuestionMaker
 from rltrain.rewards.judge.reply import Reply
-from rltrain.rewards.processes.asking import AskingScorer
-from rltrain.rewards.processes.grader import Questions
-from rltrain.rewards.processes.judged import JudgedScorer
-from rltrain.rewards.processes.remote import RemoteScorer
-from rltrain.rewards.processes.score import Asked, Score, ScorerCall, read_returned
+from rltrain.rewards.processes.device_judge import DeviceJudge
+from rltrain.rewards.processes.judging import Questions
+from rltrain.rewards.processes.remote_judge import RemoteJudge
+from rltrain.rewards.processes.remote_scorer import RemoteScorer
+from rltrain.rewards.processes.score import PendingScore, Score, ScorerCall, parse_result
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.runtime.stacks import stacks_here
 
-Scorer = ScoringSlot | RemoteScorer | JudgedScorer | AskingScorer
+Scorer = ScoringSlot | RemoteScorer | RemoteJudge | DeviceJudge
 CallNumber = tuple[int, int]  # (batch, index of the call in the batch)
 # Call number, scores, seconds, a judge's costs, (source, printed output), and a reference of prompts for a judge.
-Scored = tuple[CallNumber, list[Score | Asked], float, Counter[str], tuple[str, str], Any]
+Scored = tuple[CallNumber, list[Score | PendingScore], float, Counter[str], tuple[str, str], Any]
 
 
 def make_scorer(cfg: ScoringConfig, num_sharing: int = 1) -> Scorer:
     """Return this process's scorer by the config. num_sharing: number of such processes in the run."""
     reward = cfg.reward
     if cfg.reward_model.judges:
-        return AskingScorer(cfg)
+        return DeviceJudge(cfg)
     if reward.judge.url is not None:
-        return JudgedScorer(cfg, num_sharing)
+        return RemoteJudge(cfg, num_sharing)
     if reward.url is not None:
         return RemoteScorer(reward.url, reward.timeout_s, reward.url_concurrency, reward.url_headers)
     return rule_scorer(cfg)
@@ -74,18 +74,18 @@ class RewardWorker:
         import ray
 
         started = time.perf_counter()
-        answers = ray.get(texts[0])
-        chosen = [answers[at] for at in positions.tolist()]
-        given = [given_score(answer, is_custom=self._is_custom) for answer in chosen]
-        asked = [
+        texts_here = ray.get(texts[0])
+        answers = [texts_here[place] for place in positions.tolist()]
+        known = [known_score(answer, is_custom=self._is_custom) for answer in answers]
+        unscored = [
             (row, self._call(split, row, answer))
-            for row, answer, score in zip(rows.tolist(), chosen, given, strict=True)
+            for row, answer, score in zip(rows.tolist(), answers, known, strict=True)
             if score is None
         ]
-        scored, messages = self._scored(number[0], split, *zip(*asked, strict=True)) if asked else ([], [])
-        remaining = iter(scored)
-        scores = [score or next(remaining) for score in given]
-        return self._told(number, scores, started, ray.put(messages) if messages else None)
+        computed, messages = self._scored(number[0], split, *zip(*unscored, strict=True)) if unscored else ([], [])
+        remaining = iter(computed)
+        scores = [score or next(remaining) for score in known]
+        return self._result(number, scores, started, ray.put(messages) if messages else None)
 
     def read(
         self,
@@ -94,30 +94,30 @@ class RewardWorker:
         texts: list[Any],
         rows: np.ndarray,
         positions: np.ndarray,
-        asked: list[Asked],
+        pending: list[PendingScore],
         replies: list[tuple[Any, np.ndarray, np.ndarray]],
         again: bool,
     ) -> Scored:
         """Score responses from the replies of a judge on the devices.
 
-        replies: objects by reference, each with indices into ``asked`` and the matching rows of the object. again: see
-        `AskingScorer.read`.
+        replies: objects by reference, each with indices into ``pending`` and the matching rows of the object. again:
+        see `DeviceJudge.read`.
         """
         import ray
 
         started = time.perf_counter()
-        assert isinstance(self._scorer, AskingScorer)
-        answers = ray.get(texts[0])
-        said: dict[int, Reply] = {}
+        assert isinstance(self._scorer, DeviceJudge)
+        texts_here = ray.get(texts[0])
+        by_place: dict[int, Reply] = {}
         for reference, places, rows_there in replies:
-            found = ray.get(reference)
-            said |= {place: found[row] for place, row in zip(places.tolist(), rows_there.tolist(), strict=True)}
+            stored = ray.get(reference)
+            by_place |= {place: stored[row] for place, row in zip(places.tolist(), rows_there.tolist(), strict=True)}
         chosen = zip(rows.tolist(), positions.tolist(), strict=True)
-        calls = [self._call(split, row, answers[at]) for row, at in chosen]
-        scores = self._scorer.read(calls, asked, [said[place] for place in range(len(calls))], again=again)
-        return self._told(number, scores, started, None)
+        calls = [self._call(split, row, texts_here[place]) for row, place in chosen]
+        scores = self._scorer.read(calls, pending, [by_place[place] for place in range(len(calls))], again=again)
+        return self._result(number, scores, started, None)
 
-    def _told(self, number: CallNumber, scores: list[Score | Asked], started: float, messages: Any) -> Scored:
+    def _result(self, number: CallNumber, scores: list[Score | PendingScore], started: float, messages: Any) -> Scored:
         seconds = time.perf_counter() - started
         return number, scores, seconds, self.take_counts(), (self._name, self._scorer.take_printed()), messages
 
@@ -126,23 +126,23 @@ class RewardWorker:
         of_split = self._rows[split]
         chosen = list(of_split.data_sources().values()) if rows is None else rows
         calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
-        if isinstance(self._scorer, JudgedScorer | AskingScorer):
-            asked = zip(chosen, calls, strict=True)
-            scores = [self._scorer.score_truth(call, self._question(split, row)) for row, call in asked]
+        if isinstance(self._scorer, RemoteJudge | DeviceJudge):
+            pairs = zip(chosen, calls, strict=True)
+            scores = [self._scorer.score_truth(call, self._question(split, row)) for row, call in pairs]
         else:
             scores = [self._scorer.score_truth(call) for call in calls]
         return [score for score in scores if score], (self._name, self._scorer.take_printed())
 
     def take_counts(self) -> Counter[str]:
         """Return and reset a judge's costs."""
-        return self._scorer.take_counts() if isinstance(self._scorer, JudgedScorer | AskingScorer) else Counter()
+        return self._scorer.take_counts() if isinstance(self._scorer, RemoteJudge | DeviceJudge) else Counter()
 
-    def give_up(self, batch: int) -> None:
+    def cancel_judging(self, batch: int) -> None:
         """Stop waiting for the judge of a batch; its responses stay unscored."""
-        if isinstance(self._scorer, JudgedScorer):
-            self._scorer.give_up(batch)
+        if isinstance(self._scorer, RemoteJudge):
+            self._scorer.cancel(batch)
 
-    def who(self) -> tuple[int, str]:
+    def identity(self) -> tuple[int, str]:
         """Return process id and host."""
         return os.getpid(), socket.gethostname()
 
@@ -156,32 +156,32 @@ class RewardWorker:
 
     def _scored(
         self, batch: int, split: str, rows: Sequence[int], calls: Sequence[ScorerCall]
-    ) -> tuple[Sequence[Score | Asked], list[str]]:
+    ) -> tuple[Sequence[Score | PendingScore], list[str]]:
         """Return scores, and prompts for a judge on the devices."""
-        if isinstance(self._scorer, AskingScorer):
-            return self._scorer.ask(calls, [self._question(split, row) for row in rows])
-        if isinstance(self._scorer, JudgedScorer):
+        if isinstance(self._scorer, DeviceJudge):
+            return self._scorer.request(calls, [self._question(split, row) for row in rows])
+        if isinstance(self._scorer, RemoteJudge):
             return self._scorer.score_all(calls, [self._question(split, row) for row in rows], batch=batch), []
         return self._scorer.score_all(calls), []
 
-    def _question(self, split: str, row: int) -> Ask:
+    def _question(self, split: str, row: int) -> QuestionMaker:
         return partial(self._questions[split], row)
 
     def _call(self, split: str, number: int, answer: str) -> ScorerCall:
         row = self._rows[split][number]
-        told = TOLD | answer.told if isinstance(answer, AnswerText) else {}
-        return row.data_source, str(answer), row.ground_truth, row.extra_info | told
+        info = DEFAULT_INFO | answer.told if isinstance(answer, AnswerText) else {}
+        return row.data_source, str(answer), row.ground_truth, row.extra_info | info
 
 
-def given_score(answer: str, *, is_custom: bool) -> Score | None:
+def known_score(answer: str, *, is_custom: bool) -> Score | None:
     """Return the score that a response already has, or None if it must be scored (always so with a user's function)."""
-    told = answer.told if isinstance(answer, AnswerText) else {}
-    if told.get("agent_failed"):
+    info = answer.told if isinstance(answer, AnswerText) else {}
+    if info.get("agent_failed"):
         return Score(0.0, "ok")  # masked in training
-    if is_custom or "agent_score" not in told:
+    if is_custom or "agent_score" not in info:
         return None
     try:
-        value, extras = read_returned({**told.get("agent_numbers", {}), "score": told["agent_score"]})
+        value, extras = parse_result({**info.get("agent_numbers", {}), "score": info["agent_score"]})
     except ValueError as error:
         return Score(None, "rejected", str(error))
     return Score(value, "ok", None, extras)

@@ -11,10 +11,10 @@ from typing import Any
 
 from rltrain.rewards.grading.answers import boxed_and_marked
 from rltrain.rewards.grading.choices import LETTERS, chosen_labels, chosen_letter
-from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.equivalence import equal
+from rltrain.rewards.grading.grade import Grade, grade
 from rltrain.rewards.grading.stated_numbers import list_parts, number_of, stated_list, stated_number
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.grading.verdict import Verdict, verdict
 from rltrain.rewards.scorers.registry import Summary, scorer
 
 Read = tuple[bool, str | None]
@@ -30,9 +30,9 @@ def benchmark(*data_sources: str, rule: Rule, summary: Summary | None = None) ->
     """Register the scorer of a benchmark: 1 if its rule finds that the answer is right, else 0."""
 
     @scorer(*data_sources, summary=summary)
-    def score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+    def score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
         is_right, read = rule(solution_str, solutions(ground_truth), extra_info)
-        return verdict(is_right, read, extra_info)
+        return grade(is_right, read, extra_info)
 
 
 def one_letter(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
@@ -50,7 +50,7 @@ def all_letters(solution: str, truths: list[str], extra_info: dict[str, Any]) ->
 
 
 def visual_math(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """Read the choice, or compare the text of box, mark or phrase by `ladder`."""
+    """Read the choice, or compare the text of box, mark or phrase by `equivalence`."""
     if extra_info.get("answer_type") == "choice":
         return one_letter(solution, truths, extra_info)
     answer = next(boxed_and_marked(solution), None)

@@ -3,10 +3,10 @@
 from fractions import Fraction
 from typing import Any
 
-from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.equivalence import equal
+from rltrain.rewards.grading.grade import Grade, vote
 from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.grading.verdict import Verdict, vote
 from rltrain.rewards.scorers.registry import scorer
 
 _TOLERANCE = Fraction(1, 10_000)
@@ -30,7 +30,7 @@ def extract_answer(solution: str) -> str | None:
 
 
 @scorer("boba", "areal_boba", "inclusionAI/AReaL-boba-*")
-def boba(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+def boba(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return 1 if the answer is one of the solutions, else 0; numbers to a relative 1e-4, per cents in either form."""
     answer = extract_answer(solution_str)
     right = answer is not None and any(equal(answer, truth, _TOLERANCE) for truth in solutions(ground_truth))

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rltrain.rewards.grading.ladder import equal, number
+from rltrain.rewards.grading.equivalence import equal, number
+from rltrain.rewards.grading.grade import Grade, vote
 from rltrain.rewards.grading.latex import last_boxed, normalise, tidy
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.grading.verdict import Verdict, vote
 from rltrain.rewards.scorers.registry import scorer
 
 # As in verl, so that scores are comparable.
@@ -49,7 +49,7 @@ def _first_line(text: str) -> str:
 
 
 @scorer("math", "math_dapo*", "aime*")
-def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return +1 if the answer is the ground truth (apart from typesetting and units), else -1; ``acc`` is 1 or 0."""
     answer = extract_answer(solution_str)
     # If the truth is a plain number, the answer must be one: a sum with that value does not count.

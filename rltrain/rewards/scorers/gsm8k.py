@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.equivalence import equal
+from rltrain.rewards.grading.grade import Grade, vote
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.grading.verdict import Verdict, vote
 from rltrain.rewards.scorers.registry import scorer
 
 # As in verl, so that scores are comparable.
@@ -35,7 +35,7 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 
 @scorer("openai/gsm8k")
-def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return 1 if the strict answer is the ground truth as text without commas and ``$``; else 0."""
     answer = extract_answer(solution_str)
     right = answer is not None and any(answer in _spellings(truth) for truth in solutions(ground_truth))
@@ -44,7 +44,7 @@ def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> V
 
 
 @scorer("rltrain/gsm8k")
-def gsm8k_number(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+def gsm8k_number(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return 1 if the strict answer and the ground truth are the same number, else 0: ``72.0`` is 72."""
     answer = extract_answer(solution_str)
     right = answer is not None and any(equal(answer, _marked(truth)) for truth in solutions(ground_truth))

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rltrain.rewards.grading.ladder import equal
+from rltrain.rewards.grading.equivalence import equal
+from rltrain.rewards.grading.grade import Grade, by_category, vote
 from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
 from rltrain.rewards.grading.truths import solutions
-from rltrain.rewards.grading.verdict import Verdict, by_category, vote
 from rltrain.rewards.scorers.registry import scorer
 
 # verl's weights of answer and format, and its rewards of a wrong answer with tools.
@@ -24,26 +24,26 @@ def graded(solution: str, truth: Any) -> tuple[float, str]:
     "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "agentica-org/DeepScaleR-*",
     "numina_*",
 )  # fmt: skip
-def math_boxed(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+def math_boxed(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return 1 if the last box holds the ground truth (Hendrycks et al. 2021), else 0."""
     right, pred = graded(solution_str, ground_truth)
     return {"score": right, "pred": pred}
 
 
 @scorer("hiyouga/geometry3k")
-def geometry3k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+def geometry3k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return 0.9 for the right answer (``acc``) plus 0.1 for the form ``<think>…</think>…\\boxed{…}`` (``format``)."""
     return answer_and_form(solution_str, ground_truth)
 
 
 @scorer("TIGER-Lab/ViRL39K", "virl39k")
-def virl39k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+def virl39k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return the score of `geometry3k`, and ``acc_<category>`` from ``extra_info.category``."""
     scored = answer_and_form(solution_str, ground_truth)
     return scored | by_category(float(scored["acc"]), extra_info)
 
 
-def answer_and_form(solution: str, truth: Any) -> Verdict:
+def answer_and_form(solution: str, truth: Any) -> Grade:
     """Return ``score`` and its two parts, ``acc`` and ``format``, each 0 or 1; ``pred`` for votes."""
     acc, pred = graded(solution, truth)
     form = float(has_format(solution))
@@ -51,7 +51,7 @@ def answer_and_form(solution: str, truth: Any) -> Verdict:
 
 
 @scorer("retool/*")
-def retool(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Verdict:
+def retool(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return +1, or min(-0.6, -1 + 0.1 (num_turns - 2) / 2)   (Feng et al. 2025, verl's recipe); ``acc`` is 1 or 0."""
     acc, pred = graded(solution_str, ground_truth)
     # Each call adds two turns: the policy's and the tool's.

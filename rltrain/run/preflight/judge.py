@@ -8,8 +8,8 @@ from rltrain.config.schema import ScoringConfig
 from rltrain.config.schema.judge import JudgeConfig
 from rltrain.data.rows import Rows
 from rltrain.rewards.judge.message import Template
-from rltrain.rewards.judge.server import JudgeServer, Unanswered
-from rltrain.rewards.processes.grader import Questions, check_judge
+from rltrain.rewards.judge.server import JudgeServer, JudgeUnavailable
+from rltrain.rewards.processes.judging import Questions, check_judge
 from rltrain.run.preflight.models import PreflightResult
 from rltrain.workers.judge import judge_encoder
 
@@ -30,7 +30,7 @@ def check_judge_server(judge: JudgeConfig, result: PreflightResult) -> list[str]
         return []
     try:
         models = asyncio.run(_models(replace(judge, timeout_s=min(judge.timeout_s, _PATIENCE_S))))
-    except Unanswered as error:
+    except JudgeUnavailable as error:
         result.notes.append(f"reward.judge.url={judge.url}: {judge.url}/models does not answer now: {error}")
         return []
     if judge.model not in models:

@@ -25,7 +25,7 @@ from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.turns.detect import format_of
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 from rltrain.models.attention.ulysses import heads_problem
 from rltrain.models.experts import experts_problem, parts_with_experts
 from rltrain.models.files.source import model_problem
@@ -135,9 +135,9 @@ def _problem_between_turns(cfg: Config) -> str:
     """Return the reason why images cannot be shown after a turn; "" if they can."""
     encoder, turns = chat_encoder(cfg), cfg.actor_rollout_ref.rollout.multi_turn
     try:
-        encoder.can_see()
-        seam = Seam(encoder, encoder.tools, format_of(turns.format, encoder))
-        problem = seam.problem(_roles_that_answer(cfg, encoder), images=True)
+        encoder.check_images_supported()
+        delta = TurnDelta(encoder, encoder.tools, format_of(turns.format, encoder))
+        problem = delta.problem(_roles_that_answer(cfg, encoder), images=True)
     except (ConfigError, DataError) as error:
         problem = str(error)
     return problem and (
@@ -298,15 +298,15 @@ def _check_turns(cfg: Config, encoder: ChatEncoder, result: PreflightResult) -> 
     if not several_turns(rollout):
         return
     roles = _roles_that_answer(cfg, encoder)
-    seam = Seam(encoder, encoder.tools, format_of(rollout.multi_turn.format, encoder))
-    if problem := seam.problem(roles):
+    delta = TurnDelta(encoder, encoder.tools, format_of(rollout.multi_turn.format, encoder))
+    if problem := delta.problem(roles):
         result.problems.append(
             f"{who_answers(rollout)}: the chat template of {encoder.path} cannot be continued after a turn: {problem} "
             "Give one that can with actor_rollout_ref.model.custom_chat_template."
         )
     for agent in rollout.agent.own:
         load_plugin(AGENT_KEY if agent == rollout.agent.default_agent_loop else LOOPS_KEY, agent)
-    result.notes += [f"{encoder.path}: {note}" for note in seam.notes]
+    result.notes += [f"{encoder.path}: {note}" for note in delta.notes]
 
 
 def _roles_that_answer(cfg: Config, encoder: ChatEncoder) -> tuple[str, ...]:

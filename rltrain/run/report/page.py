@@ -22,11 +22,11 @@ import pandas as pd
 from yaml import YAMLError, safe_load
 
 from rltrain.common.errors import RltrainError
-from rltrain.common.image_files import file_bytes
+from rltrain.common.images import file_bytes
 from rltrain.common.storage import lines_of, patiently, read_json, replacing, run_folder
 from rltrain.config.schema.keys import all_keys, followed
 from rltrain.config.verl.keys import leaves_of
-from rltrain.data.pictures import PictureFile, entries
+from rltrain.data.stored_images import ImageColumn, image_entries
 from rltrain.run.report.charts import Section, Table, page
 from rltrain.run.report.curves import sections
 from rltrain.run.report.samples import (
@@ -43,7 +43,7 @@ from rltrain.run.report.table import learning_summary, mostly_truncated, nothing
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
-_MOST_ANSWERS, _MOST_PICTURES, _MOST_CHARS, _MOST_WARNINGS = 6, 2, 6_000, 40
+_MOST_ANSWERS, _MAX_IMAGES, _MOST_CHARS, _MOST_WARNINGS = 6, 2, 6_000, 40
 _PICTURE_PIXELS = 320
 _ORIGIN = re.compile(r"(['\"])(?P<path>.*)\1 row (?P<row>\d+)")
 _WARNING = re.compile(r"\S+ \S+ (?:warning|error): ")
@@ -169,7 +169,7 @@ def _answers(run: Path, settings: Mapping[str, Any]) -> Section:
             answer = {"right": is_right(row), "mark": f"{float(row['score']):.3g}"}
             answer["line"] = f"{name} of step {step}: {one_line(row, 140)}"
             answer["texts"] = [*texts_of(row, _MOST_CHARS), ("numbers", numbers_of(row))]
-            answer["pictures"] = _pictures(row, str(settings.get("data.image_key", "images")))
+            answer["images"] = _images(row, str(settings.get("data.image_key", "images")))
             section.answers.append(answer)
     return section
 
@@ -181,7 +181,7 @@ def _chosen(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([bad[: max(half, _MOST_ANSWERS - len(good))], good[: max(half, _MOST_ANSWERS - len(bad))]])
 
 
-def _pictures(row: Mapping[str, Any], key: str) -> list[str]:
+def _images(row: Mapping[str, Any], key: str) -> list[str]:
     """Return the images of a prompt as small data URLs; none if their file is gone."""
     match = _ORIGIN.fullmatch(str(row.get("images") or ""))
     if not match:
@@ -189,10 +189,10 @@ def _pictures(row: Mapping[str, Any], key: str) -> list[str]:
     try:
         from PIL import Image
 
-        files = map(file_bytes, entries(PictureFile(match["path"], key).value(int(match["row"])), match["path"]))
-        return [_small(Image.open(io.BytesIO(data))) for data in islice(files, _MOST_PICTURES)]
+        files = map(file_bytes, image_entries(ImageColumn(match["path"], key).value(int(match["row"])), match["path"]))
+        return [_small(Image.open(io.BytesIO(data))) for data in islice(files, _MAX_IMAGES)]
     except Exception as error:  # noqa: BLE001 - a broken image must not prevent the page
-        log.debug("no picture of %s: %s", row.get("images"), error)
+        log.debug("no image of %s: %s", row.get("images"), error)
         return []
 
 

@@ -169,10 +169,10 @@ class SampleWriter:
     def _images(self, split: str, row: int) -> dict[str, Any]:
         """Return the location of the images of a prompt; empty if the run has none."""
         store = self._prompts[split]
-        if not store.pictures:
+        if not store.stored_images:
             return {}
         number = int(store.num_images[row])
-        return {"num_images": number, "images": store.pictures.origin(row) if number else None}
+        return {"num_images": number, "images": store.stored_images.origin(row) if number else None}
 
     def _as_verl_does(self, job: SampleJob, columns: Mapping[str, Any]) -> str:
         names = [name for name in job.numbers if name.startswith(c.SCORER)]

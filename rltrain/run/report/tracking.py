@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.common.background import Appender
+from rltrain.common.clock import Backoff
 from rltrain.common.errors import first_line
 from rltrain.common.storage import disk_errors, json_lines
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
@@ -32,8 +33,8 @@ log = logging.getLogger(__name__)
 
 # Entries (steps, tables) kept for a tracker that is down; the oldest are dropped first.
 MOST_KEPT = 10_000
-# Seconds between attempts, doubled up to the second number.
-_PAUSES_S = (1.0, 300.0)
+# Pauses between attempts.
+_BACKOFF = Backoff(1.0, 300.0)
 # After this many failures in a row, the tracker is down.
 _DOWN_AFTER = 3
 # An entry that failed this often while others succeeded is dropped.
@@ -79,11 +80,11 @@ class Sender(threading.Thread):
         self,
         name: str,
         make: Callable[[], Sink],
-        pauses_s: tuple[float, float] = _PAUSES_S,
+        backoff: Backoff = _BACKOFF,
         most_kept: int = MOST_KEPT,
     ) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
-        self._tracker, self._make, self._pauses_s, self._most_kept = name, make, pauses_s, most_kept
+        self._tracker, self._make, self._backoff, self._most_kept = name, make, backoff, most_kept
         self._sink: Sink | None = None
         self._changed = threading.Condition()
         # A dict and not a queue: it keeps the order, and an entry can be removed from the middle. Every call of `put`
@@ -121,7 +122,7 @@ class Sender(threading.Thread):
             )
 
     def run(self) -> None:
-        pause, longest = self._pauses_s
+        failures = 0
         while True:
             with self._changed:
                 # The tracker is created at once, so that a missing login is reported before the first step has ended.
@@ -137,11 +138,12 @@ class Sender(threading.Thread):
             except BaseException as error:  # noqa: BLE001
                 self._warn_once(error)
                 sent = False
+            failures = 0 if sent else 1 if finish else failures + 1
             if not sent:
+                pause_s = self._backoff.pause_s(failures)
                 with self._changed:
                     # The pause ends early when the run ends.
-                    self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause)  # type: ignore[misc]
-            pause = self._pauses_s[0] if sent or finish else min(2 * pause, longest)
+                    self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause_s)  # type: ignore[misc]
 
     def _send(self, entries: list[Callable[[Sink], None]], sink: Sink) -> bool:
         """Try to send all entries in order. Return whether nothing is left. Raises if the tracker is down."""

@@ -85,7 +85,7 @@ def find_settings(request: SearchRequest) -> Settings:
 def _refuse_blind(request: SearchRequest, loaded: LoadedConfig) -> None:
     encoder = chat_encoder(loaded.config)
     problem = "" if encoder.has_tower else "sees no images"
-    if encoder.has_tower and not encoder.heeds_bounds:
+    if encoder.has_tower and not encoder.uses_pixel_bounds:
         problem = "its processor scales every image to tiles of one size, whatever the bounds of pixels"
     if problem:
         raise ConfigError(f"model={request.model.named}: {problem}, so there is no resolution to search.")

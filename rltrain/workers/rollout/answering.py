@@ -1,8 +1,9 @@
 """Replies to the policy between two turns, in the format of the chat template.
 
 Problem: a turn must be parsed, executed and answered in tokens, with the same result on all processes of a replica.
-Choice: every process parses the turn, so all know if it gets a reply; only the leader calls the hosts (`agents.hosts`),
-and the others receive the tokens of its replies. Left out: the use of these tokens (`Conversations`).
+Choice: every process parses the turn, so all know if it gets a reply; only the leader calls the executors
+(`agents.pool`), and the others receive the tokens of its replies. Left out: the use of these tokens
+(`Conversations`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.agents.chat import Message, Start, ToolCall
+from rltrain.agents.chat import Message, ToolCall, TrajectoryStart
 from rltrain.agents.chat import Turn as Said
 from rltrain.agents.content import images_in, without_files
-from rltrain.agents.host import News
-from rltrain.agents.hosts import Hosts
+from rltrain.agents.executor import TrajectoryMessage
+from rltrain.agents.pool import ExecutorPool
 from rltrain.common.columns import names as c
 from rltrain.common.errors import DataError
-from rltrain.common.image_files import file_of
+from rltrain.common.images import file_of
 from rltrain.common.plugin import is_plugin
 from rltrain.config.agents import SINGLE_TURN
 from rltrain.config.schema.rollout import MultiTurnConfig
@@ -33,7 +34,7 @@ from rltrain.data.rows import PromptRow
 from rltrain.data.turns.calls import Call, CallFormat, Parsed
 from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.formats.reading import Schemas
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 from rltrain.workers.rollout.contract import Key
 from rltrain.workers.rollout.queue import Replica
 
@@ -83,7 +84,7 @@ class _Open:
 
 
 class Answering:
-    """Tools, environments and agents of a run for one engine. hosts: on the leader of the replica only."""
+    """Tools, environments and agents of a run for one engine. executors: on the leader of the replica only."""
 
     def __init__(
         self,
@@ -91,20 +92,20 @@ class Answering:
         encoder: ChatEncoder,
         call_format: CallFormat,
         replica: Replica,
-        hosts: Hosts | None,
+        executors: ExecutorPool | None,
         max_model_len: int,
     ) -> None:
         self.max_model_len = max_model_len
         self._cfg, self._encoder, self._format = cfg, encoder, call_format
         # Without state a turn without calls is the last, and no tool must be notified of it.
         self._stateless = not (cfg.environment or cfg.tool_config_path)
-        self._replica, self._hosts = replica, hosts
-        self._seam = Seam(encoder, encoder.tools, call_format)
-        self.stop_token_ids = self._seam.stop_token_ids
+        self._replica, self._executors = replica, executors
+        self._turn_delta = TurnDelta(encoder, encoder.tools, call_format)
+        self.stop_token_ids = self._turn_delta.stop_token_ids
         """All tokens that end a turn."""
         self._row: Callable[[int], PromptRow]
         self._seeds: NDArray[np.uint64]
-        # By trajectory: numbers at the hosts, and trajectories whose last turn waits for a reply.
+        # By trajectory: numbers at the executors, and trajectories whose last turn waits for a reply.
         self._numbers: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._open: dict[Key, _Open] = {}
@@ -119,12 +120,12 @@ class Answering:
     def forget(self) -> None:
         """Drop all trajectories."""
         self._open, self._numbers, self._keys = {}, {}, {}
-        if self._hosts:
-            self._hosts.close_all()
+        if self._executors:
+            self._executors.close_all()
 
     def printed(self) -> str:
         """Return the output that tools and agents have printed since the last call."""
-        return self._hosts.printed() if self._hosts else ""
+        return self._executors.take_printed() if self._executors else ""
 
     def ask(self, key: Key, trajectory: Trajectory, reason: str) -> bool:
         """Request a reply to a turn that has ended. Returns True if one will come, possibly only to end the trajectory.
@@ -146,7 +147,7 @@ class Answering:
         # A turn ended by a stop text lacks the end token.
         ended = reason == "stop" and tokens and tokens[-1] in self.stop_token_ids
         self._open[key] = _Open(tokens[-1] if ended else None, said)
-        if self._hosts:
+        if self._executors:
             calls = [ToolCall(call.name, call.arguments) for call in said.calls]
             self._tell(key, Said(said.text, calls, said.problems, said.reasoning, finish), agent, tools)
         return True
@@ -163,15 +164,17 @@ class Answering:
         return said, "turns" if most is not None and num_turns >= most else "stop"
 
     def _tell(self, key: Key, said: Said, agent: str, tools: Schemas) -> None:
-        assert self._hosts
+        assert self._executors
         if key in self._numbers:
-            self._hosts.go_on(self._numbers[key], said)
+            self._executors.send_turn(self._numbers[key], said)
         else:
             row = self._row(key[0])
             content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
             place = agent if is_plugin(agent) else None
             names = tuple(schema["function"]["name"] for schema in tools)
-            number = self._hosts.begin(Start(row.prompt, content, int(self._seeds[key[0]]), place, names), said)
+            number = self._executors.start(
+                TrajectoryStart(row.prompt, content, int(self._seeds[key[0]]), place, names), said
+            )
             self._numbers[key], self._keys[number] = number, key
 
     def no_room(self, key: Key) -> bool:
@@ -180,16 +183,16 @@ class Answering:
             self.give_up(key)
             return False
         self._open[key] = _Open(None, Parsed([], [], "", ""))
-        if self._hosts:
-            self._hosts.go_on(self._numbers[key], None)
+        if self._executors:
+            self._executors.send_turn(self._numbers[key], None)
         return True
 
     def give_up(self, key: Key) -> None:
         """Discard the rest of a trajectory."""
         number = self._numbers.pop(key, None)
-        if number is not None and self._hosts:
+        if number is not None and self._executors:
             del self._keys[number]
-            self._hosts.close(number)
+            self._executors.close(number)
 
     def arrived(self, wait_s: float = 0.0) -> list[tuple[Key, Reply]]:
         """Return the replies that have arrived; all processes of a replica get the same.
@@ -199,7 +202,7 @@ class Answering:
         self._num_looks += 1
         if not self._open or (self._replica.size > 1 and not wait_s and self._num_looks % _ASKS_PER_LOOK):
             return []
-        news = self._hosts.news(wait_s) if self._hosts else ()
+        news = self._executors.poll(wait_s) if self._executors else ()
         replies: list[tuple[Key, Reply]] = self._replica.agree(
             [(self._keys[each.number], self._reply(each)) for each in news if each.number in self._keys]
         )
@@ -209,20 +212,20 @@ class Answering:
                 self._keys.pop(self._numbers.pop(key, -1), None)
         return replies
 
-    def _reply(self, news: News) -> Reply:
+    def _reply(self, news: TrajectoryMessage) -> Reply:
         line, opened = news.line, self._open[self._keys[news.number]]
         if "failed" in line:
             return Reply(None, failed=str(line["failed"]))
         counts, rewards = Counter(line["counts"]), [float(reward) for reward in line["rewards"]]
         if "end" in line:
-            return Reply(None, None, _without_files(line["said"]), counts, rewards, line["end"], line["extra"])
+            return Reply(None, None, _without_files(line["messages"]), counts, rewards, line["end"], line["extra"])
         try:
-            messages, pictures = self._opened(line["ask"], counts)
+            messages, images = self._opened(line["request"], counts)
             shown = _without_files(messages)
-            context = self._seam.context(opened.end_token, self._calls(opened.said, shown), shown)
-            text = self._encoder.with_images(context, pictures)
+            context = self._turn_delta.context(opened.end_token, self._calls(opened.said, shown), shown)
+            text = self._encoder.with_images(context, images)
         except DataError as error:
-            self._hosts.close(news.number)  # type: ignore[union-attr]
+            self._executors.close(news.number)  # type: ignore[union-attr]
             return Reply(None, failed=str(error))
         return Reply(text.tokens, text.images, shown, counts, rewards)
 
@@ -232,20 +235,20 @@ class Answering:
         An invalid image of a tool is replaced by an error text. Raises DataError for a user's image.
         """
         kept: list[Message] = []
-        pictures: list[Any] = []
+        images: list[Any] = []
         for message in messages:
             try:
                 opened = self._encoder.open_images([file_of(image) for image in images_in(message["content"])])
-                for picture in opened:
-                    self._encoder.num_rows(picture.size)
-                pictures += opened
+                for image in opened:
+                    self._encoder.num_rows(image.size)
+                images += opened
             except DataError as error:
                 if message["role"] != "tool":
                     raise
                 counts[c.TOOL_ERRORS] += 1
                 message = message | {"content": f"Error: {error}"}
             kept.append(message)
-        return kept, pictures
+        return kept, images
 
     def _calls(self, said: Parsed, messages: Sequence[Message]) -> list[Call]:
         """Return the calls that the results among the messages belong to."""

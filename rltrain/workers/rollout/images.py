@@ -21,7 +21,7 @@ from rltrain.data.prompts import PromptStore
 from rltrain.workers.rollout.contract import Job
 
 
-class PicturesOfTask:
+class TaskImages:
     """Loader of the prompts' images. rows: of the task's prompts in the store. seconds: total time spent.
 
     keep: keep the pixels after the last job of a prompt has ended.
@@ -46,8 +46,8 @@ class PicturesOfTask:
         new = np.array(sorted(seeing - self._read.keys()), dtype=np.int64)
         if len(new):
             # Sorted by position in the file, so that each row group is read once.
-            assert self._store.pictures is not None
-            new = new[self._store.pictures.as_they_stand(self._rows[new])]
+            assert self._store.stored_images is not None
+            new = new[self._store.stored_images.read_order(self._rows[new])]
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:
             prompts = readers.map(self._store.encoded, self._rows[new].tolist())
             self._read.update((place, prompt.images) for place, prompt in zip(new.tolist(), prompts, strict=True))

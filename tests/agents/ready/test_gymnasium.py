@@ -34,10 +34,10 @@ def test_a_lake_is_crossed_by_words():
     lake.close()
 
 
-def test_a_hole_ends_it_and_what_is_no_action_is_told():
+def test_hole_ends_the_episode_and_invalid_actions_get_a_hint():
     lake = FrozenLake()
     lake.reset(ROW, 0)
-    assert lake.step("fly") == ("That is no action. Say one of left, down, right, up.", 0.0, False)
+    assert lake.step("fly") == ("That is not an action. Say one of left, down, right, up.", 0.0, False)
     told = played(lake, "right", "down")
     assert told[-1] == ("SFFF\nFPFH\nFFFH\nHFFG\nYou fell into a hole.", 0.0, True)
     assert lake.score() == {"score": 0.0, "steps": 3.0}
@@ -58,7 +58,7 @@ def test_rendering_and_reading_may_be_ones_own(tmp_path):
     own = {"render": f"{tmp_path}/own.py:seen", "parse": f"{tmp_path}/own.py:read"}
     cliff = TextEnv("CliffWalking-v1", **own)
     assert cliff.first({}) == "at 36"
-    assert played(cliff, "", "1234") == [("at 24", -1.0, False), ("That is no action.", 0.0, False)]
+    assert played(cliff, "", "1234") == [("at 24", -1.0, False), ("That is not an action.", 0.0, False)]
     with pytest.raises(ConfigError, match=r"environment_kwargs\.render="):
         TextEnv("CliffWalking-v1", render=f"{tmp_path}/own.py:nothing")
 
@@ -74,8 +74,8 @@ def test_a_row_sets_only_arguments_that_the_configuration_names():
     assert allowed.step("1")[2]
 
 
-def test_what_is_not_there_is_said(monkeypatch):
-    with pytest.raises(ConfigError, match=r"environment_kwargs\.env_id=Lake-v1: gymnasium says: "):
+def test_missing_gymnasium_and_unknown_environments_are_errors(monkeypatch):
+    with pytest.raises(ConfigError, match=r"environment_kwargs\.env_id=Lake-v1: gymnasium reports: "):
         TextEnv("Lake-v1")
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ConfigError, match=r"pip install gymnasium, or rltrain\[gymnasium\]"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.agents.toolbox import Places, Toolbox
+from rltrain.agents.toolbox import Toolbox, ToolSources
 from rltrain.common.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[3]
@@ -29,17 +29,17 @@ def shown(box):
     ("name", "tools"), [("calculator", {"calculator": ["expression"]}), ("python", {"python": ["code"]})]
 )
 def test_a_module_holds_one_tool(name, tools):
-    assert shown(Toolbox(Places(functions=READY + name))) == tools
+    assert shown(Toolbox(ToolSources(functions=READY + name))) == tools
 
 
-def test_several_are_a_file_of_ones_own(tmp_path):
+def test_several_ready_tools_in_one_file(tmp_path):
     (tmp_path / "tools.py").write_text(BOTH)
-    box = Toolbox(Places(functions=str(tmp_path / "tools.py")))
+    box = Toolbox(ToolSources(functions=str(tmp_path / "tools.py")))
     assert shown(box) == {"calculator": ["expression"], "python": ["code"]}
 
 
 def test_the_interpreter_of_retool_is_called_as_its_models_learnt_and_asks_for_leave():
-    box = Toolbox(Places(functions=str(ROOT / "examples" / "agents" / "retool_tools.py")))
+    box = Toolbox(ToolSources(functions=str(ROOT / "examples" / "agents" / "retool_tools.py")))
     assert shown(box) == {"code_interpreter": ["code"]}
     with pytest.raises(ConfigError, match=r"'code_interpreter' runs programs .*allow_code_execution=True"):
         box.check_programs(allowed=False, unsandboxed=False)
@@ -49,7 +49,7 @@ def test_each_trajectory_searches_the_corpus_of_the_run(tmp_path):
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"title": "Oslo", "text": "Oslo is the capital of Norway."}))
 
     async def asked(**kwargs):
-        box = Toolbox(Places(environment=READY + "search:Search", environment_kwargs=kwargs))
+        box = Toolbox(ToolSources(environment=READY + "search:Search", environment_kwargs=kwargs))
         assert shown(box) == {"search": ["query"]}
         sessions = [await box.open({"extra_info": {}}, seed) for seed in range(4)]
         told = await asyncio.gather(*(each.call("search", {"query": "capital of Norway?"}) for each in sessions))

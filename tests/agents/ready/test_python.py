@@ -53,7 +53,7 @@ def told(open_slot, code):
         ("#" * 70_000, "Error: a program has at most 65,536 characters."),
     ],
 )
-def test_a_program_is_told_as_in_a_notebook(allowed, code, words):
+def test_program_output_as_in_a_notebook(allowed, code, words):
     assert told(allowed, code) == words
 
 
@@ -108,7 +108,7 @@ def test_programs_of_many_trajectories_run_beside_each_other(programs_may_run):
     assert set(descendants(os.getpid())) <= below
 
 
-def test_what_was_printed_in_time_is_told_of_a_program_that_does_not_end():
+def test_output_before_a_timeout_is_returned():
     with slot(timeout_s=2.0, allow_code_execution=True) as open_slot:
         assert told(open_slot, "print('a')\nwhile True:\n    pass") == "a\nError: the program was stopped after 1.6 s."
         assert len(told(open_slot, "while True:\n    print('x' * 1000)")) <= 100_100

@@ -66,12 +66,12 @@ def test_no_query_raises(corpus, query):
     ("text", "words"),
     [
         ("", "has no passages"),
-        ("{\n", "line 1 is no JSON"),
-        ('{"contents": "a\\nb"}\n{"id": 1}\n', "row 1 is no passage"),
-        ("3\n", "row 0 is no passage"),
+        ("{\n", "line 1 is not JSON"),
+        ('{"contents": "a\\nb"}\n{"id": 1}\n', "row 1 is not a passage"),
+        ("3\n", "row 0 is not a passage"),
     ],
 )
-def test_a_corpus_that_is_none_is_refused_and_leaves_no_index(tmp_path, text, words):
+def test_invalid_corpus_is_rejected_without_an_index(tmp_path, text, words):
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(DataError, match=words):
         Search(str(tmp_path / "bad.jsonl"))

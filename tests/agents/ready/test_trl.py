@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rltrain.agents.environments import class_of
-from rltrain.agents.toolbox import Places, Toolbox
+from rltrain.agents.environments import load_class
+from rltrain.agents.toolbox import Toolbox, ToolSources
 from rltrain.common.errors import DataError
 
 FILE = '''
@@ -63,7 +63,7 @@ def place(tmp_path):
 
 
 def test_tools_are_all_public_methods_whatever_they_are_called(place):
-    box = Toolbox(Places(environment=place + "Env"))
+    box = Toolbox(ToolSources(environment=place + "Env"))
     assert sorted(box.names) == ["close", "step"]
     assert not box.has_step
     (step,) = [schema["function"] for schema in box.schemas if schema["function"]["name"] == "step"]
@@ -72,7 +72,7 @@ def test_tools_are_all_public_methods_whatever_they_are_called(place):
 
 def test_a_trajectory_calls_them_and_earns_its_reward(place):
     async def trajectory():
-        session = await Toolbox(Places(environment=place + "Env")).open(ROW, 5)
+        session = await Toolbox(ToolSources(environment=place + "Env")).open(ROW, 5)
         told = [(await session.call("step", {"by": by}))["content"] for by in (1, 2)]
         told.append((await session.call("close", {}))["content"])
         return told, await session.environment.score()
@@ -82,18 +82,18 @@ def test_a_trajectory_calls_them_and_earns_its_reward(place):
     assert score == 6.0
 
 
-def test_reset_gets_what_it_takes_and_no_reward_is_made_up(place):
+def test_reset_gets_its_accepted_fields(place):
     async def looked():
-        session = await Toolbox(Places(environment=place + "Plain")).open(ROW, 5)
+        session = await Toolbox(ToolSources(environment=place + "Plain")).open(ROW, 5)
         return (await session.call("look", {}))["content"]
 
     assert asyncio.run(looked()) == '{"seen": [3, "7"]}'
-    assert not hasattr(class_of(place + "Plain"), "score")
+    assert not hasattr(load_class(place + "Plain"), "score")
 
 
 def test_a_prompt_has_to_hold_what_reset_returns(place):
     def opened(**extra):
-        return asyncio.run(Toolbox(Places(environment=place + "Env")).open({"extra_info": extra}, 0))
+        return asyncio.run(Toolbox(ToolSources(environment=place + "Env")).open({"extra_info": extra}, 0))
 
     assert opened(said="A board.", observation="A board.").environment
     with pytest.raises(DataError, match=r"reset of Counter returned 'A board.', .* write it at the end of the row's"):

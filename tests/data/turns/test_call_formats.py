@@ -61,7 +61,7 @@ def random_arguments(chance, text=random_text):
 
 
 @every_format
-def test_what_a_format_writes_it_reads(name):
+def test_call_formats_round_trip(name):
     chance = np.random.default_rng(3)
     for _ in range(200):
         arguments = random_arguments(chance)
@@ -106,7 +106,7 @@ def test_a_turn_without_a_call_is_its_text(name):
 
 
 @every_format
-def test_a_call_that_is_cut_is_one_problem(name):
+def test_truncated_call_is_one_problem(name):
     written = FORMATS[name].write("look_up", {"text": "abc def", "count": 12})
     for place in range(1, len(written)):
         parsed = read(name, written[:place])
@@ -138,7 +138,7 @@ def test_a_call_that_is_cut_is_one_problem(name):
          'string="maybe">a</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'),
     ],
 )  # fmt: skip
-def test_a_call_that_cannot_be_read_is_said_in_words(name, text):
+def test_unreadable_calls_get_an_error_message(name, text):
     parsed = read(name, text)
     assert parsed.calls == []
     assert len(parsed.problems) == 1

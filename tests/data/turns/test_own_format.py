@@ -57,11 +57,11 @@ def test_every_name_of_verl_is_taken(family, name):
     assert format_of(name, family("lfm")) is FORMATS[name]
 
 
-def test_a_name_that_is_none_is_told_with_those_that_are(family):
-    with pytest.raises(ConfigError, match=r"multi_turn.format=hermess: .* there is none of this name") as refusal:
+def test_unknown_tool_name_lists_the_tools(family):
+    with pytest.raises(ConfigError, match=r"multi_turn.format=hermess: .* no format has this name") as refusal:
         format_of("hermess", family("hermes"))
     assert all(name in str(refusal.value) for name in [*FORMATS, "FILE.py:NAME"])
-    with pytest.raises(ConfigError, match="the chat template writes calls in none"):
+    with pytest.raises(ConfigError, match="the chat template writes calls in no known format"):
         format_of("auto", replace(family("lfm"), row_tools=RowTools(SCHEMAS)))
 
 
@@ -81,7 +81,7 @@ def test_the_function_of_the_page_reads_what_it_says(own):
     assert call_format.stop_tokens == ("<|call|>",)
 
 
-def test_what_it_raises_or_returns_is_a_call_that_cannot_be_read(own, caplog):
+def test_errors_of_a_custom_format_are_unreadable_calls(own, caplog):
     call_format = own(PARSE)
     assert call_format.parse("call f(3)", SCHEMAS).problems == ["an argument is written KEY=VALUE."]
     assert "a call is a JSON object" in call_format.parse("bare", SCHEMAS).problems[0]

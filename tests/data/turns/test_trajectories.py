@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.data.turns.calls import FORMATS, Call
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 from tests.data.turns.families import FAMILIES, PLAIN, SCHEMAS
 
 ASK = {"role": "user", "content": "What is 3 + 4?"}
 NAMES = [schema["function"]["name"] for schema in SCHEMAS]
-# Of what templates cannot do, as in test_seam.
+# Of what templates cannot do, as in test_turn_delta.
 ONE_CALL = ("llama", "harmony", "gemma")  # a call of Gemma ends the turn
 ONCE = ("deepseek_once",)
 NO_USER_BEHIND_A_CALL = ("mistral", "deepseek_once")
@@ -77,26 +77,26 @@ def shared(left, right):
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def sampled(encoder, seam, history, turn):
+def sampled(encoder, delta, history, turn):
     """Token ids of the turn as the template writes it, to the token that ends it; None where it drops the turn."""
-    before = encoder.written(history, tools=SCHEMAS)
-    after = encoder.written([*history, turn], answered=True, tools=SCHEMAS)
+    before = encoder.render(history, tools=SCHEMAS)
+    after = encoder.render([*history, turn], answered=True, tools=SCHEMAS)
     ids = encoder.tokenizer(after[shared(before, after) :], add_special_tokens=False)["input_ids"]
-    ends = [place for place, token in enumerate(ids) if token in seam.stop_token_ids]
+    ends = [place for place, token in enumerate(ids) if token in delta.stop_token_ids]
     # GLM's past turns end with the next role's token, which nothing has written yet.
     return ids[: ends[0] + 1] if ends else [*ids, *encoder.tokenizer.convert_tokens_to_ids(["<|observation|>"])]
 
 
-def trajectory_of(encoder, seam, name, turns):
+def trajectory_of(encoder, delta, name, turns):
     """(token ids of the trajectory, the history as messages)."""
     history, ids = [ASK], list(encoder.encode([ASK], tools=SCHEMAS))
     for calls, messages in turns:
         turn = turn_of(name, calls)
-        policy = sampled(encoder, seam, history, turn)
+        policy = sampled(encoder, delta, history, turn)
         if name == "glm":
             policy[-1] = encoder.tokenizer.convert_tokens_to_ids("<|observation|>" if calls else "<|user|>")
         said = [Call(call.name, call.arguments, f"call{number:05d}") for number, call in enumerate(calls)]
-        ids += [*policy, *seam.context(policy[-1], said, messages)]
+        ids += [*policy, *delta.context(policy[-1], said, messages)]
         named = [
             message | ({"tool_call_id": f"call{number:05d}"} if calls else {})
             for number, message in enumerate(messages)
@@ -116,20 +116,20 @@ def normal(name, text, has_users):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "counting"])
 def test_a_trajectory_decodes_to_the_whole_render(family, name):
     encoder = family(name)
-    seam = Seam(encoder, SCHEMAS, FORMATS[FAMILIES[name][2] or "hermes"])
+    delta = TurnDelta(encoder, SCHEMAS, FORMATS[FAMILIES[name][2] or "hermes"])
     special = set(encoder.tokenizer.all_special_ids)
 
     @settings(max_examples=60, deadline=None)
     @given(exchanges(name))
     def check(turns):
-        ids, history = trajectory_of(encoder, seam, name, turns)
+        ids, history = trajectory_of(encoder, delta, name, turns)
         (text,) = encoder.decode_batch([ids], special=True)
-        whole = encoder.written(history, tools=SCHEMAS)
+        whole = encoder.render(history, tools=SCHEMAS)
         has_users = any(not calls for calls, _ in turns)
         assert normal(name, text, has_users) == normal(name, whole, has_users)
         # And of special tokens it has those of the same conversation whose texts hold none.
         plain = [(calls, [message | {"content": "x."} for message in messages]) for calls, messages in turns]
-        others, _ = trajectory_of(encoder, seam, name, plain)
+        others, _ = trajectory_of(encoder, delta, name, plain)
         assert [each for each in ids if each in special] == [each for each in others if each in special]
 
     check()

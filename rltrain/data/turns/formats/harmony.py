@@ -16,25 +16,25 @@ _RECIPIENT = re.compile(r"\bto=(functions\.)?([^\s<]{1,200})")
 
 def _parse(text: str, schemas: Schemas) -> Parsed:
     parsed = Parsed([], [], "", "")
-    said: dict[bool, list[str]] = {False: [], True: []}
+    texts: dict[bool, list[str]] = {False: [], True: []}
     for message, mark in _MESSAGE.findall(text):
-        header, found, body = message.partition("<|message|>")
+        header, has_body, body = message.partition("<|message|>")
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header, 0, 1000)
         is_reasoning = bool(channel and channel[1] == "analysis")
-        is_call = bool(recipient and (found or channel or recipient[1]) and not is_reasoning)
+        is_call = bool(recipient and (has_body or channel or recipient[1]) and not is_reasoning)
         if not is_call:
-            said[is_reasoning].append(body if found or channel else header)
+            texts[is_reasoning].append(body if has_body or channel else header)
         if (is_call or mark == "<|call|>") and len(parsed.calls) + len(parsed.problems) < MOST_CALLS:
             try:
-                if not recipient or not is_call or not found:
+                if not recipient or not is_call or not has_body:
                     raise Unreadable("a call is in the commentary channel, has to=functions.NAME, and a <|message|>.")
                 value, end = reading.read_json(body, 0) if body.strip() or mark != "<|call|>" else ({}, len(body))
                 if body[end:].strip():
-                    raise Unreadable("the call goes on after its JSON object.")
+                    raise Unreadable("the call continues after its JSON object.")
                 parsed.calls.append(Call(recipient[2], reading.arguments_of(value)))
             except Unreadable as problem:
                 parsed.problems.append(str(problem))
-    return Parsed(parsed.calls, parsed.problems, "\n".join(said[False]).strip(), "\n".join(said[True]).strip())
+    return Parsed(parsed.calls, parsed.problems, "\n".join(texts[False]).strip(), "\n".join(texts[True]).strip())
 
 
 def _write(name: str, arguments: dict[str, Any]) -> str:

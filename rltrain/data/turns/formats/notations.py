@@ -40,7 +40,7 @@ class Json:
         after = _NEXT.match(text, place)
         while after or not calls:
             value, place = read_json(text, after.end() if after else place)
-            calls += [call_of(each, tools) for each in (value if isinstance(value, list) and value else [value])]
+            calls += [call_of(item, tools) for item in (value if isinstance(value, list) and value else [value])]
             after = _NEXT.match(text, place)
         return calls, place
 
@@ -81,13 +81,13 @@ class Tags:
         value_end = rf"{any_of([self._marks[1]])}(?=\s{{0,99}}(?:{any_of([self._marks[0][0], self.end])}))"
         start, rest = (any_of([part]) for part in self.start.split("NAME"))
         patterns = f"{start}(?:{name}{rest})?", parameter.replace(r'\s{0,99}string="KIND"', kind)
-        return [re.compile(each) for each in (*(rf"\s*{each}" for each in (*patterns, any_of([self.end]))), value_end)]
+        return [re.compile(item) for item in (*(rf"\s*{item}" for item in (*patterns, any_of([self.end]))), value_end)]
 
     def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
         start, parameter, end, value_end = self._patterns
         head = start.match(text, place)
         if not head or not head["name"]:
-            raise Unreadable(f"a call begins with {self.start}, and that is missing.", head.end() if head else place)
+            raise Unreadable(f"a call begins with {self.start}, which is missing.", head.end() if head else place)
         place, known = head.end(), tools.get(head["name"], {})
         arguments: dict[str, Any] = {}
         while opened := parameter.match(text, place):

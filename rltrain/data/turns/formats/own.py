@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 _CONTRACT = (
     'It is a function of (text, schemas) that returns a list of {"name": …, "arguments": {…}}, empty for a turn '
-    "without calls; for a call that cannot be read it raises ValueError, with words for the model."
+    "without calls; for an unreadable call it raises ValueError, whose text the model reads."
 )
 
 
@@ -61,4 +61,4 @@ def _calls(function: Callable[..., Any], text: str, schemas: Schemas) -> list[Ca
     returned = function(text, list(schemas))
     if not isinstance(returned, list):
         raise TypeError(f"it returned {type(returned).__name__}, not a list")
-    return [call_of(each) for each in returned]
+    return [call_of(item) for item in returned]

@@ -161,7 +161,7 @@ def _object(value: Any) -> dict[str, Any]:
 def tools_of(schemas: Schemas) -> Tools:
     """Return the schemas of the parameters, by tool and name."""
     functions = [_object(schema.get("function", schema)) for schema in schemas]
-    return {str(each.get("name")): _object(_object(each.get("parameters")).get("properties")) for each in functions}
+    return {str(item.get("name")): _object(_object(item.get("parameters")).get("properties")) for item in functions}
 
 
 def typed(name: str, value: str, schema: Any, otherwise: str, place: int) -> Any:
@@ -173,21 +173,21 @@ def typed(name: str, value: str, schema: Any, otherwise: str, place: int) -> Any
     types = _types(schema) & _TYPES or {otherwise}
     with suppress(Unreadable):
         bare = value.strip()
-        found, end = read_json(bare if types & {"string", "any"} else _PYTHON.get(bare, bare), 0)
-        kind = _ALIASES.get(type(found).__name__, "null")
-        if kind == "number" and "number" not in types and found.is_integer():
-            found, kind = int(found), "integer"
+        parsed, end = read_json(bare if types & {"string", "any"} else _PYTHON.get(bare, bare), 0)
+        kind = _ALIASES.get(type(parsed).__name__, "null")
+        if kind == "number" and "number" not in types and parsed.is_integer():
+            parsed, kind = int(parsed), "integer"
         fits = kind in types - {"string"} or "any" in types or (kind == "integer" and "number" in types)
         if fits and end >= len(bare) - (bare in _PYTHON):
-            return found
+            return parsed
     if types & {"string", "any"}:
         return value
     raise Unreadable(f"the argument {name} must be {' or '.join(sorted(types))}, and {value!r:.100} is not.", place)
 
 
 def _types(schema: Any) -> set[str]:
-    said = _object(schema).get("type")
-    types = {_ALIASES.get(each, each) for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
+    kind = _object(schema).get("type")
+    types = {_ALIASES.get(name, name) for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str)}
     for key in ("anyOf", "oneOf", "allOf"):
         choices = _object(schema).get(key)
         types |= set().union(*map(_types, choices)) if isinstance(choices, list) else set()

@@ -101,7 +101,7 @@ class Family:
         if mark and mark.lastgroup == "closing":
             return calls, mark.end()
         if rest and not rest[0].isalpha() and (not mark or mark.lastgroup == "code"):
-            raise Unreadable(f"the call goes on after its end, with {rest[:20]!r}.", after)
+            raise Unreadable(f"the call continues after its end, with {rest[:20]!r}.", after)
         return calls, place
 
 
@@ -113,7 +113,7 @@ class _Turn:
         self._place = self._tries = 0
         self._calls: list[Call] = []
         self._problems: list[str] = []
-        self._said: list[str] = []
+        self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._before: tuple[int, ...] = ()
         """State of open reasoning: its start, and the numbers of calls, problems and texts before it."""
@@ -123,10 +123,10 @@ class _Turn:
         kinds = {"think": self._think, "thought": self._thought, "bare": self._bare, "code": self._text_of}
         kinds |= {"closing": self._stray, "inner": self._stray}
         while match := self._family.marks.search(self._text, self._place):
-            self._said.append(self._text[self._place : match.start()])
+            self._texts.append(self._text[self._place : match.start()])
             self._place = match.end()
             kinds.get(match.lastgroup or "", self._call)(match)
-        self._said.append(self._text[self._place :])
+        self._texts.append(self._text[self._place :])
         if self._before:
             has_calls = len(self._calls) > self._before[1]
             self._end_reasoning(len(self._text))
@@ -134,7 +134,7 @@ class _Turn:
                 f"the reasoning does not end with {self._family.thinking.split('{}')[1]}: the calls in it are not run."
             )
             self._problems += [why] if has_calls else []
-        text = "".join(self._said).strip()
+        text = "".join(self._texts).strip()
         if "bare" in self._family.notation.marks() and self._looks_like_call(text):
             text, self._problems = "", [*self._problems, "JSON looks like a call and cannot be read as one."]
         return Parsed(self._calls, self._problems, text, "\n".join(map(str.strip, self._reasoning)).strip())
@@ -146,20 +146,20 @@ class _Turn:
         return any(name in self._tools for name in _NAME.findall(text)) or bool(names_tool and _ARGUMENTS.search(text))
 
     def _text_of(self, match: re.Match[str]) -> None:
-        self._said.append(match.group())
+        self._texts.append(match.group())
 
     def _think(self, match: re.Match[str]) -> None:
-        self._before = self._before or (match.end(), len(self._calls), len(self._problems), len(self._said))
+        self._before = self._before or (match.end(), len(self._calls), len(self._problems), len(self._texts))
 
     def _thought(self, match: re.Match[str]) -> None:
         if self._reasoning and not self._before:
-            self._said.append(match.group())
+            self._texts.append(match.group())
         else:  # the prompt may have opened it
             self._end_reasoning(match.start())
 
     def _end_reasoning(self, place: int) -> None:
-        start, calls, problems, said = self._before or (0, 0, 0, 0)
-        del self._calls[calls:], self._problems[problems:], self._said[said:]
+        start, calls, problems, texts = self._before or (0, 0, 0, 0)
+        del self._calls[calls:], self._problems[problems:], self._texts[texts:]
         self._reasoning.append(self._text[start:place])
         self._before, self._ends_with_call = (), False
 
@@ -195,7 +195,7 @@ class _Turn:
         if any(has_arguments or call.arguments.keys() <= self._tools[call.name].keys() for call in known):
             self._call(match, start)
         else:
-            self._said.append(text[start : self._place])
+            self._texts.append(text[start : self._place])
 
     def _stray(self, match: re.Match[str]) -> None:
         """Report a mark that follows no readable call. After a call, it was part of one of the call's values."""

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from rltrain.rewards.grading.ladder import MAX_CHARS, number, ungrouped
+from rltrain.rewards.grading.equivalence import MAX_CHARS, number, ungrouped
 from rltrain.rewards.grading.latex import normalise, tidy
 
 # A category becomes part of a metric's name.
@@ -11,7 +11,7 @@ _MAX_NAME_CHARS = 40
 _MAX_PRED_CHARS = 200
 _OTHER = re.compile(r"[^a-z0-9]+")
 
-Verdict = dict[str, float | str]
+Grade = dict[str, float | str]
 
 
 def vote(read: str | None) -> str:
@@ -25,12 +25,12 @@ def vote(read: str | None) -> str:
     return (normalise(text) if exact is None else str(exact))[:_MAX_PRED_CHARS]
 
 
-def verdict(is_right: bool, read: str | None, extra_info: dict[str, Any]) -> Verdict:
+def grade(is_right: bool, read: str | None, extra_info: dict[str, Any]) -> Grade:
     """Return ``score`` and ``acc`` (1 or 0), ``pred`` for votes, ``extracted`` (0 if the text has no answer), and
     ``acc_<category>``."""
     acc = float(is_right)
-    found: Verdict = {"extracted": float(read is not None), "pred": vote(read)}
-    return {"score": acc, "acc": acc, **found, **by_category(acc, extra_info)}
+    details: Grade = {"extracted": float(read is not None), "pred": vote(read)}
+    return {"score": acc, "acc": acc, **details, **by_category(acc, extra_info)}
 
 
 def by_category(acc: float, extra_info: dict[str, Any]) -> dict[str, float]:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from rltrain.rewards.grading import formula
+from rltrain.rewards.grading.intervals import intervals_of
 from rltrain.rewards.grading.latex import normalise, tidy
 from rltrain.rewards.grading.numbers import Value, near, same_number
-from rltrain.rewards.grading.regions import region
 from rltrain.rewards.grading.units import contradict, quantity
 
 # Longer texts are not answers to these questions; the bound keeps every step below cheap.
@@ -103,17 +103,17 @@ def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: 
         choice = _CHOICE.match(ours.value)
         if choice is not None or "=" not in plain:
             return choice is not None and (choice[1] or choice[2]).upper() == letter
-    verdict = _same_numbers(ours.value, theirs.value, plain, right, tolerance, symbolic)
-    if verdict is not None:
-        return verdict
+    is_same = _same_numbers(ours.value, theirs.value, plain, right, tolerance, symbolic)
+    if is_same is not None:
+        return is_same
 
     def same(one: str, other: str) -> bool:
         return _equal(one, other, tolerance, symbolic, depth + 1)
 
-    for rung in (_same_equations, _same_regions, _same_rows, _same_parts):
-        verdict = rung(ours.value, theirs.value, same)
-        if verdict is not None:
-            return verdict
+    for check in (_same_equations, _same_intervals, _same_rows, _same_parts):
+        is_same = check(ours.value, theirs.value, same)
+        if is_same is not None:
+            return is_same
     return symbolic and formula.same_formula(ours.value, theirs.value)
 
 
@@ -139,10 +139,10 @@ def _same_numbers(answer: str, truth: str, plain: str, right: str, tolerance: Fr
     # "60^\circ" is 60, and a third of pi; both are tried if the values are not literally numbers.
     if values[0] is None or values[1] is None:
         return None
-    verdict = _close(values[0], values[1], "%" in answer, "%" in truth, tolerance)
-    if not verdict and symbolic and "\\circ" in answer + truth:
+    is_same = _close(values[0], values[1], "%" in answer, "%" in truth, tolerance)
+    if not is_same and symbolic and "\\circ" in answer + truth:
         return formula.same_formula(answer, truth)
-    return verdict
+    return is_same
 
 
 def _no_percent(text: str) -> str:
@@ -229,9 +229,9 @@ def _same_name(one: str, other: str) -> bool:
     return _is_name(one) and _is_name(other)
 
 
-def _same_regions(answer: str, truth: str, same: Same) -> bool | None:
+def _same_intervals(answer: str, truth: str, same: Same) -> bool | None:
     """Return True if two sets of real numbers agree; at least one must be an inequality or a union."""
-    ours, theirs = region(answer), region(truth)
+    ours, theirs = intervals_of(answer), intervals_of(truth)
     if ours is None or theirs is None:
         return None
     intervals = answer.startswith(("(", "[", "\\{")) and truth.startswith(("(", "[", "\\{"))

@@ -31,9 +31,9 @@ except SystemExit as error:
         print(error.code)
 except BaseException as error:
     first = error.__traceback__.tb_next
-    told = traceback.TracebackException(type(error), error, first)
-    told.stack[:] = [frame for frame in told.stack if not frame.filename.endswith(("/jail.py", "/ast.py"))]
-    print(*told.format(), sep="", end="")
+    report = traceback.TracebackException(type(error), error, first)
+    report.stack[:] = [frame for frame in report.stack if not frame.filename.endswith(("/jail.py", "/ast.py"))]
+    print(*report.format(), sep="", end="")
 """
 
 

@@ -95,7 +95,7 @@ def data_address(image: Any) -> str:
     else:
         content = file_bytes(image_entry(str(image) if isinstance(image, Path) else image, Path()))
     if not begins_as_image(content):
-        raise DataError("it does not begin as a file of an image does.")
+        raise DataError("it does not begin like an image file.")
     return f"data:image;base64,{base64.b64encode(content).decode()}"
 
 
@@ -124,25 +124,25 @@ def _read(path: Path) -> bytes:
     try:
         # Without O_NONBLOCK, opening a pipe would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{short(path, 60)!r} is not a regular file.")
-            if not found.st_size:  # also files of /proc, which may be endless
+            if not status.st_size:  # also files of /proc, which may be endless
                 raise DataError(f"{short(path, 60)!r} is empty.")
-            if found.st_size > _MAX_BYTES:
+            if status.st_size > _MAX_BYTES:
                 raise DataError(
-                    f"{short(path, 60)!r} has {found.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
+                    f"{short(path, 60)!r} has {status.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
                 )
             head = file.read(16)
             # A small file is read completely, so that the opener can report its error.
-            if found.st_size > _SMALL_BYTES and not begins_as_image(head):
-                raise DataError(f"{short(path, 60)!r} does not begin as a file of an image does.")
+            if status.st_size > _SMALL_BYTES and not begins_as_image(head):
+                raise DataError(f"{short(path, 60)!r} does not begin like an image file.")
             return head + file.read(_MAX_BYTES)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise DataError(f"{short(path, 60)!r} is not a regular file.") from error
         if error.errno == errno.ENAMETOOLONG or (error.errno == errno.ENOENT and "." not in path.name):
-            raise DataError(f"{short(path, 60)!r} is neither a file nor an image as base64.") from error
+            raise DataError(f"{short(path, 60)!r} is neither a file nor a base64 image.") from error
         error.filename = short(path)  # open errors have a file name, but read errors do not
         raise
 

@@ -13,15 +13,15 @@ _REALS = ("\\mathbb{R}", "(-\\infty,\\infty)")
 _TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
 
 
-def region(text: str) -> tuple[str | None, list[str]] | None:
+def intervals_of(text: str) -> tuple[str | None, list[str]] | None:
     """Return the unknown (None if unnamed) and the intervals of a tidy text; None if it is not a set of this kind."""
     builder = _BUILDER.fullmatch(text)
     member = _MEMBER.fullmatch(text)
     if member:
-        inner = region(member[2])
+        inner = intervals_of(member[2])
         return (member[1], inner[1]) if inner and inner[0] is None else None
     if builder:
-        return region(builder[2])
+        return intervals_of(builder[2])
     if text.replace(" ", "") == _REALS[0] or text.casefold() in ("all real numbers", "all reals"):
         return None, [_REALS[1]]
     without = _WITHOUT.fullmatch(text)

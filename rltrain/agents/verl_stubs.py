@@ -1,4 +1,4 @@
-"""Stand-ins for names of verl that tool files import, if the package verl is not installed.
+"""Stubs for names of verl that tool files import, if the package verl is not installed.
 
 A file written for verl imports a decorator, a base class and schema records, and nothing else of the package. So that
 it works unchanged, small replacement classes are importable under these names while such a file is loaded and while its

@@ -1,4 +1,4 @@
-"""A host: one process that runs many trajectories concurrently, and their recovery when it dies.
+"""An executor: one process that runs many trajectories concurrently, and their recovery when it dies.
 
 A tool may hold the interpreter's lock, end its process or use up its memory, but the other trajectories of the process
 must continue unaffected. So the process is replaced, and each trajectory restarts in the new one with its previous
@@ -20,9 +20,9 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-from rltrain.agents.chat import Message, Start, Terms, Turn
+from rltrain.agents.chat import Message, TrajectoryStart, Turn, TurnLimits
 from rltrain.agents.content import MOST_IMAGE_BYTES
-from rltrain.agents.toolbox import Places
+from rltrain.agents.toolbox import ToolSources
 from rltrain.runtime.slots.limits import Limits
 from rltrain.runtime.slots.output import Printed
 from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess
@@ -37,16 +37,16 @@ _MOST_LINE_BYTES = MAX_RESULT_BYTES + MOST_IMAGE_BYTES
 
 
 @dataclass(eq=False)
-class Held:
+class Trajectory:
     """A trajectory and its progress."""
 
     number: int
-    start: Start
+    start: TrajectoryStart
     turns: list[Turn | None] = field(default_factory=list)
-    """None after the last: there is no other."""
-    said: list[list[Message]] = field(default_factory=list)
+    """None after the last turn."""
+    messages: list[list[Message]] = field(default_factory=list)
     """The messages after each turn."""
-    paid: list[list[float]] = field(default_factory=list)
+    rewards: list[list[float]] = field(default_factory=list)
     """The rewards after each turn."""
 
 
@@ -55,47 +55,53 @@ class _Unusable(Exception):
 
 
 @dataclass(frozen=True)
-class News:
+class TrajectoryMessage:
     """A message of a trajectory."""
 
     number: int
     line: dict[str, Any]
-    """``ask`` (messages for the policy), ``end`` (the trajectory's numbers) or ``failed`` (the reason).
+    """``request`` (messages for the policy), ``end`` (the trajectory's numbers) or ``failed`` (the reason).
 
     The first two come with ``counts`` and ``rewards``.
     """
 
 
-class Host:
-    """A process, and the thread that communicates with it. news: gets `News`, or a text if no trajectory can be run."""
+class Executor:
+    """A process, and the thread that communicates with it. messages: gets `TrajectoryMessage`, or an error text."""
 
-    def __init__(self, places: Places, terms: Terms, limits: Limits, news: SimpleQueue[News | str]) -> None:
-        self._opening = pickle.dumps(limits) + pickle.dumps((places, terms))
-        self._silent_s = terms.timeout_s + _SILENT_S
-        self._news = news
-        self._orders: SimpleQueue[tuple[str, Held] | None] = SimpleQueue()
+    def __init__(
+        self,
+        sources: ToolSources,
+        turn_limits: TurnLimits,
+        limits: Limits,
+        messages: SimpleQueue[TrajectoryMessage | str],
+    ) -> None:
+        self._settings = pickle.dumps(limits) + pickle.dumps((sources, turn_limits))
+        self._silent_s = turn_limits.timeout_s + _SILENT_S
+        self._messages = messages
+        self._orders: SimpleQueue[tuple[str, Trajectory] | None] = SimpleQueue()
         self._waking = Lock()
-        self._heard, wake = os.pipe()
+        self._wake_reader, wake = os.pipe()
         os.set_blocking(wake, False)
         self._wake: int | None = wake
         self._printed, self._printing = Printed(), Lock()
-        self._there: set[int] = set()
-        self._asked: dict[int, Held] = {}
+        self._started: set[int] = set()
+        self._pending: dict[int, Trajectory] = {}
         # Trajectories to run alone, trajectories that wait until then, and the one that runs alone now.
-        self._suspects: deque[Held] = deque()
-        self._later: deque[Held] = deque()
-        self._alone: Held | None = None
+        self._suspects: deque[Trajectory] = deque()
+        self._later: deque[Trajectory] = deque()
+        self._alone: Trajectory | None = None
         self._is_ready, self._failed_starts = False, 0
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def ask(self, held: Held) -> None:
+    def send_turn(self, trajectory: Trajectory) -> None:
         """Send the last turn of the trajectory."""
-        self._order(("ask", held))
+        self._order(("turn", trajectory))
 
-    def close(self, held: Held) -> None:
+    def close(self, trajectory: Trajectory) -> None:
         """Cancel the trajectory."""
-        self._order(("close", held))
+        self._order(("close", trajectory))
 
     def end(self) -> None:
         """End the process, with all its trajectories, and the thread."""
@@ -105,7 +111,7 @@ class Host:
         """Wait for the thread's end."""
         self._thread.join()
 
-    def _order(self, order: tuple[str, Held] | None) -> None:
+    def _order(self, order: tuple[str, Trajectory] | None) -> None:
         self._orders.put(order)
         with self._waking:
             if self._wake is not None:
@@ -117,72 +123,72 @@ class Host:
     def _run(self) -> None:
         try:
             self._start()
-            while self._obey():
-                self._look()
+            while self._execute_orders():
+                self._poll()
         except _Unusable as error:
-            self._news.put(str(error))
+            self._messages.put(str(error))
         except BaseException as error:  # noqa: BLE001 - a thread that ended silently would be waited for without end
-            self._news.put(f"{type(error).__name__}: {error}")
+            self._messages.put(f"{type(error).__name__}: {error}")
         finally:
             self._process.close()
             with self._waking:  # the descriptor's number may soon be reused for another file
                 wake, self._wake = self._wake, None
-                for end in (self._heard, wake):
+                for end in (self._wake_reader, wake):
                     if end is not None:
                         os.close(end)
 
     def _start(self) -> None:
-        self._process = ChildProcess("rltrain.agents.child", self._opening, self._printed)
+        self._process = ChildProcess("rltrain.agents.executor_main", self._settings, self._printed)
         self._buffer = bytearray()
-        self._there, self._asked, self._is_ready = set(), {}, False
-        self._last_heard = self._last_ping = time.monotonic()
+        self._started, self._pending, self._is_ready = set(), {}, False
+        self._last_reply = self._last_ping = time.monotonic()
         self._stuck_s = 0.0
 
-    def _obey(self) -> bool:
+    def _execute_orders(self) -> bool:
         """Execute the queued orders. Return False at the order to end."""
         with suppress(Empty):
             while True:
                 order = self._orders.get_nowait()
                 if order is None:
                     return False
-                name, held = order
+                name, trajectory = order
                 if name == "close":
-                    self._forget(held)
+                    self._remove(trajectory)
                 else:
-                    self._later.append(held)
+                    self._later.append(trajectory)
         self._next_suspect()
         return True
 
-    def _forget(self, held: Held) -> None:
-        if held.number in self._there:
-            self._there.discard(held.number)
-            self._asked.pop(held.number, None)
-            self._send(("close", held.number))
-        for line in (self._suspects, self._later):
+    def _remove(self, trajectory: Trajectory) -> None:
+        if trajectory.number in self._started:
+            self._started.discard(trajectory.number)
+            self._pending.pop(trajectory.number, None)
+            self._send(("close", trajectory.number))
+        for queue in (self._suspects, self._later):
             with suppress(ValueError):
-                line.remove(held)
-        if self._alone is held:
+                queue.remove(trajectory)
+        if self._alone is trajectory:
             self._alone = None
 
     def _next_suspect(self) -> None:
         if not self._is_ready:  # nothing reads yet, and a request would fill the socket
             return
-        while not self._alone and self._suspects and not self._asked:
+        while not self._alone and self._suspects and not self._pending:
             self._alone = self._suspects.popleft()
             self._send_turn(self._alone)
         while self._later and not self._suspects and not self._alone:
             self._send_turn(self._later.popleft())
 
-    def _send_turn(self, held: Held) -> None:
-        if not self._asked:
-            self._last_heard = time.monotonic()  # without a pending turn the process is silent
-        self._asked[held.number] = held
-        if held.number in self._there:
-            self._send(("turn", held.number, held.turns[-1]))
+    def _send_turn(self, trajectory: Trajectory) -> None:
+        if not self._pending:
+            self._last_reply = time.monotonic()  # without a pending turn the process is silent
+        self._pending[trajectory.number] = trajectory
+        if trajectory.number in self._started:
+            self._send(("turn", trajectory.number, trajectory.turns[-1]))
         else:
-            self._there.add(held.number)
-            turns = [turn for turn in held.turns if turn]
-            self._send(("begin", held.number, held.start, turns, held.said, held.paid))
+            self._started.add(trajectory.number)
+            turns = [turn for turn in trajectory.turns if turn]
+            self._send(("start", trajectory.number, trajectory.start, turns, trajectory.messages, trajectory.rewards))
 
     def _send(self, request: tuple[Any, ...]) -> None:
         # A dead process is noticed by the read. A process that received half a request fails at the next one.
@@ -190,29 +196,29 @@ class Host:
             self._process.channel.settimeout(self._silent_s)
             self._process.channel.sendall(pickle.dumps(request))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Read new messages, for at most a second; replace a process that died or is silent."""
-        ready = wait([self._process.channel, self._printed.reader, self._heard], _PING_S)
+        ready = wait([self._process.channel, self._printed.reader, self._wake_reader], _PING_S)
         with self._printing:
             self._printed.drain()  # a full pipe would block the process
-        if self._heard in ready:
-            os.read(self._heard, 1 << 16)
+        if self._wake_reader in ready:
+            os.read(self._wake_reader, 1 << 16)
         now = time.monotonic()
         if self._process.channel in ready:
             received = self._received()
             if not received:
-                self._bury("")
+                self._replace_process("")
                 return
-            self._last_heard = now
+            self._last_reply = now
             self._buffer += received
             *lines, self._buffer = self._buffer.split(b"\n")
-            if len(self._buffer) > _MOST_LINE_BYTES or not all(map(self._take, lines)):
-                self._bury(" said what is no reply")
-        elif now - self._last_heard > (self._silent_s if self._is_ready else START_TIMEOUT_S):
-            if self._asked or not self._is_ready:
-                self._bury(f" has said nothing for {now - self._last_heard:.0f} s")
-        elif self._is_spoilt():
-            self._bury(" had calls that never ended")
+            if len(self._buffer) > _MOST_LINE_BYTES or not all(map(self._handle_line, lines)):
+                self._replace_process(" sent an invalid reply")
+        elif now - self._last_reply > (self._silent_s if self._is_ready else START_TIMEOUT_S):
+            if self._pending or not self._is_ready:
+                self._replace_process(f" has sent nothing for {now - self._last_reply:.0f} s")
+        elif self._has_stuck_calls():
+            self._replace_process(" had calls that never ended")
         elif now - self._last_ping > _PING_S and self._is_ready:
             self._last_ping = now
             self._send(("ping",))
@@ -223,11 +229,11 @@ class Host:
         except OSError:
             return b""
 
-    def _is_spoilt(self) -> bool:
+    def _has_stuck_calls(self) -> bool:
         """Return True if cancelled calls keep running: threads that never end take time from all others."""
-        return self._stuck_s > (self._silent_s if self._asked else 0)
+        return self._stuck_s > (self._silent_s if self._pending else 0)
 
-    def _take(self, text: bytearray) -> bool:
+    def _handle_line(self, text: bytearray) -> bool:
         """Handle a line from the process. Return False if it is invalid."""
         try:
             line = json.loads(text)
@@ -239,19 +245,19 @@ class Host:
             if "ready" in line:
                 self._is_ready, self._failed_starts = True, 0
                 return True
-            number, is_over = int(line["number"]), "ask" not in line
+            number, is_over = int(line["number"]), "request" not in line
         except (ValueError, TypeError, KeyError):
             return False
-        held = self._asked.pop(number, None)
+        trajectory = self._pending.pop(number, None)
         if is_over:
-            self._there.discard(number)
-        if held:
-            if self._alone is held:
+            self._started.discard(number)
+        if trajectory:
+            if self._alone is trajectory:
                 self._alone = None
-            self._news.put(News(number, line))
+            self._messages.put(TrajectoryMessage(number, line))
         return True
 
-    def _bury(self, how: str) -> None:
+    def _replace_process(self, how: str) -> None:
         """Replace the process; then rerun its active trajectories one by one. how: "" if it has died."""
         with self._printing:
             ended = how or self._process.end()[0]
@@ -259,15 +265,15 @@ class Host:
         self._failed_starts += not self._is_ready
         if self._failed_starts > _MOST_STARTS:  # some may be signals from outside
             raise _Unusable(f"tools, environments and agents cannot be started: the agent{ended}")
-        lost = list(self._asked.values())
+        lost = list(self._pending.values())
         self._start()
         if self._alone:
-            self._news.put(News(self._alone.number, {"failed": f"the agent{ended}"}))
+            self._messages.put(TrajectoryMessage(self._alone.number, {"failed": f"the agent{ended}"}))
             self._alone = None
         else:
             self._suspects.extend(lost)
 
-    def printed(self) -> str:
+    def take_printed(self) -> str:
         """Return and clear the printed output."""
         with self._printing:
             return self._printed.take()

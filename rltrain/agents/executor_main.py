@@ -1,8 +1,8 @@
-"""The process of a host: an event loop in which every trajectory is a task.
+"""The process of an executor: an event loop in which every trajectory is a task.
 
 Requests arrive as pickles. Replies are sent as lines of JSON, which the other side only parses. A request is
-``("begin", number, Start, turns, said, paid)``, ``("turn", number, Turn or None)``, ``("close", number)`` or
-``("ping",)``.
+``("start", number, TrajectoryStart, turns, messages, rewards)``, ``("turn", number, Turn or None)``,
+``("close", number)`` or ``("ping",)``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,19 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, BinaryIO
 
-from rltrain.agents.chat import Asked, Broken, Chat, Late, Start, Terms, Turn, within
+from rltrain.agents.chat import (
+    CallTimeout,
+    Chat,
+    NewMessages,
+    TrajectoryFailed,
+    TrajectoryStart,
+    Turn,
+    TurnLimits,
+    with_timeout,
+)
 from rltrain.agents.content import image_bytes
 from rltrain.agents.endpoint import Endpoint
-from rltrain.agents.loop import lead
+from rltrain.agents.loop import run_trajectory
 from rltrain.agents.threads import abandoned_s
 from rltrain.agents.toolbox import Session, Toolbox
 from rltrain.common.errors import RltrainError
@@ -43,16 +52,16 @@ class _Trajectory:
 def main(descriptor: int, parent: int) -> None:
     """Serve requests until the other end closes."""
     channel, requests, _ = opened(descriptor, parent)
-    places, terms = pickle.load(requests)
+    sources, turn_limits = pickle.load(requests)
     try:
-        toolbox = Toolbox(places)
+        toolbox = Toolbox(sources)
     except Exception as error:  # noqa: BLE001 - the import of a user's file may raise anything
         text = str(error) if isinstance(error, RltrainError) else user_traceback(error)
         _send(channel, {"unusable": text[:MAX_ERROR_CHARS]})
         return
     _send(channel, {"ready": True})
     with suppress(EOFError, ConnectionError):
-        asyncio.run(_Stage(channel, toolbox, terms).serve(requests))
+        asyncio.run(_Trajectories(channel, toolbox, turn_limits).serve(requests))
     os._exit(0)  # without waiting for threads that never end
 
 
@@ -61,13 +70,13 @@ def _send(channel: socket.socket, line: dict[str, Any]) -> None:
 
 
 @dataclass
-class _Stage:
+class _Trajectories:
     """The trajectories of this process, by number."""
 
     channel: socket.socket
     toolbox: Toolbox
-    terms: Terms
-    _all: dict[int, _Trajectory] = field(default_factory=dict)
+    turn_limits: TurnLimits
+    _by_number: dict[int, _Trajectory] = field(default_factory=dict)
     _endpoint: Endpoint = field(init=False)
     # The event loop keeps no strong reference to a task.
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
@@ -93,85 +102,87 @@ class _Stage:
     def _ping(self) -> None:
         _send(self.channel, {"pong": abandoned_s()})
 
-    def _begin(self, number: int, start: Start, *past: Any) -> None:
-        trajectory = self._all[number] = _Trajectory()
-        trajectory.task = asyncio.ensure_future(self._live(number, trajectory, start, past))
+    def _start(self, number: int, start: TrajectoryStart, *past: Any) -> None:
+        trajectory = self._by_number[number] = _Trajectory()
+        trajectory.task = asyncio.ensure_future(self._run(number, trajectory, start, past))
 
     def _turn(self, number: int, turn: Turn | None) -> None:
-        if (trajectory := self._all.get(number)) and trajectory.chat:
+        if (trajectory := self._by_number.get(number)) and trajectory.chat:
             trajectory.waits = False
-            trajectory.chat.answered(turn)
+            trajectory.chat.deliver(turn)
 
     def _close(self, number: int) -> None:
-        if (trajectory := self._all.pop(number, None)) and trajectory.task:
+        if (trajectory := self._by_number.pop(number, None)) and trajectory.task:
             trajectory.task.cancel()
 
     async def _watch(self) -> None:
-        limit = self.terms.trajectory_timeout_s
+        limit = self.turn_limits.trajectory_timeout_s
         while limit:
             await asyncio.sleep(_TICK_S)
-            for number, trajectory in list(self._all.items()):
+            for number, trajectory in list(self._by_number.items()):
                 trajectory.busy_s += 0.0 if trajectory.waits else _TICK_S
                 if trajectory.busy_s > limit:
                     self._close(number)
-                    self._tell(number, {"failed": f"not done after {limit:g} s (multi_turn.trajectory_timeout_s)"})
+                    self._report(number, {"failed": f"not done after {limit:g} s (multi_turn.trajectory_timeout_s)"})
 
-    async def _live(self, number: int, trajectory: _Trajectory, start: Start, past: tuple[Any, ...]) -> None:
+    async def _run(self, number: int, trajectory: _Trajectory, start: TrajectoryStart, past: tuple[Any, ...]) -> None:
         """Run a trajectory. past: turns, the messages after each, and their rewards."""
 
-        def ask(asked: Asked) -> None:
+        def request(new: NewMessages) -> None:
             trajectory.waits = True
-            self._tell(number, {"ask": asked.messages, "counts": asked.counts, "rewards": asked.rewards})
+            self._report(number, {"request": new.messages, "counts": new.counts, "rewards": new.rewards})
 
         opening = asyncio.ensure_future(self.toolbox.open(start.row, start.seed))
         try:
             # Shielded, because the instance that a thread creates would otherwise be lost and never closed.
-            session = await within(asyncio.shield(opening), self.terms.timeout_s)
+            session = await with_timeout(asyncio.shield(opening), self.turn_limits.timeout_s)
             session.names = [name for name in session.names if name in start.tools]
-            chat = trajectory.chat = Chat(start.prompt, past, self.terms, session, ask, self._endpoint.address)
-            outcome = await lead(chat, session, start, self.terms)
-            asked = chat.last_words()
-            end: dict[str, Any] = {"end": outcome, "extra": _of_json(session.extra_fields)}
-            end |= {"said": asked.messages, "counts": asked.counts, "rewards": asked.rewards}
+            chat = trajectory.chat = Chat(
+                start.prompt, past, self.turn_limits, session, request, self._endpoint.address
+            )
+            outcome = await run_trajectory(chat, session, start, self.turn_limits)
+            new = chat.take_new()
+            end: dict[str, Any] = {"end": outcome, "extra": _json_fields(session.extra_fields)}
+            end |= {"messages": new.messages, "counts": new.counts, "rewards": new.rewards}
         except BaseException as error:  # noqa: BLE001 - user code: sys.exit must not end the process
-            end = {"failed": _words_of(error, self.terms)}
+            end = {"failed": _reason(error, self.turn_limits)}
         if trajectory.chat:
             self._endpoint.close(trajectory.chat)
-            trajectory.chat.answered(None)  # otherwise a running thread would wait for turns that are never generated
+            trajectory.chat.deliver(None)  # otherwise a running thread would wait for turns that are never generated
         # Reported before it is closed, which may take time. A trajectory that was closed meanwhile is not reported.
-        if self._all.pop(number, None):
-            self._tell(number, end)
-        self._closing.add(closing := asyncio.ensure_future(self._shut(opening)))
+        if self._by_number.pop(number, None):
+            self._report(number, end)
+        self._closing.add(closing := asyncio.ensure_future(self._close_session(opening)))
         closing.add_done_callback(self._closing.discard)
 
-    async def _shut(self, opening: asyncio.Task[Session]) -> None:
+    async def _close_session(self, opening: asyncio.Task[Session]) -> None:
         with suppress(Exception):  # the reason for a failed opening is already reported
-            session = await within(opening, self.terms.timeout_s)
-            await within(session.close(), self.terms.timeout_s)
+            session = await with_timeout(opening, self.turn_limits.timeout_s)
+            await with_timeout(session.close(), self.turn_limits.timeout_s)
 
-    def _tell(self, number: int, line: dict[str, Any]) -> None:
+    def _report(self, number: int, line: dict[str, Any]) -> None:
         try:
             text = json.dumps({"number": number, **line})
         except (TypeError, ValueError) as error:
-            text = json.dumps({"number": number, "failed": f"what was said is not JSON: {error}"})
-        messages = line.get("ask") or line.get("said") or ()
+            text = json.dumps({"number": number, "failed": f"its messages are not JSON: {error}"})
+        messages = line.get("request") or line.get("messages") or ()
         size = len(text) - image_bytes(message["content"] for message in messages)
         if size >= MAX_RESULT_BYTES:
-            why = f"{size:,} bytes were said at once; {MAX_RESULT_BYTES:,} are taken"
+            why = f"{size:,} bytes of messages at once; the limit is {MAX_RESULT_BYTES:,}"
             text = json.dumps({"number": number, "failed": why})
         self.channel.sendall(text.encode() + b"\n")
 
 
-def _of_json(fields: dict[str, Any]) -> dict[str, Any]:
+def _json_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that JSON can hold, converted to JSON values."""
-    held = {}
+    values = {}
     for name, value in fields.items():
         with suppress(TypeError, ValueError, RecursionError):
-            held[str(name)] = json.loads(json.dumps(value))
-    return held
+            values[str(name)] = json.loads(json.dumps(value))
+    return values
 
 
-def _words_of(error: BaseException, terms: Terms) -> str:
-    if isinstance(error, Late):
-        return f"no result after {terms.timeout_s:g} s (multi_turn.tool_timeout_s)"
-    return str(error) if isinstance(error, Broken) else user_traceback(error)[-MAX_ERROR_CHARS:]
+def _reason(error: BaseException, turn_limits: TurnLimits) -> str:
+    if isinstance(error, CallTimeout):
+        return f"no result after {turn_limits.timeout_s:g} s (multi_turn.tool_timeout_s)"
+    return str(error) if isinstance(error, TrajectoryFailed) else user_traceback(error)[-MAX_ERROR_CHARS:]

@@ -3,7 +3,7 @@
 Trajectories are append-only, so sampled tokens are never rendered again. Once per turn, the template renders a stub (a
 user's message, and a turn that contains a sentinel) followed by the new messages. The context is the text after the
 stop token that follows the sentinel. Therefore nothing depends on how the template would write the policy's turn, and
-no table of families is needed. `Seam.problem` checks this for a template.
+no table of families is needed. `TurnDelta.problem` checks this for a template.
 
 Texts of tools and users may contain the text of a special token, which must not end a turn or open a role. The template
 sees a placeholder instead. In the tokenized text, another special token replaces it, whose id is then replaced by the
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rltrain.agents.chat import shown
+from rltrain.agents.chat import without_log_fields
 from rltrain.agents.content import texts_in, with_texts
 from rltrain.common.errors import DataError
 from rltrain.data.chat import ChatEncoder, Message
@@ -37,7 +37,7 @@ class _Context:
     """True if that token ends turns. Otherwise the template ends past turns differently than the policy."""
 
 
-class Seam:
+class TurnDelta:
     """Builder of the tokens that the chat template writes between two turns of the policy."""
 
     def __init__(self, encoder: ChatEncoder, schemas: Sequence[dict[str, Any]], call_format: CallFormat) -> None:
@@ -72,20 +72,20 @@ class Seam:
         users, in order. Images (`content.without_files`) become the template's placeholder. Raises DataError if the
         template rejects the messages.
         """
-        hidden, texts = self._hidden(shown(messages))
-        context = self._rendered(calls, hidden)
+        hidden, texts = self._hide_special(without_log_fields(messages))
+        context = self._render(calls, hidden)
         ids = self._tokens(context, texts)
         end = self._added.get(context.end)
         if end is None or end_token == end or (end_token is not None and not context.stops):
             return ids
         return [end, *ids]
 
-    def _hidden(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+    def _hide_special(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """Replace texts of special tokens in messages by placeholders. Returns messages, and texts by placeholder."""
         if not all(isinstance(message.get("content"), str | list) for message in messages):
-            raise DataError("what a tool or a user says between two turns is text, or parts of texts and images.")
-        said = [text for message in messages for text in texts_in(message["content"])]
-        joined = "\n".join([*said, *(str(message.get("name")) for message in messages)])
+            raise DataError("a message of a tool or user between two turns must be text, or parts of texts and images.")
+        contents = [text for message in messages for text in texts_in(message["content"])]
+        joined = "\n".join([*contents, *(str(message.get("name")) for message in messages)])
         if not self._ids or not self._mark.search(joined):
             return list(messages), {}
         # Private-use characters, which no font and no template knows.
@@ -97,54 +97,54 @@ class Seam:
             texts[placeholder] = match.group()
             return placeholder
 
-        names = [{"name": self._bare(message["name"])} if message.get("name") else {} for message in messages]
+        names = [{"name": self._strip_special(message["name"])} if message.get("name") else {} for message in messages]
         hidden = [
             message | {"content": with_texts(message["content"], lambda text: self._mark.sub(hide, text))} | name
             for message, name in zip(messages, names, strict=True)
         ]
         return hidden, texts
 
-    def _rendered(self, calls: Sequence[Call], messages: Sequence[Message]) -> _Context:
+    def _render(self, calls: Sequence[Call], messages: Sequence[Message]) -> _Context:
         """Return the context, from a render of the stub and the messages."""
-        calls = self._asked(calls, messages)
-        ids = [self._bare(call.id) or f"call{number:05d}" for number, call in enumerate(calls)]
-        said = _with_ids(messages, ids)
+        calls = self._calls_for_results(calls, messages)
+        ids = [self._strip_special(call.id) or f"call{number:05d}" for number, call in enumerate(calls)]
+        results = _with_ids(messages, ids)
         sentinel = _SENTINEL
         while any(sentinel in str(message.get("content")) for message in messages):
             sentinel += "q"
-        refusal = "it leaves out the policy's turn"
+        problem = "it leaves out the policy's turn"
         known = self._stub.get(bool(calls))
         for number in range(len(_STUBS)) if known is None else [known, *range(len(_STUBS))]:
             turn = _turn(calls, ids, sentinel, number)
             if turn is None:
                 continue
             try:
-                text = self._encoder.written([ASK, turn, *said], tools=self._schemas)
+                text = self._encoder.render([ASK, turn, *results], tools=self._schemas)
             except DataError as error:
-                refusal = str(error)
+                problem = str(error)
                 continue
-            if context := self._behind(text, sentinel):
+            if context := self._context_after(text, sentinel):
                 if len(calls) < 2:
                     self._stub[bool(calls)] = number
                 return context
-        raise DataError(f"the chat template cannot go on behind a turn of the assistant: {refusal}")
+        raise DataError(f"the chat template cannot continue after a turn of the assistant: {problem}")
 
-    def _asked(self, calls: Sequence[Call], messages: Sequence[Message]) -> list[Call]:
+    def _calls_for_results(self, calls: Sequence[Call], messages: Sequence[Message]) -> list[Call]:
         """Return the calls, and one more per result without a call, because templates need a call before a result."""
         results = [message for message in messages if message["role"] == "tool"]
-        names = [str(result.get("name") or self._a_tool()) for result in results[len(calls) :]]
+        names = [str(result.get("name") or self._tool_name()) for result in results[len(calls) :]]
         calls = [*calls, *(Call(name, {}) for name in names)]
-        return [replace(call, name=self._bare(call.name) or self._a_tool()) for call in calls]
+        return [replace(call, name=self._strip_special(call.name) or self._tool_name()) for call in calls]
 
-    def _bare(self, name: str) -> str:
+    def _strip_special(self, name: str) -> str:
         """Remove the texts of special tokens from a name that the policy wrote."""
         return self._mark.sub("", name)
 
-    def _a_tool(self) -> str:
+    def _tool_name(self) -> str:
         names = [schema.get("function", schema).get("name") for schema in self._schemas]
         return str(next(iter(names), None) or "tool")
 
-    def _behind(self, text: str, sentinel: str) -> _Context | None:
+    def _context_after(self, text: str, sentinel: str) -> _Context | None:
         """Return the text after the turn that contains the sentinel, or None if the turn has no end."""
         place = text.rfind(sentinel)
         if place < 0:
@@ -161,7 +161,7 @@ class Seam:
             pieces = re.split(f"({_any_of([*texts, self._barrier]).pattern})", text)
             delimiters = pieces[1::2]
             if missing := texts.keys() - set(delimiters):
-                raise DataError(f"the chat template does not write {texts[min(missing)]!r} as it stands in a message.")
+                raise DataError(f"the chat template changes {texts[min(missing)]!r} of a message.")
             text = "".join(self._barrier if piece in texts else piece for piece in pieces)
         # After the token that ends the turn, as in the trajectory, because some tokenizers treat the start of a text
         # differently.
@@ -172,15 +172,15 @@ class Seam:
             return ids
         barrier = self._added[self._barrier]
         if ids.count(barrier) != len(delimiters):
-            raise DataError(f"the tokenizer does not keep {self._barrier} apart.")
-        left = iter(delimiters)
-        spelled = {placeholder: self._spelled(mark) for placeholder, mark in texts.items()}
-        return [token for each in ids for token in (spelled.get(next(left), [each]) if each == barrier else [each])]
+            raise DataError(f"the tokenizer merges {self._barrier} with its neighbours.")
+        remaining = iter(delimiters)
+        plain_ids = {placeholder: self._plain_ids_of_special(mark) for placeholder, mark in texts.items()}
+        return [plain for token in ids for plain in (plain_ids[next(remaining)] if token == barrier else [token])]
 
     def _plain_ids(self, text: str) -> list[int]:
         return list(self._encoder.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _spelled(self, mark: str) -> list[int]:
+    def _plain_ids_of_special(self, mark: str) -> list[int]:
         """Return token ids of a special token's text, without special tokens."""
         ids = self._plain_ids(mark[:1]) + self._plain_ids(mark[1:])
         if set(ids) & set(self._ids.values()):
@@ -197,18 +197,18 @@ class Seam:
         self.notes = []
         for name, exchanges in self._trials_with_image(roles) if images else self._trials(roles):
             try:
-                if words := self._difference(exchanges):
-                    return f"after {name}, {words}"
+                if difference := self._difference(exchanges):
+                    return f"after {name}, {difference}"
             except DataError as error:
                 if name != "two results":
                     return f"after {name}: {error}"
-                self.notes.append("the chat template knows one call a turn; further ones are left out of its rules.")
+                self.notes.append("the chat template supports one call per turn; further calls are not checked.")
         if self._drops_reasoning():
             self.notes.append("the chat template drops reasoning of earlier turns; a trajectory keeps it.")
         return ""
 
     def _trials(self, roles: Sequence[str]) -> Iterator[tuple[str, list[tuple[list[Call], list[Message]]]]]:
-        tool = self._a_tool()
+        tool = self._tool_name()
         call, other = Call(tool, {"text": "one"}), Call(tool, {"text": "two"})
         result = {"role": "tool", "name": tool, "content": "The result is 42."}
         second = {"role": "tool", "name": tool, "content": "It is\n7 > 3"}
@@ -226,58 +226,58 @@ class Seam:
     def _trials_with_image(self, roles: Sequence[str]) -> Iterator[tuple[str, list[tuple[list[Call], list[Message]]]]]:
         parts = [{"type": "image"}, {"type": "text", "text": "It is red."}]
         for role in roles:
-            name, calls = ({"name": self._a_tool()}, [Call(self._a_tool(), {})]) if role == "tool" else ({}, [])
+            name, calls = ({"name": self._tool_name()}, [Call(self._tool_name(), {})]) if role == "tool" else ({}, [])
             messages: list[Message] = [{"role": role, "content": parts, **name}]
-            what = f"an image in a message of role {role}"
+            trial = f"an image in a message of role {role}"
             number = self.context(None, calls, messages).count(self._encoder.processor.image_token_id)
             if number != 1:
-                raise DataError(f"for {what} it writes {number} placeholders.")
-            yield what, [(calls, messages), (calls, messages)]
+                raise DataError(f"for {trial} it writes {number} placeholders; it must be 1.")
+            yield trial, [(calls, messages), (calls, messages)]
 
     def _difference(self, exchanges: Sequence[tuple[list[Call], list[Message]]]) -> str:
         """Return the difference between a trajectory and the render of the whole conversation, or ""."""
         history = [ASK]
-        opening = self._encoder.written(history, answered=True, tools=self._schemas)
+        opening = self._encoder.render(history, answered=True, tools=self._schemas)
         borders: list[tuple[str, _Context]] = []
         for number, (calls, messages) in enumerate(exchanges):
             sentinel = f"{_SENTINEL}{number}q"
-            context = self._rendered(calls, messages)
+            context = self._render(calls, messages)
             ids = [f"call{place:05d}" for place in range(len(calls))]
             stub = self._stub.get(bool(calls), 0)
             turn = _turn(calls, ids, sentinel, stub)
             history = [*history, *([turn] if turn else []), *_with_ids(messages, ids)]
-            whole = self._encoder.written(history, tools=self._schemas)
+            whole = self._encoder.render(history, tools=self._schemas)
             if not whole.startswith(opening):
-                return _apart(opening, whole[: len(opening) + 60])
+                return _describe_difference(opening, whole[: len(opening) + 60])
             place = len(opening)
             for earlier, past in borders:
-                behind = _behind_turn(whole, earlier, past.end, place)
-                if not behind.startswith(past.text):
-                    return _apart(past.text, behind[: len(past.text) + 60])
-                place = len(whole) - len(behind) + len(past.text)
-            behind = _behind_turn(whole, sentinel, context.end, place)
-            if behind != context.text:
-                return _apart(context.text, behind)
-            if words := self._other_tokens(history, whole, context):
-                return words
+                rest = _text_after_turn(whole, earlier, past.end, place)
+                if not rest.startswith(past.text):
+                    return _describe_difference(past.text, rest[: len(past.text) + 60])
+                place = len(whole) - len(rest) + len(past.text)
+            rest = _text_after_turn(whole, sentinel, context.end, place)
+            if rest != context.text:
+                return _describe_difference(context.text, rest)
+            if difference := self._token_difference(history, whole, context):
+                return difference
             # The opening of the next turn may be written differently after that turn.
-            bare = self._encoder.written(history, answered=True, tools=self._schemas)
-            kept = shared(whole, bare) - (len(whole) - len(behind))
-            borders.append((sentinel, replace(context, text=context.text[: max(0, kept)])))
+            bare = self._encoder.render(history, answered=True, tools=self._schemas)
+            length = shared(whole, bare) - (len(whole) - len(rest))
+            borders.append((sentinel, replace(context, text=context.text[: max(0, length)])))
         return ""
 
-    def _other_tokens(self, history: Sequence[Message], whole: str, context: _Context) -> str:
+    def _token_difference(self, history: Sequence[Message], whole: str, context: _Context) -> str:
         ids = self._tokens(context, {})
         # The encoder requires the file of every image.
-        seen = any(not isinstance(message["content"], str) for message in history)
-        expected = self._plain_ids(whole) if seen else self._encoder.encode(history, tools=self._schemas)
-        found = self._plain_ids(whole[: len(whole) - len(context.text)]) + ids
-        if found == expected:
+        has_images = any(not isinstance(message["content"], str) for message in history)
+        expected = self._plain_ids(whole) if has_images else self._encoder.encode(history, tools=self._schemas)
+        actual = self._plain_ids(whole[: len(whole) - len(context.text)]) + ids
+        if actual == expected:
             return ""
-        place = shared(found, expected)
-        texts = self._encoder.decode_batch([found[place : place + 20], expected[place : place + 20]], special=True)
+        place = shared(actual, expected)
+        texts = self._encoder.decode_batch([actual[place : place + 20], expected[place : place + 20]], special=True)
         return (
-            f"the tokens differ: the trajectory has {found[place : place + 5]} ({texts[0]!r}), the whole conversation "
+            f"the tokens differ: the trajectory has {actual[place : place + 5]} ({texts[0]!r}), the whole conversation "
             f"{expected[place : place + 5]} ({texts[1]!r})."
         )
 
@@ -285,14 +285,14 @@ class Seam:
         thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _SENTINEL)
         turn: Message = {"role": "assistant", "content": "7", **thought}
         try:
-            kept = self._encoder.written([ASK, turn], answered=True, tools=self._schemas)
-            later = self._encoder.written([ASK, turn, ASK], tools=self._schemas)
+            current = self._encoder.render([ASK, turn], answered=True, tools=self._schemas)
+            later = self._encoder.render([ASK, turn, ASK], tools=self._schemas)
         except DataError:
             return False
-        return _SENTINEL in kept and _SENTINEL not in later
+        return _SENTINEL in current and _SENTINEL not in later
 
 
-def _behind_turn(whole: str, sentinel: str, end: str, start: int) -> str:
+def _text_after_turn(whole: str, sentinel: str, end: str, start: int) -> str:
     """Return the text after the turn with a sentinel. Raises DataError if it is before ``start``."""
     place = whole.rfind(sentinel)
     place = whole.find(end, place) if place >= 0 else -1
@@ -332,9 +332,9 @@ def _turn(calls: Sequence[Call], ids: Sequence[str], sentinel: str, stub: int) -
 
 def _with_ids(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     """Add the ids of the calls to their results."""
-    left = iter(ids)
+    remaining = iter(ids)
     return [
-        message | {"tool_call_id": message.get("tool_call_id") or next(left, "call00000")}
+        message | {"tool_call_id": message.get("tool_call_id") or next(remaining, "call00000")}
         if message["role"] == "tool"
         else message
         for message in messages
@@ -347,11 +347,11 @@ def shared(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _apart(trajectory: str, whole: str) -> str:
+def _describe_difference(trajectory: str, whole: str) -> str:
     """Describe two texts that should be equal."""
     place = shared(trajectory, whole)
     start = max(0, place - 40)
     return (
-        f"the trajectory goes on with {trajectory[start : place + 40]!r}, and the chat template writes "
+        f"the trajectory continues with {trajectory[start : place + 40]!r}, and the chat template writes "
         f"{whole[start : place + 40]!r} for the whole conversation."
     )

@@ -60,10 +60,10 @@ class Search:
         corpus: jsonl (also .gz) or parquet; a row has ``contents`` (its first line is the title), or ``title`` and
             ``text``.
         topk: Passages that a search returns.
-        tokenizer: What FTS5 divides texts by; ``trigram`` for texts without spaces between words.
-        folder: Where indexes are kept; unless given, ``.rltrain`` next to the corpus.
+        tokenizer: Tokenizer of FTS5; ``trigram`` for texts without spaces between words.
+        folder: Folder of the indexes; default: ``.rltrain`` next to the corpus.
 
-    Raises DataError where the corpus cannot be read, and for a large one that has no index yet.
+    Raises DataError if the corpus cannot be read, or is large and has no index yet.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Search:
         if not words:
             return "Error: the query has no words."
         try:
-            passages = _found(self._index, words, self._topk, self._tokenizer)
+            passages = _search(self._index, words, self._topk, self._tokenizer)
         except sqlite3.OperationalError as error:
             if "interrupted" not in str(error):
                 raise
@@ -110,36 +110,36 @@ def index_of(
 # A process creates many instances.
 @cache
 def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str | None, may_build: bool) -> Path:
-    kept = Path(folder).expanduser() if folder else path.parent / ".rltrain"
-    note = kept / f"search-{xxhash.xxh64_hexdigest(f'{path} {tokenizer}'.encode())}.json"
+    indexes = Path(folder).expanduser() if folder else path.parent / ".rltrain"
+    record_file = indexes / f"search-{xxhash.xxh64_hexdigest(f'{path} {tokenizer}'.encode())}.json"
     # Nothing is written if the index exists, so that the folder may be read-only.
-    if (digest := _noted(note, changed)) and _index(kept, digest).exists():
-        return _index(kept, digest)
+    if (digest := _stored_digest(record_file, changed)) and _index(indexes, digest).exists():
+        return _index(indexes, digest)
     try:
-        kept.mkdir(parents=True, exist_ok=True)
-        with (kept / "search.lock").open("a", encoding="utf-8") as lock:
+        indexes.mkdir(parents=True, exist_ok=True)
+        with (indexes / "search.lock").open("a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released at the end of the process that holds it
-            digest = _noted(note, changed) or _digest(path, tokenizer)
-            note.write_text(json.dumps([*changed, digest]), "utf-8")
-            if not _index(kept, digest).exists():
+            digest = _stored_digest(record_file, changed) or _digest(path, tokenizer)
+            record_file.write_text(json.dumps([*changed, digest]), "utf-8")
+            if not _index(indexes, digest).exists():
                 if not may_build:
-                    raise DataError(_NOT_BUILT.format(path, tokenizer, kept))
-                _build(path, _index(kept, digest), tokenizer)
-            return _index(kept, digest)
+                    raise DataError(_NOT_BUILT.format(path, tokenizer, indexes))
+                _build(path, _index(indexes, digest), tokenizer)
+            return _index(indexes, digest)
     except (OSError, sqlite3.Error) as error:
         raise DataError(
-            f"the index of corpus={path} cannot be kept in {kept}: {error}. Name another place with folder=…"
+            f"the index of corpus={path} cannot be kept in {indexes}: {error}. Give another folder with folder=…"
         ) from error
 
 
-def _index(kept: Path, digest: str) -> Path:
-    return kept / f"search-{digest}.sqlite"
+def _index(indexes: Path, digest: str) -> Path:
+    return indexes / f"search-{digest}.sqlite"
 
 
-def _noted(note: Path, changed: tuple[int, int]) -> str | None:
+def _stored_digest(record_file: Path, changed: tuple[int, int]) -> str | None:
     """Return the stored digest of a corpus if the file is unchanged: hashing many gigabytes takes a while."""
     with suppress(OSError, ValueError):
-        *earlier, digest = json.loads(note.read_text("utf-8"))
+        *earlier, digest = json.loads(record_file.read_text("utf-8"))
         if tuple(earlier) == changed:
             return str(digest)
     return None
@@ -188,7 +188,7 @@ def _passages(path: Path) -> Iterator[tuple[str, str]]:
             title, _, text = contents.partition("\n")
         if not isinstance(text, str):
             raise DataError(
-                f"{path}: row {number - 1} is no passage. A row has 'contents' (its first line is the title), or "
+                f"{path}: row {number - 1} is not a passage. A row has 'contents' (its first line is the title), or "
                 "'title' and 'text'."
             )
         yield _plain(title or ""), _plain(text)
@@ -215,7 +215,7 @@ def _records(path: Path) -> Iterator[Any]:
                 number += 1
                 yield json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}: line {number} is no JSON: {error}") from error
+        raise DataError(f"{path}: line {number} is not JSON: {error}") from error
     except (OSError, EOFError, UnicodeDecodeError, DataError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
@@ -230,19 +230,19 @@ def _words(query: str) -> list[str]:
     return ([word for word in words if word not in _COMMON] or words)[:_MAX_WORDS]
 
 
-def _found(index: Path, words: list[str], most: int, tokenizer: str) -> list[tuple[str, str]]:
+def _search(index: Path, words: list[str], most: int, tokenizer: str) -> list[tuple[str, str]]:
     # Within quotes nothing of a query is parsed as FTS5 syntax. A connection per search: methods of an instance may run
     # in several threads, and opening one takes a fraction of a millisecond.
     deadline = time.monotonic() + _SHARE_OF_DEADLINE * current_limits().timeout_s
     with closing(sqlite3.connect(f"{index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
         database.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
-        query = " OR ".join(f'"{word}"' for word in _telling(database, words, tokenizer))
+        query = " OR ".join(f'"{word}"' for word in _rarest_words(database, words, tokenizer))
         return database.execute(
             "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank, rowid LIMIT ?", (query, most)
         ).fetchall()
 
 
-def _telling(database: sqlite3.Connection, words: list[str], tokenizer: str) -> list[str]:
+def _rarest_words(database: sqlite3.Connection, words: list[str], tokenizer: str) -> list[str]:
     """Return the rarest words of a query, as many as can be ranked in time."""
     # Only FTS5 can tokenise a word for its index, so a temporary table of the words does it.
     database.execute(f"CREATE VIRTUAL TABLE temp.words USING fts5(word, {_option(tokenizer)})")
@@ -272,10 +272,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", default="porter unicode61", help="FTS5's; as in the run")
     parser.add_argument("--folder", help="where to keep it; default: .rltrain next to the corpus")
     parser.add_argument("--query", help="search for this afterwards")
-    given = parser.parse_args(argv)
-    sys.stdout.write(f"{index_of(given.corpus, given.tokenizer, given.folder)}\n")
-    if given.query:
-        sys.stdout.write(Search(given.corpus, 3, given.tokenizer, given.folder).search(given.query) + "\n")
+    options = parser.parse_args(argv)
+    sys.stdout.write(f"{index_of(options.corpus, options.tokenizer, options.folder)}\n")
+    if options.query:
+        sys.stdout.write(Search(options.corpus, 3, options.tokenizer, options.folder).search(options.query) + "\n")
     return 0
 
 

@@ -8,18 +8,17 @@ cancelled at a deadline; hence httpx and asyncio.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import httpx
 
-from rltrain.common.clock import SYSTEM, Clock
+from rltrain.common.clock import SYSTEM, Backoff, Clock
 from rltrain.common.errors import RewardError
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s
-from rltrain.rewards.processes.score import MAX_ERROR_CHARS, Score, ScorerCall, read_returned
+from rltrain.rewards.processes.score import MAX_ERROR_CHARS, Score, ScorerCall, parse_result
 
 _NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_BACKOFF = Backoff(0.05, 2.0)
 
 
 class RemoteScorer:
@@ -70,31 +69,30 @@ class RemoteScorer:
         return await asyncio.gather(*map(self._score, calls))
 
     async def _score(self, call: ScorerCall) -> Score:
-        trouble = ["no answer"]
+        problems = ["no reply"]
         body = json.dumps(dict(zip(_NAMES, call, strict=True)), default=str).encode()
         async with self._free:
             try:
-                score = await self._clock.within(self._until_scored(body, trouble), self._timeout_s)
+                score = await self._clock.within(self._until_scored(body, problems), self._timeout_s)
             except asyncio.TimeoutError:
-                sentence = f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {trouble[-1]}"
+                sentence = f"no score from {self._url} after {self._timeout_s:g} s (reward.timeout_s): {problems[-1]}"
                 score = Score(None, "timeout", sentence)
-        return score.about(call)
+        return score.with_call(call)
 
-    async def _until_scored(self, body: bytes, trouble: list[str]) -> Score:
-        """Retry until there is a score. Errors are appended to ``trouble``."""
-        for attempt in count():
-            pause_s = min(_FIRST_PAUSE_S * 2 ** min(attempt, 10), _LONGEST_PAUSE_S)
+    async def _until_scored(self, body: bytes, problems: list[str]) -> Score:
+        """Retry until there is a score. Errors are appended to ``problems``."""
+        while True:
+            after_s = 0.0
             try:
                 response, reply = await fetch(self._client, self._url, body)
                 if response.status_code not in TRY_AGAIN:
                     return self._read(response.status_code, reply)
-                trouble.append(f"HTTP {response.status_code} {reply[:200]!r}")
+                problems.append(f"HTTP {response.status_code} {reply[:200]!r}")
                 # The server may ask for any wait: the response's deadline ends it.
-                pause_s = max(pause_s, retry_after_s(response.headers.get("Retry-After", "")))
+                after_s = retry_after_s(response.headers.get("Retry-After", ""))
             except httpx.TransportError as error:  # refused, reset, cut short
-                trouble.append(f"{type(error).__name__}: {error}")
-            await self._clock.pause(pause_s)
-        raise AssertionError("count() has no end")
+                problems.append(f"{type(error).__name__}: {error}")
+            await self._clock.pause(max(_BACKOFF.pause_s(len(problems) - 1), after_s))
 
     def _read(self, status: int, reply: bytes) -> Score:
         if len(reply) > MAX_REPLY_BYTES:
@@ -103,7 +101,7 @@ class RemoteScorer:
             return Score(None, "crashed", f"{self._url}: HTTP {status} {reply[:MAX_ERROR_CHARS]!r}")
         try:
             returned = json.loads(reply)
-            value, extras = read_returned(returned if isinstance(returned, dict) else {})
+            value, extras = parse_result(returned if isinstance(returned, dict) else {})
         except (ValueError, RecursionError) as error:
             return Score(None, "rejected", f"{self._url}: {error}; it sent {reply[:200]!r}")
         return Score(value, "ok", None, extras)

@@ -1,4 +1,4 @@
-"""Scoring by a remote judge, alone or together with the scorer of the data source.
+"""Scorer that uses a remote judge, alone or together with the scorer of the data source.
 
 An event loop in a separate thread of this process sends the requests for many responses concurrently.
 """
@@ -17,14 +17,14 @@ from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import JudgeError, RewardError, RltrainError
 from rltrain.config.schema import ScoringConfig
 from rltrain.rewards.judge.cache import ReplyCache
-from rltrain.rewards.judge.message import Ask, messages_of
+from rltrain.rewards.judge.message import QuestionMaker, messages_of
 from rltrain.rewards.judge.reply import Reply
-from rltrain.rewards.judge.server import JudgeServer, Unanswered
-from rltrain.rewards.processes.grader import READINGS, Grader
-from rltrain.rewards.processes.score import JUDGE, UNASKED, Score, ScorerCall
+from rltrain.rewards.judge.server import JudgeServer, JudgeUnavailable
+from rltrain.rewards.processes.judging import MAX_REPLIES, Judging
+from rltrain.rewards.processes.score import JUDGE, NO_PROMPT, Score, ScorerCall
 
 
-class JudgedScorer:
+class RemoteJudge:
     """Scores responses by ``reward.judge.url``. Thread-safe.
 
     num_sharing: number of processes of this run that use the same judge. Raises ConfigError for an unusable template,
@@ -34,58 +34,60 @@ class JudgedScorer:
     def __init__(self, cfg: ScoringConfig, num_sharing: int = 1, clock: Clock = SYSTEM) -> None:
         self._judge, self._clock = cfg.reward.judge, clock
         judge = self._judge
-        self._grader = Grader(cfg)
+        self._judging = Judging(cfg)
         self._cache = ReplyCache(judge.cache) if judge.cache else None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
         self._server = JudgeServer(judge, num_sharing, clock)
-        self._under_way: dict[asyncio.Task[Any], int] = {}  # task -> number of its batch
+        self._running: dict[asyncio.Task[Any], int] = {}  # task -> number of its batch
         self._counts: Counter[str] = Counter()
-        self._said: dict[str, None] = {}
+        self._warnings: dict[str, None] = {}
         self._counting = threading.Lock()
 
     def score_all(
-        self, calls: Sequence[ScorerCall], questions: Sequence[Ask], within_s: float | None = None, batch: int = 0
+        self,
+        calls: Sequence[ScorerCall],
+        questions: Sequence[QuestionMaker],
+        within_s: float | None = None,
+        batch: int = 0,
     ) -> list[Score]:
         """Score responses. ``questions`` are created only for responses that the judge scores.
 
-        within_s: deadline per response; None: until `give_up` is called with the batch.
+        within_s: deadline per response; None: until `cancel` is called with the batch.
         """
-        grader, rules = self._grader, self._grader.rules(calls)
-        asked = [at for at, rule in enumerate(rules) if grader.is_asked(rule)]
-        judging = self._judge_all([calls[at] for at in asked], [questions[at] for at in asked], within_s, batch)
-        verdicts = dict(zip(asked, self._in_loop(judging), strict=True))
+        rules = self._judging.rules(calls)
+        places = [place for place, rule in enumerate(rules) if self._judging.needs_judge(rule)]
+        chosen = [calls[place] for place in places], [questions[place] for place in places]
+        judged = dict(zip(places, self._in_loop(self._judge_all(*chosen, within_s, batch)), strict=True))
         return [
-            grader.together(rule, verdicts[at]).about(call) if at in verdicts else of_rule(rule)
-            for at, (rule, call) in enumerate(zip(rules, calls, strict=True))
+            self._judging.combine(rule, judged[place]).with_call(call) if place in judged else rule_score(rule)
+            for place, (rule, call) in enumerate(zip(rules, calls, strict=True))
         ]
 
-    def score_truth(self, call: ScorerCall, question: Ask) -> Score:
+    def score_truth(self, call: ScorerCall, question: QuestionMaker) -> Score:
         """Let the judge score a ground truth as the response, even if the scorer suffices.
 
         Raises JudgeError if the server does not reply now, RewardError if it rejects the request or its reply has no
         score.
         """
-        rule = self._grader.rule_of_truth(call)
-        verdict = self._in_loop(self._judge_all([call], [question], self._judge.deadline_s))[0]
-        if verdict.status != "ok":
-            kind = RewardError if verdict.status == "rejected" else JudgeError
-            raise kind(
-                f"reward.judge.url={self._judge.url} gives no score for data_source={call[0]!r}: {verdict.error}"
-            )
-        return self._grader.together(rule, verdict)
+        rule = self._judging.rule_of_truth(call)
+        judged = self._in_loop(self._judge_all([call], [question], self._judge.deadline_s))[0]
+        if judged.status != "ok":
+            kind = RewardError if judged.status == "rejected" else JudgeError
+            raise kind(f"reward.judge.url={self._judge.url} gives no score for data_source={call[0]!r}: {judged.error}")
+        return self._judging.combine(rule, judged)
 
-    def give_up(self, batch: int | None = None) -> None:
+    def cancel(self, batch: int | None = None) -> None:
         """Cancel the judging of one batch, or of all. The batch is named, because the next one may have begun
         meanwhile."""
 
-        def cancel() -> None:
-            for task, its_batch in self._under_way.items():
+        def cancel_tasks() -> None:
+            for task, its_batch in self._running.items():
                 if batch in (None, its_batch):
                     task.cancel()
 
-        self._loop.call_soon_threadsafe(cancel)
+        self._loop.call_soon_threadsafe(cancel_tasks)
 
     def take_counts(self) -> Counter[str]:
         """Return and reset the judge's costs, by `JUDGE_COUNTS`."""
@@ -96,13 +98,13 @@ class JudgedScorer:
     def take_printed(self) -> str:
         """Return and clear the output of scorer and function, and warnings about the cache."""
         with self._counting:
-            said, self._said = self._said, {}
-        return self._grader.take_printed() + "".join(f"{line}\n" for line in said)
+            warnings, self._warnings = self._warnings, {}
+        return self._judging.take_printed() + "".join(f"{line}\n" for line in warnings)
 
     def close(self) -> None:
         """End the slots' processes and close the connections."""
-        self._grader.close()
-        self.give_up()
+        self._judging.close()
+        self.cancel()
         self._in_loop(self._server.close())
         self._in_loop(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -112,84 +114,84 @@ class JudgedScorer:
             self._cache.close()
 
     async def _judge_all(
-        self, calls: Sequence[ScorerCall], questions: Sequence[Ask], within_s: float | None, batch: int = 0
+        self, calls: Sequence[ScorerCall], questions: Sequence[QuestionMaker], within_s: float | None, batch: int = 0
     ) -> list[Score]:
         tasks = [
             asyncio.ensure_future(self._clock.within(self._judged(call, question), within_s))
             for call, question in zip(calls, questions, strict=True)
         ]
-        self._under_way.update(dict.fromkeys(tasks, batch))
+        self._running.update(dict.fromkeys(tasks, batch))
         try:
-            verdicts = await asyncio.gather(*tasks, return_exceptions=True)
+            scores = await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             for task in tasks:
-                del self._under_way[task]
-        return [verdict if isinstance(verdict, Score) else self._failed(verdict) for verdict in verdicts]
+                del self._running[task]
+        return [score if isinstance(score, Score) else self._failed(score) for score in scores]
 
-    async def _judged(self, call: ScorerCall, question: Ask) -> Score:
+    async def _judged(self, call: ScorerCall, question: QuestionMaker) -> Score:
         counts: Counter[str] = Counter()
         try:
             asked = await asyncio.to_thread(question)
-            request = self._server.request(messages_of(self._grader.message(call, asked), asked.images))
+            request = self._server.request(messages_of(self._judging.message(call, asked), asked.images))
             return await self._read_reply(request, call, counts)
         finally:
             with self._counting:
                 self._counts.update(counts)
 
     async def _read_reply(self, request: dict[str, Any], call: ScorerCall, counts: Counter[str]) -> Score:
-        kept = await asyncio.to_thread(self._kept, request)
+        cached = await asyncio.to_thread(self._cached, request)
         # The expression or function may have changed since the reply was cached and no longer read it.
-        if kept is not None and (score := await self._score_of(Reply(kept), call)).status == "ok":
+        if cached is not None and (score := await self._score_of(Reply(cached), call)).status == "ok":
             counts["cache_hits"] += 1
             return score
-        for reading in range(READINGS):
-            counts["retries"] += reading > 0
+        for attempt in range(MAX_REPLIES):
+            counts["retries"] += attempt > 0
             reply = await self._server.reply(request, counts)
             score = await self._score_of(reply, call)
             if score.status == "ok":
-                await asyncio.to_thread(self._keep, request, reply.text)
+                await asyncio.to_thread(self._store, request, reply.text)
                 return score
             counts["parse_failures"] += 1
-        return replace(score, status="rejected", error=f"{score.error} (asked {READINGS} times)")
+        return replace(score, status="rejected", error=f"{score.error} (after {MAX_REPLIES} replies)")
 
     async def _score_of(self, reply: Reply, call: ScorerCall) -> Score:
-        return await asyncio.to_thread(self._grader.read, reply, call)
+        return await asyncio.to_thread(self._judging.read, reply, call)
 
-    def _kept(self, request: dict[str, Any]) -> str | None:
+    def _cached(self, request: dict[str, Any]) -> str | None:
         """Return the cached reply. A cache that fails now costs only the judge's price, not the score."""
         try:
             return self._cache.get(request) if self._cache else None
         except sqlite3.Error as error:
-            self._say(f"reward.judge.cache={self._judge.cache} cannot be read: {error}")
+            self._warn(f"reward.judge.cache={self._judge.cache} cannot be read: {error}")
             return None
 
-    def _keep(self, request: dict[str, Any], reply: str) -> None:
+    def _store(self, request: dict[str, Any], reply: str) -> None:
         try:
             if self._cache:
                 self._cache.put(request, reply)
         except sqlite3.Error as error:
-            self._say(f"reward.judge.cache={self._judge.cache} cannot be written: {error}")
+            self._warn(f"reward.judge.cache={self._judge.cache} cannot be written: {error}")
 
-    def _say(self, sentence: str) -> None:
+    def _warn(self, sentence: str) -> None:
         with self._counting:
-            self._said[sentence] = None
+            self._warnings[sentence] = None
 
     def _failed(self, error: BaseException) -> Score:
         if isinstance(error, asyncio.CancelledError | asyncio.TimeoutError):
             seconds = f"{self._judge.deadline_s:g} s (reward.judge.deadline_s)"
             return Score(None, "timeout", f"not judged within {seconds}", kind=JUDGE)
-        if isinstance(error, Unanswered):
+        if isinstance(error, JudgeUnavailable):
             sentence = f"{self._judge.url}: {error}"
             return Score(None, "rejected" if error.is_refused else "crashed", sentence, kind=JUDGE)
         if isinstance(error, RltrainError):
-            return Score(None, "rejected", str(error), kind=JUDGE if error.passing else UNASKED)
+            return Score(None, "rejected", str(error), kind=JUDGE if error.passing else NO_PROMPT)
         raise error
 
     def _in_loop(self, awaitable: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result()
 
 
-def of_rule(rule: Score | None) -> Score:
+def rule_score(rule: Score | None) -> Score:
     """Return the score of a response that is not judged."""
     assert rule
     return rule

@@ -24,15 +24,15 @@ class TextEnv:
 
     Args:
         env_id: Such as ``Taxi-v4``.
-        actions: Names of the actions in their order; the last one in a turn is taken. Without them it says a number.
+        actions: Names of the actions in their order; the last one in a turn is taken. Without them a number is taken.
         render: ``FILE.py:NAME`` of ``function(env, observation) -> str``; else what the environment renders as text
             (``render_mode="ansi"``), or the observation as it is with ``make={"render_mode": None}``.
         parse: ``FILE.py:NAME`` of ``function(text, env) -> action or None``.
         make: Arguments of ``gymnasium.make``.
-        make_from_row: Names of further ones, which a row sets in ``extra_info.make``.
+        make_from_row: Names of further arguments, which a row sets in ``extra_info.make``.
         max_steps: Steps after which it is over.
 
-    Raises ConfigError without gymnasium, and for an environment that is not there.
+    Raises ConfigError without gymnasium, and for an unknown environment.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TextEnv:
         try:
             self._gymnasium.spec(env_id)
         except self._gymnasium.error.Error as error:
-            raise ConfigError(f"{_KEY}.env_id={env_id}: gymnasium says: {error}") from error
+            raise ConfigError(f"{_KEY}.env_id={env_id}: gymnasium reports: {error}") from error
         self._id, self._make, self._max_steps = env_id, dict(make or {}), max_steps
         self._from_row = make_from_row
         self._actions = [name.lower() for name in actions]
@@ -67,11 +67,11 @@ class TextEnv:
         self.close()
         extra = row.get("extra_info") or {}
         # Parquet fills missing fields of a row with nulls.
-        own = {name: value for name, value in (extra.get("make") or {}).items() if value is not None}
-        if refused := own.keys() - set(self._from_row):
+        row_arguments = {name: value for name, value in (extra.get("make") or {}).items() if value is not None}
+        if refused := row_arguments.keys() - set(self._from_row):
             allow = f"{_KEY}.make_from_row=[{sorted(refused)[0]}]"
-            raise DataError(f"extra_info.make.{sorted(refused)[0]} of a row is not allowed; {allow} allows it.")
-        self._env = self._gymnasium.make(self._id, **{"render_mode": "ansi", **self._make, **own})
+            raise DataError(f"extra_info.make.{sorted(refused)[0]} of a row is not allowed; set {allow} to allow it.")
+        self._env = self._gymnasium.make(self._id, **{"render_mode": "ansi", **self._make, **row_arguments})
         self._total, self._steps = 0.0, 0
         observation, _ = self._env.reset(seed=int(extra.get("seed", seed)))
         return self._render(self._env, observation)
@@ -82,7 +82,7 @@ class TextEnv:
         late = self._max_steps is not None and self._steps >= self._max_steps
         action = self._parse(text, self._env)
         if action is None:
-            return f"That is no action. {self._advice()}".strip(), 0.0, late
+            return f"That is not an action. {self._advice()}".strip(), 0.0, late
         observation, reward, terminated, truncated, _ = self._env.step(action)
         self._total += float(reward)
         return self._render(self._env, observation), float(reward), bool(terminated or truncated or late)

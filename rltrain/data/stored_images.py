@@ -28,28 +28,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.common.errors import DataError, host_error
-from rltrain.common.image_files import file_bytes, image_entry
-from rltrain.data.images import LEAST_PIXELS, MOST_ROW_PIXELS, measured
+from rltrain.common.images import file_bytes, image_entry
+from rltrain.data.images import LEAST_PIXELS, MOST_ROW_PIXELS, image_size
 
 log = logging.getLogger(__name__)
 
 # Limit for encoded images in each process.
 CACHE_BYTES = 128 << 20
 # Limit for a row group: Arrow cannot store more in one array of a nested column.
-MOST_GROUP_BYTES = (2 << 30) - 1
+MAX_GROUP_BYTES = (2 << 30) - 1
 # Rows and threads of the check. Threads help, because decoders and disk reads release the GIL.
-LOOK_ROWS, _MOST_THREADS = 64, 16
+CHUNK_ROWS, _MOST_THREADS = 64, 16
 
 
 @dataclass(frozen=True)
-class PictureFile:
+class ImageColumn:
     """Image column of a parquet file."""
 
     path: str
     column: str
 
     @property
-    def absolute(self) -> PictureFile:
+    def absolute(self) -> ImageColumn:
         """The same file with an absolute path, for processes with another working directory."""
         return replace(self, path=str(Path(self.path).expanduser().absolute()))
 
@@ -65,13 +65,13 @@ class PictureFile:
         largest = max((self._group_bytes(metadata.row_group(i)) for i in range(metadata.num_row_groups)), default=0)
         if largest <= CACHE_BYTES:
             return
-        sentence = (
+        problem = (
             f"{self.path!r} holds {largest / 2**20:,.0f} MiB of column {self.column!r} in one row group, %s. Write it "
             "again with small ones: row_group_size=32 in pyarrow (docs/data.md has the lines)."
         )
-        if largest > MOST_GROUP_BYTES:
-            raise DataError(sentence % "more than can be read")
-        log.warning(sentence, "and every process that reads images keeps one and takes three times as much to read it")
+        if largest > MAX_GROUP_BYTES:
+            raise DataError(problem % "more than can be read")
+        log.warning(problem, "and every process that reads images keeps one and takes three times as much to read it")
 
     def _group_bytes(self, group: Any) -> int:
         leaves = map(group.column, range(group.num_columns))
@@ -85,14 +85,14 @@ class PictureFile:
         for group in np.unique(groups).tolist():
             start = int(ends[group - 1]) if group else 0
             places = numbers[groups == group] - start
-            for batch in file.iter_batches(LOOK_ROWS, row_groups=[group], columns=[self.column]):
+            for batch in file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=[self.column]):
                 in_batch = places[(places >= 0) & (places < batch.num_rows)]
                 yield from batch.column(0).take(pa.array(in_batch)).to_pylist()
                 places = places - batch.num_rows
 
 
 @dataclass(frozen=True)
-class PictureTable:
+class ImageTable:
     """Images from a program: pickled fields, and the ascending numbers of their rows."""
 
     path: str
@@ -100,12 +100,12 @@ class PictureTable:
     numbers: np.ndarray
 
     @property
-    def absolute(self) -> PictureTable:
-        """The table itself, which has no file (see `PictureFile`)."""
+    def absolute(self) -> ImageTable:
+        """The table itself, which has no file (see `ImageColumn`)."""
         return self
 
     def check_groups(self) -> None:
-        """Do nothing: there are no row groups (see `PictureFile`)."""
+        """Do nothing: there are no row groups (see `ImageColumn`)."""
 
     def value(self, number: int) -> Any:
         """Return the field of row ``number``."""
@@ -117,43 +117,43 @@ class PictureTable:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class StoredImages:
     """Image locations of rows."""
 
-    sources: tuple[PictureFile | PictureTable, ...]
+    sources: tuple[ImageColumn | ImageTable, ...]
     source: np.ndarray
     """[rows]: index into ``sources``."""
     number: np.ndarray
     """[rows]: row number in the source."""
-    seal: np.ndarray
+    digests: np.ndarray
     """[rows]: digest of the images at the check before the run."""
 
     def of(self, row: int) -> list[bytes]:
         """Return the image files of a row. Raises DataError if they have changed since the check before the run."""
         source = self.sources[self.source[row]]
         try:
-            image_entries = entries(source.value(int(self.number[row])), source.path)
+            images = image_entries(source.value(int(self.number[row])), source.path)
         except (OSError, IndexError, pa.ArrowException) as error:
             raise host_error(error) or DataError(f"its images cannot be read any more: {error}") from error
         files = []
-        for number, entry in enumerate(image_entries, 1):
+        for number, entry in enumerate(images, 1):
             try:
                 files.append(file_bytes(entry))
             except DataError as error:
-                raise DataError(f"image {number} of {len(image_entries)}: {error}") from error
+                raise DataError(f"image {number} of {len(images)}: {error}") from error
         # Other images with the same number of tokens would go unnoticed.
-        if seal([_digest(file) for file in files]) != self.seal[row]:
+        if joint_digest([_digest(file) for file in files]) != self.digests[row]:
             raise DataError("its images have changed since the run was started.")
         return files
 
-    def as_they_stand(self, rows: np.ndarray) -> np.ndarray:
+    def read_order(self, rows: np.ndarray) -> np.ndarray:
         """Return the order in which the images of ``rows`` are read fastest, [rows]."""
         return np.lexsort((self.number[rows], self.source[rows]))
 
-    def check_here(self) -> None:
+    def check_files_exist(self) -> None:
         """Raise DataError for a file that is missing on this node."""
         for source in self.sources:
-            if isinstance(source, PictureFile) and not Path(source.path).exists():
+            if isinstance(source, ImageColumn) and not Path(source.path).exists():
                 raise DataError(
                     f"data file {source.path!r} is not on node {socket.gethostname()}. Every node reads the images "
                     "of its prompts: put the file into a folder that all nodes share, or under this path on each."
@@ -164,7 +164,7 @@ class Pictures:
         return f"{self.sources[self.source[row]].path!r} row {self.number[row]}"
 
 
-def entries(value: Any, path: str) -> list[Any]:
+def image_entries(value: Any, path: str) -> list[Any]:
     """Return the images of a field that contains one image or a list.
 
     A path without bytes is relative to the folder of the parquet file at ``path``.
@@ -179,7 +179,7 @@ def entries(value: Any, path: str) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageCheck:
     """Result of the check of a row's images."""
 
     content: list[str] | None = None
@@ -190,35 +190,35 @@ class Look:
     """Problem of one image, or None."""
 
 
-def look_through(source: PictureFile | PictureTable, numbers: np.ndarray, column: str) -> Iterator[Look]:
+def check_images(source: ImageColumn | ImageTable, numbers: np.ndarray, column: str) -> Iterator[ImageCheck]:
     """Check the images of each row, by ascending row numbers."""
     source.check_groups()
     values = source.stream(numbers)
     with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
-        while chunk := list(islice(values, LOOK_ROWS)):
-            yield from threads.map(lambda value: _look(value, source.path, column), chunk)
+        while chunk := list(islice(values, CHUNK_ROWS)):
+            yield from threads.map(lambda value: _check(value, source.path, column), chunk)
 
 
-def _look(value: Any, path: str, column: str) -> Look:
+def _check(value: Any, path: str, column: str) -> ImageCheck:
     content: list[str] = []
     sizes: list[tuple[int, int]] = []
-    for number, entry in enumerate(entries(value, path)):
+    for number, entry in enumerate(image_entries(value, path)):
         try:
             file = file_bytes(entry)
-            sizes.append(measured({**entry, "bytes": file}))
+            sizes.append(image_size({**entry, "bytes": file}))
             if (area := sum(max(width * height, LEAST_PIXELS) for width, height in sizes)) > MOST_ROW_PIXELS:
                 raise DataError(f"the images up to here have {area:,} pixels; a row has at most {MOST_ROW_PIXELS:,}.")
         except DataError as error:
-            return Look(content, problem=f"field '{column}[{number}]': {error}")
+            return ImageCheck(content, problem=f"field '{column}[{number}]': {error}")
         content.append(_digest(file))
-    return Look(None if value is None else content, tuple(sizes))
+    return ImageCheck(None if value is None else content, tuple(sizes))
 
 
 def _digest(file: bytes) -> str:
     return hashlib.sha256(file).hexdigest()
 
 
-def seal(content: Sequence[str] | None) -> int:
+def joint_digest(content: Sequence[str] | None) -> int:
     """Return a 64-bit digest of a row's images from their digests."""
     return int.from_bytes(hashlib.blake2b("".join(content or ()).encode(), digest_size=8).digest(), "big")
 
@@ -230,33 +230,33 @@ class _Groups:
     """LRU cache of row groups of columns."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[pq.ParquetFile, str, int], pa.ChunkedArray] = OrderedDict()
+        self._cached: OrderedDict[tuple[pq.ParquetFile, str, int], pa.ChunkedArray] = OrderedDict()
         self._lock = Lock()
 
-    def value(self, of: PictureFile, number: int) -> Any:
+    def value(self, of: ImageColumn, number: int) -> Any:
         """Return the field of a row."""
         with self._lock:
             file, ends = _opened(of.path)
             group = int(np.searchsorted(ends, number, side="right"))
             if group == len(ends):
                 raise IndexError(f"it has no row {number}")
-            values = self._kept.pop((file, of.column, group), None)
+            values = self._cached.pop((file, of.column, group), None)
             if values is None:
                 values = file.read_row_group(group, columns=[of.column]).column(of.column)
-            self._kept[file, of.column, group] = values
-            while len(self._kept) > 1 and sum(cached.nbytes for cached in self._kept.values()) > CACHE_BYTES:
-                self._kept.popitem(last=False)
+            self._cached[file, of.column, group] = values
+            while len(self._cached) > 1 and sum(cached.nbytes for cached in self._cached.values()) > CACHE_BYTES:
+                self._cached.popitem(last=False)
         return values[number - (int(ends[group - 1]) if group else 0)].as_py()
 
 
 def _opened(path: str) -> tuple[pq.ParquetFile, np.ndarray]:
     """Return a file, and the row number after each of its row groups."""
     stat = Path(path).expanduser().stat()
-    return _opened_as_it_was(path, stat.st_mtime_ns, stat.st_size)
+    return _opened_version(path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=16)
-def _opened_as_it_was(path: str, changed_ns: int, num_bytes: int) -> tuple[pq.ParquetFile, np.ndarray]:
+def _opened_version(path: str, changed_ns: int, num_bytes: int) -> tuple[pq.ParquetFile, np.ndarray]:
     file = pq.ParquetFile(Path(path).expanduser(), page_checksum_verification=True)
     return file, np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
 

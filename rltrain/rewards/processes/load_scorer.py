@@ -11,7 +11,7 @@ from typing import Any
 from rltrain.common.errors import RewardError, RltrainError
 from rltrain.common.plugin import user_traceback
 from rltrain.rewards.custom import CustomReward, RewardFunction
-from rltrain.rewards.processes.score import ScorerCall, read_returned
+from rltrain.rewards.processes.score import ScorerCall, parse_result
 from rltrain.rewards.scorers.registry import find_scorer
 from rltrain.runtime.slots.child import Rejected
 
@@ -22,7 +22,7 @@ _NAMELESS = (
 
 
 @dataclass(frozen=True)
-class ScorerOpener:
+class ScorerLoader:
     """Creates the scorer of a data source: ``custom`` for all of them, or a built-in one."""
 
     custom: CustomReward | None
@@ -31,15 +31,15 @@ class ScorerOpener:
         try:
             if self.custom is None:
                 scorer = find_scorer(source)
-                return lambda _, solution, truth, extra: _read(source, scorer(_last(solution, extra), truth, extra))
+                return lambda _, text, truth, extra: _read(source, scorer(_last_turn(text, extra), truth, extra))
             return _Lists(self.custom) if self.custom.batch else _Single(self.custom)
         except RltrainError:
             raise
         except BaseException as error:  # noqa: BLE001 - the import of a reward library may raise anything
-            raise RewardError(f"cannot import what scores {source!r}:\n{user_traceback(error)}") from None
+            raise RewardError(f"the scorer of {source!r} cannot be imported:\n{user_traceback(error)}") from None
 
 
-def _last(solution: str, extra: dict[str, Any]) -> str:
+def _last_turn(solution: str, extra: dict[str, Any]) -> str:
     """Return the last turn of a response with several turns: a tool's result may look like an answer."""
     turn = extra.get("last_turn")
     return turn if isinstance(turn, str) else solution
@@ -58,14 +58,14 @@ class _Single:
         try:
             return _read(call[0], self._function(*call))
         except pickle.PicklingError as error:
-            _explain(error, self._custom)
+            _add_hint(error, self._custom)
             raise
 
     async def _awaited(self, call: Sequence[Any]) -> dict[str, Any]:
         try:
             return _read(call[0], await self._function.begin(*call))
         except pickle.PicklingError as error:
-            _explain(error, self._custom)
+            _add_hint(error, self._custom)
             raise
 
 
@@ -81,23 +81,23 @@ class _Lists:
         try:
             returned = list(self._function(*map(list, zip(*calls, strict=True))))
         except pickle.PicklingError as error:
-            _explain(error, self._custom)
+            _add_hint(error, self._custom)
             raise
         if len(returned) != len(calls):
             raise Rejected(f"the reward function returned {len(returned)} results for {len(calls)} answers")
-        return [_attempt(call[0], value) for call, value in zip(calls, returned, strict=True)]
+        return [_read_or_error(call[0], value) for call, value in zip(calls, returned, strict=True)]
 
 
-def _explain(error: pickle.PicklingError, custom: CustomReward) -> None:
+def _add_hint(error: pickle.PicklingError, custom: CustomReward) -> None:
     """Add a hint to the error if the function was given as an object."""
     if custom.path.endswith(".pkl"):
         error.args = (f"{error}{_NAMELESS}",)
 
 
-def _attempt(source: str, returned: Any) -> Any:
+def _read_or_error(source: str, returned: Any) -> Any:
     try:
         return _read(source, returned)
-    except BaseException as error:  # noqa: BLE001 - one of the list may be an exception, which says why there is no score
+    except BaseException as error:  # noqa: BLE001 - an item may be an exception, which is the reason for a missing score
         return error
 
 
@@ -105,7 +105,7 @@ def _read(source: str, returned: Any) -> dict[str, Any]:
     if isinstance(returned, BaseException):
         raise returned
     try:
-        score, extras = read_returned(returned)
-    except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is looked at
+        score, extras = parse_result(returned)
+    except Exception as error:  # noqa: BLE001 - a returned object may raise anything when it is read
         raise Rejected(f"data_source={source!r}: {error}") from None
     return {"score": score, "extras": extras}

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rltrain.agents.calling import called
+from rltrain.agents.calling import call_user
 from rltrain.agents.marks import tool
 from rltrain.common.errors import DataError
 
@@ -25,15 +25,15 @@ def adapted(factory: Callable[[], Any]) -> type:
     kind = factory if inspect.isclass(factory) else type(factory())
     methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
     if _RESET not in methods:
-        raise TypeError(f"{kind.__name__} has no reset(**row), so it is no environment of TRL's kind.")
+        raise TypeError(f"{kind.__name__} has no reset(**row), so it is not an environment in TRL's format.")
     # Prefixed, because a TRL tool may be called step, score or close.
     members: dict[str, Any] = {
-        f"tool_{name}": tool(_handed_on(name, method), name=name)
+        f"tool_{name}": tool(_delegate(name, method), name=name)
         for name, method in methods.items()
         if not name.startswith("_") and name not in (_RESET, _REWARD)
     }
     if _REWARD in methods:
-        members["score"] = _handed_on(_REWARD, methods[_REWARD])
+        members["score"] = _delegate(_REWARD, methods[_REWARD])
     return type(kind.__name__, (_Adapted,), {**members, "factory": staticmethod(factory), "__doc__": kind.__doc__})
 
 
@@ -49,27 +49,29 @@ class _Adapted:
         Raises DataError if it returns a text that ``extra_info.observation`` does not hold.
         """
         extra = dict(row.get("extra_info") or {})
-        observation = await called(self._theirs.reset, **_fitting(self._theirs.reset, row, extra, seed))
+        observation = await call_user(self._theirs.reset, **_accepted_values(self._theirs.reset, row, extra, seed))
         if observation is not None and observation != extra.get("observation"):
             raise DataError(
-                f"reset of {type(self).__name__} returned {observation!r:.200}, which the policy is to read: write it "
+                f"reset of {type(self).__name__} returned {observation!r:.200}, which the policy must read: write it "
                 "at the end of the row's prompt, and as extra_info.observation."
             )
 
 
-def _fitting(reset: Callable[..., Any], row: Mapping[str, Any], extra: dict[str, Any], seed: int) -> dict[str, Any]:
-    given = {"seed": seed, "data_source": row.get("data_source"), "ground_truth": row.get("ground_truth"), **extra}
+def _accepted_values(
+    reset: Callable[..., Any], row: Mapping[str, Any], extra: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    values = {"seed": seed, "data_source": row.get("data_source"), "ground_truth": row.get("ground_truth"), **extra}
     parameters = inspect.signature(reset).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+        return values
+    return {name: value for name, value in values.items() if name in parameters}
 
 
-def _handed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _delegate(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that calls the TRL method and has its arguments, types and docstring."""
 
     @functools.wraps(method)
-    def handed_on(self: _Adapted, *arguments: Any, **named: Any) -> Any:
+    def delegate(self: _Adapted, *arguments: Any, **named: Any) -> Any:
         return getattr(self._theirs, name)(*arguments, **named)
 
-    return handed_on
+    return delegate

@@ -55,7 +55,7 @@ def _evaluated(expression: str) -> Number:
     except _CannotCalculate:
         raise
     except (SyntaxError, ValueError) as error:
-        raise _CannotCalculate("this is no arithmetic expression.") from error
+        raise _CannotCalculate("this is not an arithmetic expression.") from error
     except (MemoryError, RecursionError) as error:
         raise _CannotCalculate("the expression is nested too deeply.") from error
 
@@ -119,7 +119,7 @@ def _bounded(function: Callable[..., Any], *arguments: Number) -> Number:
 
 def _checked(value: Any) -> Number:
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
-        raise _CannotCalculate("the result is no real number.")
+        raise _CannotCalculate("the result is not a real number.")
     if isinstance(value, float):
         return value
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
@@ -141,7 +141,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 def _whole(value: Number, most: int | None = None) -> int:
     if isinstance(value, float) or value.denominator != 1:
-        raise _CannotCalculate(f"{_shown(value)} is no whole number.")
+        raise _CannotCalculate(f"{_shown(value)} is not an integer.")
     if most is not None and abs(value) > most:
         raise _CannotCalculate("the result is too large.")
     return value.numerator

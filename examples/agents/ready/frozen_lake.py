@@ -15,7 +15,7 @@ class FrozenLake(TextEnv):
     """The environment of gymnasium, which is deterministic unless ``slippery``; 1 for the goal, else 0.
 
     Args:
-        slippery: Whether a step may slip to one of the sides.
+        slippery: True if a step may slip to one of the sides.
         max_steps: Steps after which it is over.
 
     Raises ConfigError without gymnasium.

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.common.errors import DataError
-from rltrain.data.order import BatchOrder
+from rltrain.data.batch_sampler import BatchOrder
 
 FROZEN = ([2, 0, 1, 4, 5], [5, 0, 8, 2, 4])  # of num_rows=10, batch_size=5, seed=1; never edit: resumes rely on it
 

@@ -1,4 +1,4 @@
-"""Common parts of remote and on-device judges: the rule scorer, the judge's prompts, and the parsing of its replies.
+"""Parts that remote and on-device judges share: the rule scorer, the judge's prompts, the parser of its replies.
 
 Code that may hang or crash (scorers and the user's function for replies) runs in slots. The slots are used from a
 single thread, because a slot serves one call at a time and ends with the thread that started it.
@@ -15,8 +15,8 @@ from typing import TypeVar
 from rltrain.config.schema import ScoringConfig
 from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 from rltrain.data.images import without_parts
-from rltrain.data.pictures import Pictures
 from rltrain.data.rows import Rows
+from rltrain.data.stored_images import StoredImages
 from rltrain.rewards.custom import CustomReward, custom_reward
 from rltrain.rewards.grading.latex import last_boxed
 from rltrain.rewards.judge.message import Question, Template
@@ -28,7 +28,7 @@ from rltrain.rewards.scorers.registry import FORMS
 
 _T = TypeVar("_T")
 # Maximum number of replies that are requested per response until one can be parsed.
-READINGS = 3
+MAX_REPLIES = 3
 _REPLY_CHARS = 250
 
 
@@ -39,7 +39,7 @@ def check_judge(judge: JudgeConfig) -> None:
         api_key(judge)
 
 
-class Grader:
+class Judging:
     """Rule scorer, prompts and parsing of ``reward.judge``. Thread-safe.
 
     Raises ConfigError for an unusable template, expression or key.
@@ -74,23 +74,23 @@ class Grader:
         score = self._in_slots(lambda: scorer.score_truth(call)) if scorer else None
         return score if score and score.status == "ok" else None
 
-    def is_asked(self, rule: Score | None) -> bool:
+    def needs_judge(self, rule: Score | None) -> bool:
         """Return True if the judge is needed. A failed scorer fails its response, so that no judge is paid for it."""
         return rule is None or (rule.status == "ok" and not (self._judge.rule == "first" and _is_right(rule)))
 
-    def together(self, rule: Score | None, verdict: Score) -> Score:
-        """Combine the rule scorer's score and the judge's verdict."""
-        if rule is None or verdict.status != "ok":
-            return verdict
+    def combine(self, rule: Score | None, judged: Score) -> Score:
+        """Combine the rule scorer's score and the judge's."""
+        if rule is None or judged.status != "ok":
+            return judged
         if self._judge.rule == "beside":
             # For extras of the same name the rule's value wins, because reward.weights refers to it.
-            of_judge = {name: value for name, value in verdict.extras.items() if name.startswith("judge")}
-            return replace(rule, extras=verdict.extras | rule.extras | of_judge)
-        extras = rule.extras | verdict.extras
+            of_judge = {name: value for name, value in judged.extras.items() if name.startswith("judge")}
+            return replace(rule, extras=judged.extras | rule.extras | of_judge)
+        extras = rule.extras | judged.extras
         # Validation counts `acc`, and a response that is wrong by the rule may be right by the judge.
-        if "acc" in rule.extras and "acc" not in verdict.extras:
-            extras["acc"] = verdict.extras["judge"]
-        return replace(verdict, extras=extras)
+        if "acc" in rule.extras and "acc" not in judged.extras:
+            extras["acc"] = judged.extras["judge"]
+        return replace(judged, extras=extras)
 
     # -- the judge -----------------------------------------------------------------------------------------------------
 
@@ -101,31 +101,30 @@ class Grader:
     def read(self, reply: Reply, call: ScorerCall) -> Score:
         """Return the score from a judge's reply, with the judge's number as the extra ``judge``."""
         if not reply.text:
-            return _unread(f"it sends {reply.about}")
+            return _unreadable(f"it sends {reply.about}")
         # A reply that was cut may so far only have quoted the response.
         if reply.is_cut and self._judge.parse in (None, BY_RULE) and not is_whole_verdict(reply.text):
             limits = "reward.judge.request.max_tokens, or the server's"
             limits = limits if self._judge.url is not None else "reward_model.rollout.response_length"
-            return _unread(f"it was cut at a limit of tokens ({limits})")
-        shown = {"judge_reply": reply.text[-_REPLY_CHARS:].replace("\0", "\ufffd")}
+            return _unreadable(f"it was cut at a limit of tokens ({limits})")
+        logged = {"judge_reply": reply.text[-_REPLY_CHARS:].replace("\0", "\ufffd")}
         try:
             if self._reader:
                 number = self._reader(reply.text)
-                return Score(number, "ok", None, {"judge": number, **shown})
-            read = self._of_function if self._function else self._of_extraction
+                return Score(number, "ok", None, {"judge": number, **logged})
+            read = self._by_function if self._function else self._by_extraction
             score = self._in_slots(lambda: read(reply.text, call))
         except Unreadable as error:
-            return _unread(str(error))
+            return _unreadable(str(error))
         if score.value is None:
-            return _unread(f"reward.judge.parse={self._judge.parse}: {score.error}")
-        return replace(score, extras={**score.extras, "judge": score.value, **shown})
+            return _unreadable(f"reward.judge.parse={self._judge.parse}: {score.error}")
+        return replace(score, extras={**score.extras, "judge": score.value, **logged})
 
-    def _of_function(self, reply: str, call: ScorerCall) -> Score:
+    def _by_function(self, reply: str, call: ScorerCall) -> Score:
         assert self._function
-        told = call[3] | {"answer": _answer(call)}
-        return self._function.score(call[0], reply, call[2], told)
+        return self._function.score(call[0], reply, call[2], call[3] | {"answer": _answer(call)})
 
-    def _of_extraction(self, reply: str, call: ScorerCall) -> Score:
+    def _by_extraction(self, reply: str, call: ScorerCall) -> Score:
         """Return the rule scorer's best score of the result that the judge extracted, over all `FORMS`."""
         text = without_thinking(reply)
         box = last_boxed(text)
@@ -162,17 +161,17 @@ class Questions:
 
     def __init__(self, rows: Rows, with_images: bool) -> None:
         self._rows = rows
-        self._pictures: Pictures | None = rows.pictures() if with_images else None
+        self._images: StoredImages | None = rows.stored_images() if with_images else None
         self._num_images = rows.num_images
         self._reading = threading.Lock()  # responses are judged concurrently, but files are read by one thread
 
     def __call__(self, row: int) -> Question:
         """Return the last user message and the images of the prompt. Raises DataError for missing images."""
         texts = [message["content"] for message in without_parts(self._rows[row].prompt) if message["role"] == "user"]
-        if not self._pictures or not self._num_images[row]:
+        if not self._images or not self._num_images[row]:
             return Question(texts[-1] if texts else "")
         with self._reading:
-            return Question(texts[-1] if texts else "", tuple(self._pictures.of(row)))
+            return Question(texts[-1] if texts else "", tuple(self._images.of(row)))
 
 
 def _answer(call: ScorerCall) -> str:
@@ -186,5 +185,5 @@ def _is_right(rule: Score) -> bool:
     return isinstance(acc, int | float) and acc >= 1
 
 
-def _unread(sentence: str) -> Score:
+def _unreadable(sentence: str) -> Score:
     return Score(None, "rejected", sentence, kind=JUDGE)

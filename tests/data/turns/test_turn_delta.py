@@ -1,10 +1,10 @@
-"""The seam between two turns: every template's trajectory against the render of the whole conversation."""
+"""The text between two turns: every template's trajectory against the render of the whole conversation."""
 
 import pytest
 
 from rltrain.data.turns.calls import FORMATS, Call
 from rltrain.data.turns.detect import detect_format
-from rltrain.data.turns.seam import Seam
+from rltrain.data.turns.turn_delta import TurnDelta
 from tests.data.turns.families import FAMILIES, SCHEMAS, save_family
 
 # Of what templates cannot do, and why.
@@ -15,8 +15,8 @@ every_family = pytest.mark.parametrize("name", [name for name in FAMILIES if nam
 ASK = {"role": "user", "content": "What is 3 + 4?"}
 
 
-def seam_of(encoder, name):
-    return Seam(encoder, SCHEMAS, FORMATS[FAMILIES[name][2] or "hermes"])
+def turn_delta_of(encoder, name):
+    return TurnDelta(encoder, SCHEMAS, FORMATS[FAMILIES[name][2] or "hermes"])
 
 
 def result(content, name="look_up"):
@@ -41,32 +41,32 @@ def test_the_format_is_read_off_the_template(family, name):
 
 @every_family
 def test_a_trajectory_is_what_the_template_writes(family, name):
-    seam = seam_of(family(name), name)
+    delta = turn_delta_of(family(name), name)
     if name in ONCE:
-        assert "results twice in a row" in seam.problem(["tool"])
+        assert "results twice in a row" in delta.problem(["tool"])
     else:
-        assert seam.problem(["tool"]) == ""
+        assert delta.problem(["tool"]) == ""
     if name in MOVES_TOOLS:
-        assert seam.problem(["user"]).startswith("after a user's message, the trajectory goes on with")
+        assert delta.problem(["user"]).startswith("after a user's message, the trajectory continues with")
     else:
-        assert seam.problem(["user"]) == ""
+        assert delta.problem(["user"]) == ""
     if name not in (*ONCE, *MOVES_TOOLS):
-        assert seam.problem() == ""
+        assert delta.problem() == ""
 
 
-def test_what_is_dropped_within_turns_is_said(family):
+def test_dropped_reasoning_is_noted(family):
     for name in ("thinking", "coder", "glm", "harmony", "hermes"):
-        seam = seam_of(family(name), name)
-        assert seam.problem() == ""
-        assert any("drops reasoning" in note for note in seam.notes) == (name != "hermes"), name
-    seam = seam_of(family("llama"), "llama")
-    assert seam.problem() == ""
-    assert "one call a turn" in seam.notes[0]
+        delta = turn_delta_of(family(name), name)
+        assert delta.problem() == ""
+        assert any("drops reasoning" in note for note in delta.notes) == (name != "hermes"), name
+    delta = turn_delta_of(family("llama"), "llama")
+    assert delta.problem() == ""
+    assert "one call a turn" in delta.notes[0]
 
 
-def test_a_template_that_cannot_be_continued_is_told_with_both_texts(family):
-    problem = seam_of(family("counting"), "counting").problem()
-    assert problem.startswith("after a result, the trajectory goes on with ")
+def test_unsupported_template_error_shows_both_texts(family):
+    problem = turn_delta_of(family("counting"), "counting").problem()
+    assert problem.startswith("after a result, the trajectory continues with ")
     assert "<|im_start|>user 1" in problem
     assert "<|im_start|>user 3" in problem
 
@@ -74,37 +74,40 @@ def test_a_template_that_cannot_be_continued_is_told_with_both_texts(family):
 @every_family
 def test_another_end_is_kept_and_the_template_s_is_added(family, name):
     encoder = family(name)
-    seam = seam_of(encoder, name)
+    delta = turn_delta_of(encoder, name)
     call, message = [Call("look_up", {"text": "a"})], [result("42")]
-    bare = seam.context(None, call, message)
+    bare = delta.context(None, call, message)
     stop, rest = bare[0], bare[1:]
-    assert stop in seam.stop_token_ids
-    assert seam.context(stop, call, message) == rest
-    for other in set(seam.stop_token_ids) - {stop}:
-        assert seam.context(other, call, message) == bare
+    assert stop in delta.stop_token_ids
+    assert delta.context(stop, call, message) == rest
+    for other in set(delta.stop_token_ids) - {stop}:
+        assert delta.context(other, call, message) == bare
 
 
 @every_family
 def test_no_text_of_a_tool_or_a_user_becomes_a_special_token(family, name):
     encoder = family(name)
-    seam = seam_of(encoder, name)
+    delta = turn_delta_of(encoder, name)
     ends, special, _ = FAMILIES[name]
     marks = [*ends, *special, "<｜User｜>"]
     marks = [mark for mark in marks if mark in encoder.tokenizer.chat_template or mark != "<｜User｜>"]
     known = {end_of(encoder, mark) for mark in marks}
     for role in ("tool", "user"):
         calls = [Call("look_up", {"text": "a"})] if role == "tool" else []
-        plain = seam.context(None, calls, [{"role": role, "name": "look_up", "content": "a b c"}])
+        plain = delta.context(None, calls, [{"role": role, "name": "look_up", "content": "a b c"}])
         for mark in marks:
             content = f"a {mark}b{mark} c{mark}{mark}"
-            hostile = seam.context(None, calls, [{"role": role, "name": "look_up", "content": content}])
+            hostile = delta.context(None, calls, [{"role": role, "name": "look_up", "content": content}])
             assert [each for each in hostile if each in known] == [each for each in plain if each in known]
             shown = content if name not in ("llama", "harmony") or role == "user" else content.replace('"', '\\"')
             assert shown in encoder.decode_batch([hostile], special=True)[0]
             # A name that the policy made up is no way in either.
-            called = seam.context(None, [Call(f"look_up{mark}", {}, f"id{mark}xxxxxxx")], [result("a b c", f"x{mark}")])
+            called = delta.context(
+                None, [Call(f"look_up{mark}", {}, f"id{mark}xxxxxxx")], [result("a b c", f"x{mark}")]
+            )
             assert sum(each in known for each in called) == sum(
-                each in known for each in seam.context(None, [Call("look_up", {}, "idxxxxxxx")], [result("a b c", "x")])
+                each in known
+                for each in delta.context(None, [Call("look_up", {}, "idxxxxxxx")], [result("a b c", "x")])
             )
 
 
@@ -114,10 +117,10 @@ def test_results_without_a_call_and_calls_without_a_result(family):
         if name in NEVER:
             continue
         encoder = family(name)
-        seam = seam_of(encoder, name)
-        with_call = seam.context(None, [Call("look_up", {})], [result("no valid call")])
-        assert seam.context(None, [], [result("no valid call")]) == with_call
-        assert "Go on." in encoder.decode_batch([seam.context(None, [Call("look_up", {})], [said("Go on.")])])[0]
+        delta = turn_delta_of(encoder, name)
+        with_call = delta.context(None, [Call("look_up", {})], [result("no valid call")])
+        assert delta.context(None, [], [result("no valid call")]) == with_call
+        assert "Go on." in encoder.decode_batch([delta.context(None, [Call("look_up", {})], [said("Go on.")])])[0]
 
 
 @pytest.mark.parametrize("version", ["v3", "v7", "v11", "v13"])
@@ -128,5 +131,5 @@ def test_real_templates_of_mistral(tmp_path, version):
     template = generator.build_chat_template(generator.TemplateConfig(version=number))
     encoder = save_family(tmp_path, "mistral", template=template)
     assert detect_format(encoder, SCHEMAS) is FORMATS["mistral"]
-    seam = Seam(encoder, SCHEMAS, FORMATS["mistral"])
-    assert seam.problem(["tool"]) == ""
+    delta = TurnDelta(encoder, SCHEMAS, FORMATS["mistral"])
+    assert delta.problem(["tool"]) == ""

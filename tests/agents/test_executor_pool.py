@@ -1,4 +1,4 @@
-"""Hosts: many trajectories in a process that can be killed, and what becomes of the others when one ends it."""
+"""ExecutorPool: many trajectories in a process that can be killed, and what becomes of the others when one ends it."""
 
 import os
 import re
@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from rltrain.agents.chat import Start, Terms, ToolCall, Turn
-from rltrain.agents.hosts import Hosts
-from rltrain.agents.toolbox import Places
+from rltrain.agents.chat import ToolCall, TrajectoryStart, Turn, TurnLimits
+from rltrain.agents.pool import ExecutorPool
+from rltrain.agents.toolbox import ToolSources
 from rltrain.runtime.slots.limits import Limits, descendants
 from tests.clock import PATIENCE_S, eventually
 from tests.faults.plug import ended, pids
@@ -165,34 +165,36 @@ def make(tmp_path):
     (tmp_path / "count.py").write_text(COUNT)
     (tmp_path / "agent.py").write_text(AGENT)
 
-    def hosts(number=1, timeout_s=PATIENCE_S, trajectory_s=None, parallel=4, memory_mb=4096, kwargs=None, **places):
+    def executors(number=1, timeout_s=PATIENCE_S, trajectory_s=None, parallel=4, memory_mb=4096, kwargs=None, **places):
         places = {name: str(tmp_path / place) for name, place in (places or {"functions": "tools.py"}).items()}
-        given = Places(**places, environment_kwargs=kwargs or {})
-        terms = Terms(timeout_s, trajectory_s, parallel, 256, "middle")
-        made.append(Hosts(given, terms, Limits(timeout_s, memory_mb), number))
+        given = ToolSources(**places, environment_kwargs=kwargs or {})
+        terms = TurnLimits(timeout_s, trajectory_s, parallel, 256, "middle")
+        made.append(ExecutorPool(given, terms, Limits(timeout_s, memory_mb), number))
         return made[-1]
 
-    yield hosts
+    yield executors
     for each in made:
-        each.shut()
+        each.shutdown()
 
 
 NAMES = ("echo", "nap", "meet", "doze", "pid", "fail", "leave", "hold", "loop", "flood", "buy", "quit")
 
 
 def start(agent=None, seed=0, tools=NAMES, **row):
-    return Start([{"role": "user", "content": "?"}], {"extra_info": {}, "ground_truth": "7", **row}, seed, agent, tools)
+    return TrajectoryStart(
+        [{"role": "user", "content": "?"}], {"extra_info": {}, "ground_truth": "7", **row}, seed, agent, tools
+    )
 
 
 def turn(*calls, text="", **more):
     return Turn(text, [ToolCall(name, arguments) for name, arguments in calls], **more)
 
 
-def replies(hosts, number):
+def replies(executors, number):
     found = {}
 
     def come():
-        found.update({news.number: news.line for news in hosts.news(0.1)})
+        found.update({news.number: news.line for news in executors.poll(0.1)})
         return len(found) >= number
 
     eventually(come, f"{number} replies")
@@ -200,14 +202,14 @@ def replies(hosts, number):
     return found
 
 
-def reply(hosts):
-    (line,) = replies(hosts, 1).values()
+def reply(executors):
+    (line,) = replies(executors, 1).values()
     return line
 
 
 def process():
-    """The first of the processes of the hosts: the reaper of the one."""
-    return (pids(os.getpid(), "rltrain.agents.child") or [0])[0]
+    """The first of the processes of the executors: the reaper of the one."""
+    return (pids(os.getpid(), "rltrain.agents.executor_main") or [0])[0]
 
 
 def killed():
@@ -217,20 +219,20 @@ def killed():
 
 
 def texts(line):
-    return [message["content"] for message in line["ask"]]
+    return [message["content"] for message in line["request"]]
 
 
 @pytest.mark.parametrize("name", ["meet", "doze"])
 def test_many_calls_are_under_way_at_once_in_a_process(make, name):
-    hosts = make()
-    numbers = [hosts.begin(start(), turn((name, {}), ("echo", {"word": str(at)}))) for at in range(64)]
-    found = replies(hosts, 64)
+    executors = make()
+    numbers = [executors.start(start(), turn((name, {}), ("echo", {"word": str(at)}))) for at in range(64)]
+    found = replies(executors, 64)
     assert [texts(found[number]) for number in numbers] == [["met", str(at)] for at in range(64)]
     assert all(found[number]["counts"]["tool_calls"] == 2 for number in numbers)
 
 
-def test_what_goes_wrong_in_a_call_is_text_for_the_policy(make):
-    hosts = make(parallel=2)
+def test_call_errors_are_text_for_the_policy(make):
+    executors = make(parallel=2)
     said = {
         "raises": turn(("fail", {"why": "no such city"}), ("echo", {"word": "here"})),
         "arguments": turn(("echo", {"wrod": "x"}), ("echo", {"word": "here"})),
@@ -239,27 +241,27 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(make):
         "many": turn(("echo", {"word": "a"}), ("echo", {"word": "here"}), ("echo", {"word": "c"})),
         "unreadable": turn(problems=["it is no JSON."]),
     }
-    numbers = {name: hosts.begin(start(), each) for name, each in said.items()}
-    found = replies(hosts, len(said))
+    numbers = {name: executors.start(start(), each) for name, each in said.items()}
+    found = replies(executors, len(said))
     lines = {name: found[number] for name, number in numbers.items()}
     assert all(texts(line)[1] == "here" for name, line in lines.items() if name != "unreadable")
     first = {name: texts(line)[0] for name, line in lines.items()}
     assert first["raises"] == "Error: ValueError: no such city"
     assert first["arguments"] == "Error: TypeError: missing a required argument: 'word'"
     assert len(first["long"]) < 300
-    assert first["unknown"].startswith("Error: there is no tool 'fly'; there are doze, echo")
+    assert first["unknown"].startswith("Error: there is no tool 'fly'; the tools are doze, echo")
     assert texts(lines["many"])[2] == "Error: not run: at most 2 calls in a turn"
     assert first["unreadable"] == "Error: it is no JSON."
     counts = {name: line["counts"] for name, line in lines.items()}
     assert counts["many"]["calls_not_run"] == 1
     assert counts["unreadable"]["unreadable_calls"] == 1
-    assert "noise" in hosts.printed()
+    assert "noise" in executors.take_printed()
 
 
 def test_a_result_notes_its_call_and_how_long_it_took(make):
-    hosts = make(parallel=1)
-    hosts.begin(start(), turn(("nap", {"seconds": 0.2}), ("echo", {"word": "ü"}), problems=["it is no JSON."]))
-    first, second, third = reply(hosts)["ask"]
+    executors = make(parallel=1)
+    executors.start(start(), turn(("nap", {"seconds": 0.2}), ("echo", {"word": "ü"}), problems=["it is no JSON."]))
+    first, second, third = reply(executors)["request"]
     assert first["arguments"] == '{"seconds": 0.2}'
     assert first["seconds"] >= 0.2
     assert (second["arguments"], "seconds" in second) == ('{"word": "ü"}', False), "it was not run"
@@ -268,42 +270,42 @@ def test_a_result_notes_its_call_and_how_long_it_took(make):
 
 @pytest.mark.parametrize(
     ("tool", "words"),
-    [("leave", "the agent's process ended with exit code 3"), ("hold", "the agent has said nothing for")],
+    [("leave", "the agent's process ended with exit code 3"), ("hold", "the agent has sent nothing for")],
 )
-def test_who_ends_the_process_is_given_up_and_the_others_go_on(make, tool, words):
-    hosts = make(timeout_s=2.0)
-    good = [hosts.begin(start(), turn(text="a", problems=[str(at)])) for at in range(3)]
-    bad = hosts.begin(start(), turn((tool, {})))
-    good += [hosts.begin(start(), turn(text="b", problems=[str(at)])) for at in range(3, 5)]
-    found = replies(hosts, 6)
+def test_trajectory_that_ends_its_process_fails_alone(make, tool, words):
+    executors = make(timeout_s=2.0)
+    good = [executors.start(start(), turn(text="a", problems=[str(at)])) for at in range(3)]
+    bad = executors.start(start(), turn((tool, {})))
+    good += [executors.start(start(), turn(text="b", problems=[str(at)])) for at in range(3, 5)]
+    found = replies(executors, 6)
     assert [texts(found[number]) for number in good] == [[f"Error: {at}"] for at in range(5)]
     assert found[bad]["failed"].startswith(words)
 
 
-def test_a_call_that_never_ends_is_late_and_does_not_keep_its_process(make):
-    hosts = make(timeout_s=1.0)
-    hosts.begin(start(), turn(("loop", {})))
+def test_call_timeout_replaces_the_busy_process(make):
+    executors = make(timeout_s=1.0)
+    executors.start(start(), turn(("loop", {})))
     gone = eventually(process)
-    line = reply(hosts)
+    line = reply(executors)
     assert texts(line) == ["Error: no result after 1 s"]
     assert line["counts"]["tool_timeouts"] == 1
     ended([gone])
     assert not descendants(gone)
-    hosts.begin(start(), turn(text="x", problems=["on"]))
-    assert texts(reply(hosts)) == ["Error: on"]
+    executors.start(start(), turn(text="x", problems=["on"]))
+    assert texts(reply(executors)) == ["Error: on"]
 
 
 def test_an_instance_lives_as_long_as_its_trajectory(make, tmp_path):
     shop = make(environment="shop.py:Shop", kwargs={"budget": 100})
-    number = shop.begin(start(seed=1, extra_info={"folder": str(tmp_path)}), turn(("buy", {"price": 30})))
-    other = shop.begin(start(seed=2), turn(("buy", {"price": 1}), ("buy", {"price": 1})))
+    number = shop.start(start(seed=1, extra_info={"folder": str(tmp_path)}), turn(("buy", {"price": 30})))
+    other = shop.start(start(seed=2), turn(("buy", {"price": 1}), ("buy", {"price": 1})))
     found = replies(shop, 2)
     assert texts(found[number]) == ["71 left"]
     assert texts(found[other]) == ["101 left", "100 left"], "calls of one object run in the order of the turn"
     killed()  # between two turns
-    shop.go_on(number, turn(("buy", {"price": 1})))
+    shop.send_turn(number, turn(("buy", {"price": 1})))
     assert texts(reply(shop)) == ["70 left"]
-    shop.go_on(number, turn(text="done"))
+    shop.send_turn(number, turn(text="done"))
     line = reply(shop)
     assert line["end"] == {"score": 70.0, "spent": 1.0}
     eventually(lambda: (tmp_path / "closed").exists() and (tmp_path / "closed").read_text() == "x", "close")
@@ -311,78 +313,81 @@ def test_an_instance_lives_as_long_as_its_trajectory(make, tmp_path):
 
 
 def test_an_environment_answers_every_turn_until_it_is_done(make, tmp_path):
-    hosts = make(environment="count.py:Count")
-    number = hosts.begin(start(), turn(text="a"))
-    assert reply(hosts)["ask"] == [{"role": "user", "content": "1 of 3"}]
-    hosts.go_on(number, turn(text="b"))
-    line = reply(hosts)
+    executors = make(environment="count.py:Count")
+    number = executors.start(start(), turn(text="a"))
+    assert reply(executors)["request"] == [{"role": "user", "content": "1 of 3"}]
+    executors.send_turn(number, turn(text="b"))
+    line = reply(executors)
     assert (texts(line), line["rewards"]) == (["2 of 3"], [0.5])
-    hosts.go_on(number, turn(text="c"))
-    assert reply(hosts)["end"] == {"score": 1.5}
+    executors.send_turn(number, turn(text="c"))
+    assert reply(executors)["end"] == {"score": 1.5}
     # Half a turn is no move; no room for an answer is the end as well.
-    hosts.begin(start(), turn(text="ha", finish="length"))
-    assert reply(hosts)["end"] == {"score": 0.0}
-    number = hosts.begin(start(), turn(text="a"))
-    reply(hosts)
-    hosts.go_on(number, None)
-    assert reply(hosts)["end"] == {"score": 0.5}
+    executors.start(start(), turn(text="ha", finish="length"))
+    assert reply(executors)["end"] == {"score": 0.0}
+    number = executors.start(start(), turn(text="a"))
+    reply(executors)
+    executors.send_turn(number, None)
+    assert reply(executors)["end"] == {"score": 0.5}
     # The last turn is a move.
-    hosts.begin(start(), turn(text="a", finish="turns"))
-    line = reply(hosts)
+    executors.start(start(), turn(text="a", finish="turns"))
+    line = reply(executors)
     assert (line["end"], line["rewards"]) == ({"score": 0.5}, [0.5])
 
 
 def test_step_may_return_one_message_and_is_named_if_it_returns_anything_else(make, tmp_path):
     (tmp_path / "world.py").write_text("class World:\n    def step(self, text):\n        return eval(text)\n")
-    hosts = make(environment="world.py:World")
+    executors = make(environment="world.py:World")
     for returned in ("{'role': 'user', 'content': 'on'}, 0.5, False", "'on', 0, False"):
-        hosts.begin(start(), turn(text=returned))
-        assert reply(hosts)["ask"] == [{"role": "user", "content": "on"}]
-    for returned, said in (("None", "it returns (observation, reward, done)"), ("7, 0, False", "a list of messages")):
-        hosts.begin(start(), turn(text=returned))
-        failed = reply(hosts)["failed"]
+        executors.start(start(), turn(text=returned))
+        assert reply(executors)["request"] == [{"role": "user", "content": "on"}]
+    for returned, said in (
+        ("None", "it must return (observation, reward, done)"),
+        ("7, 0, False", "a list of messages"),
+    ):
+        executors.start(start(), turn(text=returned))
+        failed = reply(executors)["failed"]
         assert "step() returned" in failed
         assert said in failed
 
 
-def test_an_agent_that_fails_says_why(make, tmp_path):
-    hosts, file = make(trajectory_s=2.0), tmp_path / "agent.py"
-    numbers = [hosts.begin(start(f"{file}:{name}"), turn(text="5")) for name in ("broken", "endless")]
-    found = replies(hosts, 2)
+def test_agent_failure_reason(make, tmp_path):
+    executors, file = make(trajectory_s=2.0), tmp_path / "agent.py"
+    numbers = [executors.start(start(f"{file}:{name}"), turn(text="5")) for name in ("broken", "endless")]
+    found = replies(executors, 2)
     assert re.search(r"agent\.py.*RuntimeError: no server", found[numbers[0]]["failed"], re.DOTALL)
     assert found[numbers[1]]["failed"] == "not done after 2 s (multi_turn.trajectory_timeout_s)"
 
 
-def test_an_agent_begun_again_says_the_same_or_is_given_up(make, tmp_path):
-    hosts, file = make(), tmp_path / "agent.py"
-    first = hosts.begin(start(f"{file}:agent"), turn(text="5"))
-    moody = hosts.begin(start(f"{file}:moody"), turn(text="5"))
-    replies(hosts, 2)
+def test_restarted_agent_must_repeat_its_messages(make, tmp_path):
+    executors, file = make(), tmp_path / "agent.py"
+    first = executors.start(start(f"{file}:agent"), turn(text="5"))
+    moody = executors.start(start(f"{file}:moody"), turn(text="5"))
+    replies(executors, 2)
     killed()
-    hosts.go_on(first, turn(text="7"))
-    hosts.go_on(moody, turn(text="7"))
-    found = replies(hosts, 2)
+    executors.send_turn(first, turn(text="7"))
+    executors.send_turn(moody, turn(text="7"))
+    found = replies(executors, 2)
     assert found[first]["end"] == {"score": 1.0, "turns": 2.0}
-    assert found[moody]["failed"].startswith("begun again, the agent said something else")
+    assert found[moody]["failed"].startswith("after a restart the agent added other messages")
 
 
 def test_replies_of_closed_trajectories_are_not_told(make):
-    hosts = make()
-    hosts.begin(start(), turn(("echo", {"word": "old"})))
-    hosts.close_all()
-    number = hosts.begin(start(), turn(("echo", {"word": "new"})))
-    assert list(replies(hosts, 1)) == [number]
+    executors = make()
+    executors.start(start(), turn(("echo", {"word": "old"})))
+    executors.close_all()
+    number = executors.start(start(), turn(("echo", {"word": "new"})))
+    assert list(replies(executors, 1)) == [number]
 
 
 def test_trajectories_are_spread_over_the_processes(make):
-    hosts = make(number=2)
+    executors = make(number=2)
     for _ in range(6):
-        hosts.begin(start(), turn(("pid", {})))
-    assert sorted(Counter(texts(line)[0] for line in replies(hosts, 6).values()).values()) == [3, 3]
+        executors.start(start(), turn(("pid", {})))
+    assert sorted(Counter(texts(line)[0] for line in replies(executors, 6).values()).values()) == [3, 3]
 
 
-def test_an_end_is_told_whatever_closing_does(make, tmp_path):
+def test_end_is_reported_before_close(make, tmp_path):
     (tmp_path / "slow.py").write_text(COUNT + "    def close(self):\n        import signal; signal.pause()\n")
-    hosts = make(environment="slow.py:Count", kwargs={"most": 1})
-    hosts.begin(start(), turn(text="a"))
-    assert reply(hosts)["end"] == {"score": 0.5}
+    executors = make(environment="slow.py:Count", kwargs={"most": 1})
+    executors.start(start(), turn(text="a"))
+    assert reply(executors)["end"] == {"score": 0.5}

@@ -14,10 +14,10 @@ _MAX_DIGITS = 18
 
 
 class Guess:
-    """Says "higher" or "lower" of the last number of a turn until it is the right one.
+    """Replies "higher" or "lower" to the last number of a turn until it is right.
 
     Args:
-        cost: What each guess but the first takes off the score of 1.
+        cost: Amount that each guess after the first subtracts from the score of 1.
     """
 
     def __init__(self, cost: float = 0.0) -> None:

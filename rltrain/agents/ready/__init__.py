@@ -1,5 +1,0 @@
-"""Built-in tools and environments, named by module: ``function_tool_path=rltrain.agents.ready.calculator``.
-
-A module of a tool defines one public function, or a class. Nothing here depends on the run, or on rows beyond the
-dictionary that an environment gets.
-"""

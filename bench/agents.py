@@ -164,15 +164,15 @@ def long_run(folder: Path, smoke: bool) -> str:
     (folder / "own.py").write_text(ENVIRONMENT)
     keys = {R + "multi_turn__environment": folder / "own.py:Adds", R + "multi_turn__function_tool_path": None}
     trainer = trainer_of(folder, save_calling_model(folder / "model"), **keys)
-    hosts, seen, calls = trainer.worker.rollout._answering._hosts, {}, 0
+    executors, seen, calls = trainer.worker.rollout._answering._executors, {}, 0
     steps = 2 if smoke else 50
     for step in range(1, steps + 1):
         calls += int(generated(trainer, 20, 4, step)[2].per_sample[c.TOOL_CALLS].sum())
         if step in (steps // 2, steps):
             gc.collect()
-            below = [child for host in hosts._hosts for child in descendants(host._process.pid)]
+            below = [child for executor in executors._executors for child in descendants(executor._process.pid)]
             seen[step] = [_memory_mb(below), _files(below), _memory_mb([os.getpid()]), _files([os.getpid()])]
-    hosts.shut()
+    executors.shutdown()
     (host, host_files, own, own_files), (last_host, last_host_files, last, last_files) = seen.values()
     tools = (
         f"processes of tools {last_host:.1f} MB ({last_host / host - 1:+.2%}), {host_files} -> {last_host_files} files"

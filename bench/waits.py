@@ -135,7 +135,7 @@ def measure(rollout: Rollout, mean: float, rounds: int) -> str:
     bound = max(work, chain)
     turns = numbers[c.NUM_TURNS].mean()
     for worker in (quick, slow):
-        worker.rollout._answering._hosts.shut()
+        worker.rollout._answering._executors.shutdown()
     figures = (turns, work, chain, whole, whole / bound, barrier, barrier / whole)
     return f"| {rollout._engine} | {mean:g} | {' | '.join(f'{figure:.2f}' for figure in figures)} |"
 

@@ -139,7 +139,7 @@ def tiny_trainer(tiny_model, arithmetic_files, tmp_path):
     yield make
     for trainer in made:
         if answering := trainer.worker.rollout._answering:
-            answering._hosts.shut()
+            answering._executors.shutdown()
 
 
 @pytest.fixture

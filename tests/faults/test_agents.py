@@ -150,7 +150,7 @@ def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
         places = np.arange(NUM_PROMPTS, dtype=np.int32)
         task = GenerateTask("train", places, 1, Sampling(400, 1.0), seed=1, step=1, call=next(trainer.calls))
         batch, texts, numbers = worker.generate(task)
-        worker._answering._hosts.shut()
+        worker._answering._executors.shutdown()
         log = tmp_path / "agents.log"
         rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
         answers = [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)]

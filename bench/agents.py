@@ -142,7 +142,7 @@ def per_turn(folder: Path, smoke: bool) -> str:
         assert replies[0][1].messages[0]["content"] == "5"
         if number % 8 == 7:
             answering.reset()
-    answering._hosts.shut()
+    answering._executors.shutdown()
     middle, late = np.quantile(times, [0.5, 0.99])
     return f"median {middle:.2f} ms, p99 {late:.2f} ms"
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
-from rltrain.workers.frozen import Beside
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rltrain.algorithms.distillation import JSD
@@ -26,6 +25,7 @@ from rltrain.models.weights.names import CheckpointNames, whole_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import load_training_state, moments, save_training_state
+from rltrain.workers.inference_models import ReferenceDistribution
 from tests.distance import distance
 from tests.models.kinds import DELTA, SIZES, TABLE
 from tests.models.test_routing import FAMILIES as ROUTED
@@ -37,7 +37,6 @@ WORLD = 4
 FAMILIES = {
     "qwen2, biases and tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3, norms of heads": ("Qwen3Config", {}),
-    "mistral, window": ("MistralConfig", {"sliding_window": 4}),
     "phi3, fused": ("Phi3Config", {}),
     "glm4, fused": ("Glm4Config", {}),
     "gpt_neox, interleaved": ("GPTNeoXConfig", {}),
@@ -255,7 +254,7 @@ def results_of(kind: str, model, made: ModelSpec, world: int) -> dict[str, torch
         beside = None
         if kind == "exact divergence":
             other = sharded_model(PolicyModel, replace(made, path=f"{made.path} reference"), get_device("cpu"))
-            beside = Beside(other, JSD(0.3)).states(inputs)
+            beside = ReferenceDistribution(other, JSD(0.3)).states(inputs)
         outputs = model(inputs, 0.7, True, beside)
         scores, loss = outputs.log_probs, outputs.log_probs + 0.3 * outputs.entropy
         if outputs.kl is not None:

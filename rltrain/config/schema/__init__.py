@@ -334,7 +334,7 @@ class ClusterConfig:
 
 @dataclass
 class SFTConfig:
-    """Supervised fine-tuning: the responses come from the data, and nothing is generated or scored."""
+    """Supervised fine-tuning on responses from the data."""
 
     enabled: bool = False
     """Learn the assistant's turns of conversations in the data (rltrain sft sets it)."""

@@ -75,7 +75,7 @@ class OptimConfig:
 
 @dataclass
 class OffloadConfig:
-    """Offloading of a model while it is unused, and its division."""
+    """Offloading and division of a frozen model."""
 
     param_offload: bool = key(False, only_with=_ON_DEVICE)
     """Keep the parameters in host memory while they are unused."""

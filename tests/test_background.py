@@ -60,7 +60,7 @@ def test_lines_wait_for_storage_that_does_not_answer_and_nobody_waits_for_them(t
     clock = VirtualClock()
     os.mkfifo(file := tmp_path / "lines")  # nobody opens it, so whoever would write hangs
     lines = Appender(file, clock)
-    assert "does not answer" in lines.add("1\n").strerror
+    assert "does not respond" in lines.add("1\n").strerror
     for number in range(2, 1000):
         assert lines.add(f"{number}\n")
     assert sum(clock.asked) == PATIENCE_S  # for the first line alone

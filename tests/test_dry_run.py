@@ -38,7 +38,7 @@ def made(tmp_path_factory):
 def dry(made, tmp_path, capsys, monkeypatch):
     """Runs it with changes; returns exit code and text."""
     # Templates end here (tests/data/test_chat.py has some that do not): a fork that tries each takes most of the time.
-    monkeypatch.setattr(chat, "trouble", lambda *_: "")
+    monkeypatch.setattr(chat, "problem_in_fork", lambda *_: "")
 
     def run(*more, **changes):
         code = main([*small_run(*made, tmp_path / "run", **changes), *more, "--dry-run"])
@@ -85,7 +85,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
         ("trainer.device=cuda trainer.n_gpus_per_node=99", "CUDA devices (torch "),
         ("ray_kwargs.ray_init.num_cpus=1 trainer.n_gpus_per_node=2", "num_cpus=1 is too few"),
         ("ray_kwargs.ray_init.num_cpu=1", "ray.init has no such argument"),
-        ("model.path={model}l", "there is no such folder. Did you mean {model}?"),
+        ("model.path={model}l", "the folder does not exist. Did you mean {model}?"),
         ("reward.reward_model.enable=True reward.reward_model.model_path=/no", "reward.reward_model.model_path=/no"),
         (
             "model.lora_rank=4 model.target_modules=[q_prj]",
@@ -332,7 +332,7 @@ def test_a_model_that_is_not_whole_is_named_by_file(dry, made, tmp_path, change,
 
 def test_a_run_refuses_what_the_dry_run_refuses(made, tmp_path, capsys):
     assert main(small_run(*made, tmp_path / "run", **{M + "path": f"{made[0]}l"})) == 2
-    assert "there is no such folder. Did you mean" in capsys.readouterr().err
+    assert "the folder does not exist. Did you mean" in capsys.readouterr().err
     assert main(small_run(*made, tmp_path / "run", trainer__device="npu")) == 2
     assert "this machine has 0 NPU devices" in capsys.readouterr().err
 

@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def dry(model, tmp_path, capsys, monkeypatch):
     """Runs it with changes; returns exit code and text."""
-    monkeypatch.setattr(chat, "trouble", lambda *_: "")
+    monkeypatch.setattr(chat, "problem_in_fork", lambda *_: "")
     files = (
         write_arithmetic(tmp_path / "train.parquet", range(8)),
         write_arithmetic(tmp_path / "val.parquet", range(4)),

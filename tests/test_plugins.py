@@ -112,7 +112,7 @@ def test_a_callback_that_does_not_fit_is_refused_at_the_start(tmp_path, text, sa
 
 
 def test_the_key_of_callbacks_names_files():
-    assert "trainer.callbacks=['wandb']: 'wandb' names no class" in problems("trainer.callbacks=wandb")[0]
+    assert "trainer.callbacks=['wandb']: 'wandb' is not the name of a class" in problems("trainer.callbacks=wandb")[0]
     assert "trainer.callbacks: no/file.py does not exist." in missing_files(
         load("trainer.callbacks=[no/file.py:Mine]").config
     )

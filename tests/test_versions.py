@@ -64,8 +64,8 @@ def test_other_versions_are_noted_with_those_of_the_set(installed):
 @pytest.mark.parametrize(
     ("packages", "says"),
     [
-        ({"torch": "2.15.0"}, "torch 2.15.0 and torch-npu 2.10.0.post4 do not fit"),
-        ({"vllm": "0.33.0"}, "vllm 0.33.0 and vllm-ascend 0.23.0 do not fit"),
+        ({"torch": "2.15.0"}, "torch 2.15.0 and torch-npu 2.10.0.post4 do not match"),
+        ({"vllm": "0.33.0"}, "vllm 0.33.0 and vllm-ascend 0.23.0 do not match"),
     ],
 )
 def test_packages_that_cannot_work_together_are_an_error(packages, says, installed):
@@ -96,7 +96,7 @@ def test_a_run_is_told_what_does_not_fit(installed, monkeypatch):
     found = PreflightResult([])
     monkeypatch.setattr(preflight, "get_device", lambda name: SimpleNamespace(count=8, is_cpu=False, kind="npu"))
     preflight.check_versions(Config(), found)
-    assert "do not fit" in "".join(found.problems)
+    assert "do not match" in "".join(found.problems)
     assert "transformers 5.23.0 (5.5.4)" in "".join(found.notes)
 
 

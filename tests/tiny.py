@@ -199,4 +199,6 @@ def small_config():
     config = Config()
     config.trainer.device = "cpu"
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 1, 2
+    ref = config.actor_rollout_ref.ref
+    ref.ulysses_sequence_parallel_size = ref.ring_attention_size = 1
     return config

@@ -12,4 +12,4 @@ def of_another_machine(monkeypatch):
     for name in ("check_devices", "check_packages", "ray_problems"):
         monkeypatch.setattr(preflight, name, lambda *_: [])
     monkeypatch.setattr(dry_run, "MOST_ROWS", 8)
-    monkeypatch.setattr(chat, "trouble", lambda *_: "")
+    monkeypatch.setattr(chat, "problem_in_fork", lambda *_: "")

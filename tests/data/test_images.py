@@ -114,8 +114,8 @@ def test_positions_of_prompt_and_answer_are_the_models(folder, number):
 
 @pytest.mark.parametrize(("content", "count", "message"), [
     (f"1{SLOT}", 2, "1 slots for images .<image>. and the row has 2 images"),
-    ("1", 1, "0 places"),
-    (f"{SLOT}{SLOT}", 0, "2 places"),
+    ("1", 1, "0 slots"),
+    (f"{SLOT}{SLOT}", 0, "2 slots"),
     (f"<video>{SLOT}", 1, "videos are not"),
     ([{"type": "video"}], 0, "part of type 'video'"),
 ])  # fmt: skip

@@ -87,7 +87,11 @@ AGENT = "open(__file__ + '.ran', 'w')\nasync def agent(chat, row, seed):\n    aw
     [
         (("tool_agnt", {}), {}, "'tool_agnt', which the configuration does not list: use single_turn_agent,"),
         (("tool_agent", {}), {"schemas": []}, "'tool_agent', and the run has no tools: name them with"),
-        (("env_agent", {}), {}, "'env_agent', and actor_rollout_ref.rollout.multi_turn.environment is not set"),
+        (
+            ("env_agent", {}),
+            {},
+            "'env_agent', and actor_rollout_ref.rollout.multi_turn.environment names no class with step",
+        ),
         (("{folder}/gone.py:agent", {}), {"own_agents": GONE}, "which cannot be used: "),
         # Code next to the data, or that is installed, is not loaded because the data names it.
         (("{folder}/own.py:agent", {}), {}, "agent_name is '{folder}/own.py:agent', which the configuration does not"),

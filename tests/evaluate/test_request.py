@@ -167,7 +167,7 @@ def test_models_of_equal_names_are_told_apart(tiny_model, run, tmp_path):
 
 def test_what_is_no_model_is_refused(tiny_model, run, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty has no config.json: it is not the folder of a Hugging Face model"):
+    with pytest.raises(ConfigError, match=r"empty has no config.json, so it is not a Hugging Face model"):
         models_of([str(tmp_path / "empty")])
     with pytest.raises(ConfigError, match="no folder matches this pattern"):
         models_of([str(tmp_path / "step_*")])

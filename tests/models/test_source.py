@@ -25,7 +25,7 @@ def dead_hub(monkeypatch):
 
 def test_a_hub_that_is_down_is_told_at_once(dead_hub):
     problem = source.model_problem(KEY, "some/model")
-    assert f"{KEY}=some/model: there is no such folder, and {dead_hub} cannot be reached" in problem
+    assert f"{KEY}=some/model: the folder does not exist, and {dead_hub} cannot be reached" in problem
     assert "Give a folder" in problem
 
 

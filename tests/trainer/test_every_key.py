@@ -181,6 +181,7 @@ def test_the_cases_are_all_keys():
         "router_replay.mode",
         "fsdp_config.expert_parallel_size",
         "fsdp_config.tensor_parallel_size",
+        "ring_attention_size",
         "fsdp_config.use_torch_compile",
         "fsdp_config.use_no_sync_for_gradient_accumulation",
     )

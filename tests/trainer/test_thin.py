@@ -155,7 +155,7 @@ def test_an_export_is_the_model_folder_of_the_step(run, tmp_path, capsys):
             file.name: file.read_bytes() for file in (tmp_path / out).iterdir()
         }
     assert main(["export", str(run), str(tmp_path / "one")]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_the_card_of_an_export_has_the_scores_before_and_after(run, tmp_path, capsys):
@@ -173,7 +173,7 @@ def test_the_card_of_an_export_has_the_scores_before_and_after(run, tmp_path, ca
 def test_a_folder_without_checkpoints_is_refused(program, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     write_json(tmp_path / "run" / "global_step_4" / RESULT, {})
-    refusals = [("empty", "empty holds no checkpoint"), ("none", "none is no folder")]
+    refusals = [("empty", "empty holds no checkpoint"), ("none", "none is not a folder")]
     if program != "export":
         refusals += [("run", "global_step_4 holds an evaluation of a checkpoint and no weights")]
     for name, said in refusals:

@@ -200,7 +200,7 @@ def test_what_vllm_cannot_hold_is_refused_before_a_run(tiny_model):
         ((adapted, [], config, "npu", torch.bfloat16), "vllm-ascend"),
         ((adapted, [], config, "cuda", torch.float32), r"need half precision \(rollout.dtype=bfloat16\)"),
         ((adapted, [], DeepseekV3Config(kv_lora_rank=64), "cpu", torch.float32), "latent attention"),
-        ((adapted, ["visual.a"], config, "cpu", torch.float32), "visual.a is no part of the language model"),
+        ((adapted, ["visual.a"], config, "cpu", torch.float32), "visual.a is not part of the language model"),
     ):
         with pytest.raises(ConfigError, match=match) as error:
             refuse_adapters(*refused)

@@ -92,5 +92,5 @@ def test_weights_that_do_not_arrive_end_the_run(judge, scripted):
         load(weight._replace(values=torch.randn_like(weight.values)) for weight in weights)
 
     worker.engine.load_weights = damaged
-    with pytest.raises(SyncError, match="after the sync of update 0 the judge's engine answers otherwise"):
+    with pytest.raises(SyncError, match="after the sync of update 0 the judge's engine differs from the trainer"):
         replies(worker, "7")

@@ -175,7 +175,12 @@ class TurnDelta:
             raise DataError(f"the tokenizer merges {self._barrier} with its neighbours.")
         remaining = iter(delimiters)
         plain_ids = {placeholder: self._plain_ids_of_special(mark) for placeholder, mark in texts.items()}
-        return [plain for token in ids for plain in (plain_ids[next(remaining)] if token == barrier else [token])]
+        # A barrier of the template stays itself.
+        return [
+            plain
+            for token in ids
+            for plain in (plain_ids.get(next(remaining), [token]) if token == barrier else [token])
+        ]
 
     def _plain_ids(self, text: str) -> list[int]:
         return list(self._encoder.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -35,11 +35,11 @@ def test_values_are_exact_where_they_can_be(expression, value):
 @pytest.mark.parametrize(
     ("expression", "words"),
     [
-        ("", "no arithmetic expression"),
-        ("\x00", "no arithmetic expression"),
+        ("", "not an arithmetic expression"),
+        ("\x00", "not an arithmetic expression"),
         ("1/0", "division by zero"),
         ("sqrt(-1)", "math domain error"),
-        ("(-8)**(1/3)", "no real number"),
+        ("(-8)**(1/3)", "not a real number"),
         ("gcd(1.5, 2)", "1.5 is not an integer"),
         ("__import__('os').system('ls')", "only numbers"),
         ("().__class__", "only numbers"),

@@ -58,7 +58,7 @@ def test_every_name_of_verl_is_taken(family, name):
 
 
 def test_unknown_tool_name_lists_the_tools(family):
-    with pytest.raises(ConfigError, match=r"multi_turn.format=hermess: .* no format has this name") as refusal:
+    with pytest.raises(ConfigError, match=r"multi_turn.format=hermess: no format has this name") as refusal:
         format_of("hermess", family("hermes"))
     assert all(name in str(refusal.value) for name in [*FORMATS, "FILE.py:NAME"])
     with pytest.raises(ConfigError, match="the chat template writes calls in no known format"):

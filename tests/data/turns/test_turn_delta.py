@@ -61,7 +61,7 @@ def test_dropped_reasoning_is_noted(family):
         assert any("drops reasoning" in note for note in delta.notes) == (name != "hermes"), name
     delta = turn_delta_of(family("llama"), "llama")
     assert delta.problem() == ""
-    assert "one call a turn" in delta.notes[0]
+    assert "one call per turn" in delta.notes[0]
 
 
 def test_unsupported_template_error_shows_both_texts(family):

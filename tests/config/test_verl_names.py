@@ -37,8 +37,8 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("ref.megatron.context_parallel_size=2", f"use {A}ref.ulysses_sequence_parallel_size."),
         ("critic.optim.lr_scheduler.min_lr=1e-7", "critic.optim.lr_scheduler_type"),
         ("actor.optim.override_optimizer_config={amsgrad:True}", "leave it out"),
-        ("actor.tensor_parallel_size=2", f"Engines have it: {A}rollout.tensor_model_parallel_size"),
-        ("critic.model.tensor_model_parallel_size=2", "no tensor parallelism: FSDP2"),
+        ("actor.tensor_parallel_size=2", f"training has it as {A}actor.fsdp_config.tensor_parallel_size"),
+        ("critic.model.tensor_model_parallel_size=2", f"engines as {A}rollout.tensor_model_parallel_size"),
         # Weights that learn rest in float32; sizes of an engine that are not here.
         ("actor.fsdp_config.model_dtype=fp16", "trained weights are kept in float32"),
         ("algorithm.adv_estimator=gae critic.fsdp.model_dtype=float16", "trained weights are kept in float32"),

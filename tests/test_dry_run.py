@@ -296,7 +296,7 @@ def test_a_judge_is_looked_for_and_judges_nothing(dry, tmp_path):
     assert code == 0
     assert f"{judge.url}/models does not answer now: ConnectError" in text
     (tmp_path / "ask.txt").write_text("{{ anwser }}")
-    assert "knows no {{ anwser }}" in refused(dry, **keys, reward__judge__prompt=str(tmp_path / "ask.txt"))
+    assert "{{ anwser }} is unknown" in refused(dry, **keys, reward__judge__prompt=str(tmp_path / "ask.txt"))
 
 
 def cut(folder):

@@ -21,15 +21,15 @@ def damage(trainer, token=None, log_prob=None, prompt_index=0, sample=3):
     generate = engine.generate
 
     def damaged(source, sampling):
-        ended = source.ended
+        on_turn_end = source.on_turn_end
 
         def damage_one(turn):
             if (turn.prompt_index, turn.sample) == (prompt_index, sample):
                 turn.tokens[:1] = [turn.tokens[0] if token is None else token]
                 turn.log_probs[:1] = [turn.log_probs[0] if log_prob is None else log_prob]
-            ended(turn)
+            on_turn_end(turn)
 
-        source.ended = damage_one
+        source.on_turn_end = damage_one
         generate(source, sampling)
 
     engine.generate = damaged

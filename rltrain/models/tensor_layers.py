@@ -27,8 +27,17 @@ def local(weight: Any) -> Any:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+def enter(states: Tensor, group: ProcessGroup) -> Tensor:
+    """Return ``states``, whose gradient is summed over the group."""
+    entered: Tensor = _Enter.apply(states, group)
+    return entered
+
+
 class Entry:
-    """Entry of hidden states into a block. Layers that read the same states share one all-reduce."""
+    """Entry of hidden states into a block. Layers that read the same states share one all-reduce.
+
+    It keeps the last states, so all blocks of a model have one entry.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -37,13 +46,13 @@ class Entry:
     def __call__(self, states: Tensor) -> Tensor:
         grad = torch.is_grad_enabled()
         if self._last is None or self._last[0] is not states or self._last[1] != grad:
-            self._last = states, grad, _Enter.apply(states, self.group)
+            self._last = states, grad, enter(states, self.group)
         return self._last[2]
 
 
-def column(layer: Any, enter: Entry | None, states: Tensor) -> Tensor:
+def column(layer: Any, entry: Callable[[Tensor], Tensor] | None, states: Tensor) -> Tensor:
     """Compute a linear layer whose outputs are shared."""
-    return linear(states if enter is None else enter(states), local(layer.weight), local(layer.bias))
+    return linear(states if entry is None else entry(states), local(layer.weight), local(layer.bias))
 
 
 def row(layer: Any, group: ProcessGroup, states: Tensor) -> Tensor:
@@ -52,14 +61,16 @@ def row(layer: Any, group: ProcessGroup, states: Tensor) -> Tensor:
     return output if layer.bias is None else output + layer.bias
 
 
-def sliced(layer: Any, rows: list[slice], group: ProcessGroup, enter: Entry, states: Tensor) -> Tensor:
+def sliced(
+    layer: Any, rows: list[slice], group: ProcessGroup, entry: Callable[[Tensor], Tensor], states: Tensor
+) -> Tensor:
     """Compute these rows of a linear layer's outputs."""
 
     def part(weight: Tensor) -> Tensor:
-        entered = _Enter.apply(weight, group)
+        entered = enter(weight, group)
         return torch.cat([entered[each] for each in rows])
 
-    return linear(enter(states), part(layer.weight), None if layer.bias is None else part(layer.bias))
+    return linear(entry(states), part(layer.weight), None if layer.bias is None else part(layer.bias))
 
 
 def embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, start: int, tokens: Tensor) -> Tensor:
@@ -79,9 +90,9 @@ def embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, 
     return result
 
 
-def entering(compute: Callable[..., Tensor], enter: Entry, *args: Any, **kwargs: Any) -> Tensor:
+def entering(compute: Callable[..., Tensor], group: ProcessGroup, *args: Any, **kwargs: Any) -> Tensor:
     """Compute a module and let its output enter."""
-    return enter(compute(*args, **kwargs))
+    return enter(compute(*args, **kwargs), group)
 
 
 def replicate(module: Any, group: ProcessGroup, **rows: slice) -> None:
@@ -94,7 +105,7 @@ def _replicated(
 ) -> Any:
     # Instance attributes shadow the parameters of the same names in the family's code.
     names = list(rows) or weights_of(module)
-    own = {name: _Enter.apply(getattr(module, name), group) for name in names}
+    own = {name: enter(getattr(module, name), group) for name in names}
     vars(module).update({name: own[name][rows[name]] if rows else own[name] for name in names})
     try:
         return compute(*args, **kwargs)

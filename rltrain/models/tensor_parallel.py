@@ -30,6 +30,7 @@ from rltrain.models.tensor_layers import (
     Entry,
     column,
     embed,
+    enter,
     entering,
     replicate,
     row,
@@ -193,7 +194,7 @@ class _Splitter:
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         self._model, self._mesh = model, mesh
         self.group, self._size, self._rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self._enter = Entry(self.group)
+        self._entry, self._enter = Entry(self.group), partial(enter, group=self.group)
         self._heads, self._kv_heads = _heads(model.config.get_text_config())
 
     def vocabulary(self) -> None:
@@ -214,10 +215,10 @@ class _Splitter:
     def attention(self, module: Any) -> None:
         """Shard attention by heads."""
         kv_heads = max(1, self._kv_heads // self._size)
-        enter = partial(self._column, enter=self._enter)
+        share = partial(self._column, entry=self._entry)
         ways: list[tuple[set[str], Callable[[Any], None]]] = [
-            (_QUERIES, enter), (_KEYS, enter if self._kv_heads >= self._size else self._keys), (_FUSED, self._fused),
-            (_LATENT, self._latent), (_FROM_LATENT, partial(self._column, enter=None)), (_OUTPUTS, self._row),
+            (_QUERIES, share), (_KEYS, share if self._kv_heads >= self._size else self._keys), (_FUSED, self._fused),
+            (_LATENT, self._latent), (_FROM_LATENT, partial(self._column, entry=None)), (_OUTPUTS, self._row),
             (_HEAD_NORMS | {"kv_a_layernorm"}, partial(replicate, group=self.group)),
         ]  # fmt: skip
         for name, child in list(module.named_children()):
@@ -249,7 +250,7 @@ class _Splitter:
 
     def _latent(self, layer: Any) -> None:
         # Its output goes to this rank's heads in two ways: through kv_b_proj, and as positions of all heads.
-        layer.forward = partial(entering, layer.forward, Entry(self.group))
+        layer.forward = partial(entering, layer.forward, self.group)
 
     def mlp(self, module: nn.Module) -> None:
         """Shard an MLP by columns before the activation, and by rows after it."""
@@ -259,7 +260,7 @@ class _Splitter:
                 half = _base(child).weight.shape[0] // 2
                 self._slices(child, [self._rows(half), self._rows(half, half)])
             elif name in columns:
-                self._column(child, self._enter)
+                self._column(child, self._entry)
             elif _children(child):
                 self._row(child)
 
@@ -276,15 +277,15 @@ class _Splitter:
         first = start + self._rank * self._kv_heads // self._size * share
         return slice(first, first + share)
 
-    def _column(self, layer: Any, enter: Entry | None) -> None:
-        """Shard the outputs of a linear layer. enter: None if its input has entered already."""
+    def _column(self, layer: Any, entry: Entry | None) -> None:
+        """Shard the outputs of a linear layer. entry: None if its input has entered already."""
         first, second = _adapters(layer)
-        for each, entry in ((_base(layer), enter), (second, enter and Entry(self.group))):
+        for each, enters in ((_base(layer), entry), (second, entry and self._enter)):
             if each is not None:
                 for name in weights_of(each):
                     self._shard(each, name, 0)
-                each.forward = partial(column, each, entry)
-        if first is not None and enter is None:
+                each.forward = partial(column, each, enters)
+        if first is not None and entry is None:
             replicate(first, self.group)
 
     def _row(self, layer: Any) -> None:
@@ -296,9 +297,9 @@ class _Splitter:
 
     def _slices(self, layer: Any, rows: list[slice]) -> None:
         """Let a linear layer compute only these rows of its outputs. Its weights stay whole."""
-        for each in (_base(layer), _adapters(layer)[1]):
+        for each, entry in ((_base(layer), self._entry), (_adapters(layer)[1], self._enter)):
             if each is not None:
-                each.forward = partial(sliced, each, rows, self.group, Entry(self.group))
+                each.forward = partial(sliced, each, rows, self.group, entry)
 
     def _shard(self, module: Any, name: str, dim: int) -> None:
         weight, shape = getattr(module, name), list(getattr(module, name).shape)

@@ -28,6 +28,8 @@ _DROPPED = ("perf/decode_", "perf/rollout_", "perf/weight_sync", "timing_s/updat
 class LossValidation(Validation):
     """Mean negative log-likelihood per token of the responses in the validation data. lay_out: see `PPOTrainer`."""
 
+    _reads_images = True
+
     def __init__(self, *arguments: Any, lay_out: Callable[[Samples], Layout]) -> None:
         super().__init__(*arguments)
         self._lay_out = lay_out

@@ -47,6 +47,9 @@ class Validation:
     folder: of the run, for messages. on_phase(name): called at the start of a phase.
     """
 
+    _reads_images = False
+    """A pass of the trainer reads the responses, with the images of their prompts."""
+
     def __init__(
         self,
         rollout: RolloutConfig,
@@ -140,7 +143,7 @@ class Validation:
         settings = self._rollout.val_kwargs
         sampling = sampling_of(settings, self._rollout, self._data, greedy=settings.greedy)
         seed = rollout_seed(self._rollout, self._data)
-        task = GenerateTask("val", rows, self.num_samples, sampling, seed, step, is_learnt_from=False)
+        task = GenerateTask("val", rows, self.num_samples, sampling, seed, step, is_learnt_from=self._reads_images)
         samples = self._policy.generate(task)[0]
         raise_on_failures(samples, self._policy.failure, self._folder)
         return samples

@@ -1,4 +1,4 @@
-"""Layers that are recomputed in the backward pass: gradients of others bit for bit, and what is saved, in bytes."""
+"""Recomputed layers: gradients bit-equal to those without recomputation; saved activations counted in bytes."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ MODELS = {name: FAMILIES[name] for name in ("mistral_sliding_window", "qwen3_moe
 
 
 def after_update(folder, way, **changes):
-    """Gradients, and the bytes of activations between forward and backward."""
+    """Return the gradients, and the bytes of activations between forward and backward."""
     spec = ModelSpec(str(folder), gradient_checkpointing=way, **changes)
     policy, inputs = (
         sharded_model(PolicyModel, spec, get_device("cpu")).train(),

@@ -1,4 +1,4 @@
-"""Ranks that pass keys and values around compute what transformers computes in float64 on one process."""
+"""Ring attention: log-probs and gradients equal transformers in float64 on one process."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ OPTIM = OptimConfig(lr=0.01, eps=0.01, clip_grad=0.5)
 
 
 def plain_scores(model, samples: Batch, critic: bool) -> torch.Tensor:
-    """Log-probs or values of the response tokens, one sample at a time, without packing."""
+    """Return log-probs or values of the response tokens, one sample at a time, without packing."""
     column, scores = samples.dictionary("prompt"), []
     for place, answer in zip(column.index, samples.ragged("response").rows(), strict=True):
         row, length = torch.cat([column.values[place], answer]).long(), len(answer)
@@ -128,7 +128,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What transformers finds, by model; and what the first and the last rank find."""
+    """Return the results of transformers by model, and the results of the first and the last rank."""
     folder = tmp_path_factory.mktemp("ring")
     expected = {}
     for name, config in MODELS.items():

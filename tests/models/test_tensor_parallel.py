@@ -1,4 +1,4 @@
-"""Ranks that share matrices compute, learn and save what one process in float64 computes, learns and saves."""
+"""Tensor parallelism: scores, gradients, updated weights and checkpoints equal one process in float64."""
 
 import re
 from dataclasses import replace
@@ -69,7 +69,7 @@ def given(part: int) -> Batch:
 
 
 def step(policy, parts, scale: float) -> dict[str, torch.Tensor]:
-    """Log-probs, gradients, their norm, and the weights after a step of AdamW."""
+    """Return log-probs, gradients, their norm, and the weights after a step of AdamW."""
     optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
     found = {}
     for part in parts:
@@ -124,7 +124,7 @@ def save(name: str, folder: Path) -> AutoModelForCausalLM:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request):
-    """Results of all ranks for the collected cases, and of one process."""
+    """Return the results of all ranks for the collected cases, and of one process."""
     own = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
     cases = [item.callspec.params["case"] for item in own]
     folder = tmp_path_factory.mktemp("tensor_parallel")
@@ -157,7 +157,7 @@ def state_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def goes_between_sizes(rank: int, world: int, folder: Path) -> None:
-    """Load in every layout, bit for bit, the weights and moments that another one saved; and compare the exports."""
+    """Load the checkpoint of each layout in every other layout, bit-equal; compare the exports."""
     states, files = {}, {}
     for layout in ("1", "2", "4", "2, experts on 2"):
         policy = sharded_model(PolicyModel, spec(folder / "model", layout), get_device("cpu"))

@@ -1,4 +1,4 @@
-"""On the stand-in: every phase needs what was estimated, and a device that is full says what to type."""
+"""Stand-in NPU: measured memory of each phase equals the estimate; an out-of-memory error names the keys to change."""
 
 import pytest
 

@@ -1,6 +1,5 @@
 """A scorer behind HTTP (reward.url)."""
 
-import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -109,7 +108,7 @@ def test_the_deadline_holds_for_retries_and_trickling_replies(serve, remote):
     assert (score.value, score.status) == (None, "timeout")
     assert "2 s (reward.timeout_s): HTTP 500" in score.error
     over, sent = threading.Event(), []
-    trickle = (sent.append(1) or b" " for _ in itertools.count() if not over.wait(0.01))
+    trickle = (sent.append(1) or b" " for _ in iter(lambda: over.wait(0.01), True))
     scorer = remote(serve(lambda *_: (200, trickle)).url, manual=True)
     with ThreadPoolExecutor(1) as threads:
         scoring = threads.submit(scorer.score, *CALL)

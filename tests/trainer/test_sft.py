@@ -1,11 +1,12 @@
-"""Supervised fine-tuning: which tokens are learned, and that loss and weights are those of a plain loop in float64."""
+"""Supervised fine-tuning: the learned tokens; loss and weights equal a plain loop in float64."""
 
 import json
 
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.stop import Stop
@@ -19,6 +20,7 @@ from rltrain.run.splits import load_data
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny_tools import CALL, save_calling_tokenizer
+from tests.tiny_vision import save_tiny_vision_model
 
 STEPS, LR, EPS = 3, 1e-2, 1e-2
 
@@ -69,9 +71,10 @@ def test_the_tokens_of_the_assistant_are_learned_and_no_others(words):
 
 def test_prompt_and_response_columns_are_read_under_names_of_verl(words):
     rows = [{"extra": {"q": "1+2=?", "a": "3"}}]
-    keys = ("data.prompt_key=extra", "data.response_key=extra", "data.prompt_dict_keys=['q']")
-    (row,) = encoded(words(rows, *keys, "+data.response_dict_keys=['a']"))
-    assert row[1:] == ("3<eos>", "")
+    keys = ("data.prompt_dict_keys=['q']", "data.prompt_key=extra", "data.response_key=extra")
+    for order in (keys, keys[::-1]):
+        (row,) = encoded(words(rows, *order, "+data.response_dict_keys=['a']"))
+        assert row[1:] == ("3<eos>", "")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,8 @@ def test_prompt_and_response_columns_are_read_under_names_of_verl(words):
         ({"messages": [{"role": "assistant", "content": "1"}]}, "begins with an assistant turn"),
         ({"messages": "1"}, "not a list of messages"),
         ({"question": "1"}, "neither sft.messages_key=messages nor data.prompt_key=prompt"),
+        (conversation(1) | {"tools": "[{"}, "tools is '\\[\\{'; it must be a list of JSON schemas"),
+        (conversation(1) | {"tools": "[1]"}, "tools is '\\[1\\]'; it must be a list of JSON schemas"),
     ],
 )
 def test_an_unusable_row_is_named(words, row, message):
@@ -107,6 +112,12 @@ def test_rows_over_the_limit_are_an_error_dropped_or_cut(words):
     assert len(list(encoded(words(rows, "data.max_length=30", "data.filter_overlong_prompts=True")))) == 1
     cut = list(encoded(words(rows, "data.max_length=30", "data.truncation=right")))
     assert cut[1][1:] == ("2222222", "")
+
+
+@pytest.mark.parametrize("length", ["abc", "1", "-3"])
+def test_a_maximum_length_that_is_no_length_is_refused(words, length):
+    with pytest.raises(ConfigError, match=f"data.max_length={length}: give a number of tokens, at least 2"):
+        words([conversation(1)], f"data.max_length={length}")
 
 
 @pytest.mark.parametrize(
@@ -197,8 +208,37 @@ def test_validation_reports_the_loss_per_token_of_each_source(words, tmp_path):
     assert not {name for name in step if name.startswith(("critic/", "reward/", "rollout/"))}
 
 
+@pytest.mark.usefixtures("process_group")
+def test_training_and_validation_see_the_images(words, tmp_path):
+    save_tiny_vision_model(tmp_path / "vision", "qwen2_5_vl", tied=True)
+    rows = []
+    for number in range(4):
+        Image.new("RGB", (56, 56), (255 * (number % 2), 0, 99)).save(tmp_path / f"{number}.png")
+        turns = [{"role": "user", "content": "<image>1+1=?"}, {"role": "assistant", "content": str(number % 2)}]
+        rows.append({"messages": turns, "images": [{"path": f"{number}.png"}]})
+    data = (f"data.val_files={tmp_path}/rows.jsonl", f"model.partial_pretrain={tmp_path}/vision")
+    trainer = local_trainer(words(rows, *data))
+    expected = loss_with_images(tmp_path / "vision", trainer.data.prompts["train"])
+    assert abs(trainer.validation.run(0, Stop()).metrics["val/loss"] - expected) < 1e-4 * expected
+    assert abs(trainer.step(1).metrics["train/loss"] - expected) < 1e-4 * expected
+
+
+def loss_with_images(folder, store):
+    """Loss per token of all rows by transformers in float64, one row at a time."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    losses = []
+    for row in range(len(store)):
+        prompt, tokens = torch.from_numpy(store.prompt(row)), torch.from_numpy(store.responses[row][0]).long()
+        ids, images = torch.cat([prompt, tokens]), store.encoded(row).images
+        pixels, grids = torch.from_numpy(images.pixel_values).double(), torch.from_numpy(images.grids)
+        kinds = (ids == model.config.image_token_id).int()
+        logits = model(ids[None], pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds[None]).logits
+        losses.append(F.cross_entropy(logits[0, len(prompt) - 1 : -1], tokens, reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
 def test_calls_are_learned_and_results_are_not(tmp_path):
-    """The tokens of the call, of its result and of the next turn are those of a rollout."""
+    """Call, result and next turn have the tokens that a rollout would have."""
     save_calling_tokenizer(tmp_path / "model")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     turns = [

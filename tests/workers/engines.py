@@ -66,7 +66,7 @@ def settings_of(
 
 
 class _Queue:
-    """A stream or an event of a device that computes at once."""
+    """Stream or event of a device without asynchronous execution."""
 
     def __init__(self, **options: object) -> None:
         pass
@@ -128,7 +128,7 @@ def running_engine(settings: EngineSettings, *, accelerated: bool = False) -> It
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """A character for each token."""
+    """Return one character per token."""
     return "".join(chr(0x4E00 + token) for token in tokens)
 
 
@@ -140,7 +140,7 @@ def rollout_of(**keys) -> RolloutConfig:
 
 
 def jobs_of(prompts: Sequence[np.ndarray], num_samples: int, step: int = 1, seed: int = 7) -> list[Job]:
-    """One job a prompt."""
+    """Return one job per prompt."""
     seeds = sample_seeds(seed, step, range(len(prompts)), num_samples).reshape(-1, num_samples)
     return [
         Job(prompt_index, np.arange(num_samples), prompt, seeds[prompt_index])
@@ -156,7 +156,7 @@ def queue_of(
 
 @dataclass(frozen=True)
 class Answers:
-    """What an engine sampled, in the order in which it took the jobs."""
+    """Samples of an engine, in the order in which it took the jobs."""
 
     tokens: Ragged
     log_probs: Ragged
@@ -179,7 +179,7 @@ class Answers:
 
 
 def serve(engine: RolloutEngine, queue: JobQueue, sampling: Sampling, finished=None) -> Answers:
-    """What ``engine`` makes of the jobs of a queue, without the tokens that they were given. finished(job, tokens)."""
+    """Return the tokens that ``engine`` samples for the jobs of a queue. finished(job, tokens) is called after each."""
 
     def tell(job: Job, answers: list[Conversation]) -> None:
         if finished:
@@ -191,22 +191,21 @@ def serve(engine: RolloutEngine, queue: JobQueue, sampling: Sampling, finished=N
 
 
 def generate(engine, sampling: Sampling, prompts: Sequence[np.ndarray], num_samples: int, step: int = 1) -> Answers:
-    """Answers prompt by prompt, whatever the order in which they were served."""
+    """Return the responses by prompt, in the order of the prompts."""
     return serve(engine, queue_of(jobs_of(prompts, num_samples, step)), sampling)
 
 
 class Talk:
-    """Conversations of up to four turns: behind each an answer waits for a few calls of `next_jobs`, and is told
-    something.
+    """Trajectories of up to four turns. After a turn, one waits a few calls of `next_jobs` and gets an observation.
 
-    keeps: whether it says so of those that wait; most: tokens of an answer.
+    keeps: report waiting trajectories as such; most: tokens of a response.
     """
 
     may_stop = False
 
     def __init__(self, jobs: Sequence[Job], most: int, *, keeps: bool = True) -> None:
         self.tokens: dict[Key, list[int]] = {}
-        """Behind the prompt, what was said to the answer among them."""
+        """Tokens after each prompt, including observations."""
         self.turns: dict[Key, list[Turn]] = {}
         self._jobs = {job.prompt_index: job for job in jobs}
         self._new, self._most, self._keeps = list(jobs), most, keeps
@@ -214,7 +213,7 @@ class Talk:
         self._due: dict[Key, int] = {}
 
     def said(self, key: Key) -> list[int]:
-        """What the answer is told behind each turn: of 1 to 4 tokens."""
+        """Return the observation after a turn, 1 to 4 tokens."""
         return [2 + (7 * key[0] + 3 * key[1] + number) % 18 for number in range(1 + sum(key) % 4)]
 
     def next_jobs(self, most: int) -> list[Job]:

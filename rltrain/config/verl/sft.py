@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rltrain.common.errors import ConfigError
 from rltrain.config.verl.hydra import compose
 from rltrain.config.verl.keys import leaves_of
 
@@ -50,7 +51,7 @@ _RENAMED = {
 # Sections of verl's SFT trainer -> sections here.
 _SECTIONS = {"model.fsdp_config.": _A + "fsdp_config.", "engine.": _A + "fsdp_config.", "model.": _M}
 _SECTIONS |= {"optim.": _A + "optim."}
-# Keys of verl's SFT trainer that choose what is always so here: packing, several turns, balanced ranks.
+# Keys of verl's SFT trainer without effect: packing, several turns and balanced ranks are always on.
 _ALWAYS = (
     "use_remove_padding", "data.multiturn.enable", "data.balance_dp_token", "data.pad_mode", "model.use_remove_padding",
     "data.micro_batch_size", "data.use_shm", "model.use_shm", "data.num_workers",
@@ -86,12 +87,15 @@ def _as_text(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def translated(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return settings with keys of ``rltrain train``. Later settings win."""
+    """Return settings with keys of ``rltrain train``. Later settings win. Raises ConfigError for a bad length."""
     found: dict[str, str] = {}
-    for key, text in settings.items():
+    # Names of fields come after the column that has them.
+    for key, text in sorted(settings.items(), key=lambda item: item[0] in _DICT_KEYS):
         if key in _ALWAYS:
             continue
         if key == "data.max_length":
+            if not text.isdecimal() or int(text) < 2:
+                raise ConfigError(f"data.max_length={text}: give a number of tokens, at least 2.")
             # One limit for prompt and response together.
             found |= {"data.max_prompt_length": "1", "data.max_response_length": str(int(text) - 1)}
             continue

@@ -66,8 +66,7 @@ def _as_row(record: Mapping[str, Any], path: str, sft: SFTConfig, data: DataConf
     first = places[-1] if sft.turns == "last" else places[0]
     if not first:
         raise DataError("it begins with an assistant turn; a message of role user or system must come before it.")
-    tools = field_of(record, sft.tools_key)
-    extra = {_TURNS: messages[first : places[-1] + 1], _TOOLS: json.loads(tools) if isinstance(tools, str) else tools}
+    extra = {_TURNS: messages[first : places[-1] + 1], _TOOLS: _tools(field_of(record, sft.tools_key), sft.tools_key)}
     return {
         data.prompt_key: messages[:first],
         data.reward_fn_key: str(record.get(data.reward_fn_key) or "sft"),
@@ -75,6 +74,17 @@ def _as_row(record: Mapping[str, Any], path: str, sft: SFTConfig, data: DataConf
         "extra_info": extra,
         data.image_key: record.get(data.image_key),
     }
+
+
+def _tools(value: Any, key: str) -> list[dict[str, Any]]:
+    """Return the JSON schemas of a row's tools, which may be JSON text. Raises DataError."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        tools = value
+    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+        raise DataError(f"{key} is {short(repr(value), 60)}; it must be a list of JSON schemas, or its JSON text.")
+    return tools or []
 
 
 def _messages(record: Mapping[str, Any], sft: SFTConfig, data: DataConfig) -> list[Message]:

@@ -92,7 +92,7 @@ class RemoteScorer:
                 after_s = retry_after_s(response.headers.get("Retry-After", ""))
             except httpx.TransportError as error:  # refused, reset, cut short
                 problems.append(f"{type(error).__name__}: {error}")
-            await self._clock.pause(max(_BACKOFF.pause_s(len(problems)), after_s))
+            await self._clock.pause(max(_BACKOFF.pause_s(len(problems) - 1), after_s))
 
     def _read(self, status: int, reply: bytes) -> Score:
         if len(reply) > MAX_REPLY_BYTES:

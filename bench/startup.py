@@ -60,7 +60,7 @@ def measure(workers: int) -> dict[str, float]:
         placement = reserve(cfg.cluster, device)
         now()
         group = WorkerGroup("hybrid", placement, device, threads=1)
-        started = [worker.who.remote() for worker in group.workers]
+        started = [worker.identity.remote() for worker in group.workers]
         pids = [identity["pid"] for identity in ray.get(started)]
         now()
         group.start("bench.idle_worker:IdleWorker", {"prompt_tokens": 1})

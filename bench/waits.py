@@ -127,9 +127,9 @@ def measure(rollout: Rollout, mean: float, rounds: int) -> str:
     slept = np.array([sum(text.trajectory_info["tool_rewards"]) for text in texts])
     longest = int(slept.argmax())
     place, sample = divmod(longest, SAMPLES)
-    todo = np.zeros((PROMPTS, SAMPLES), dtype=bool)
-    todo[place, sample] = True
-    alone = rollout.seconds(quick, todo=todo)[0]
+    pending = np.zeros((PROMPTS, SAMPLES), dtype=bool)
+    pending[place, sample] = True
+    alone = rollout.seconds(quick, pending_mask=pending)[0]
     work, whole, barrier = (float(np.median(found[name])) for name in ("work", "rollout", "barrier"))
     chain = slept.max() + alone
     bound = max(work, chain)

@@ -19,13 +19,13 @@ SUM = "print(sum(map(int, input().split())))"
 
 @pytest.fixture(scope="module")
 def allowed():
-    with ScoringSlot(timeout_s=PATIENCE_S, allow_code_execution=True) as slot:
+    with ScoringSlot(timeout_s=PATIENCE_S, memory_limit_mb=1024, allow_code_execution=True) as slot:
         yield slot
 
 
 @pytest.fixture(scope="module")
 def brief():
-    with ScoringSlot(timeout_s=2.0, allow_code_execution=True) as slot:
+    with ScoringSlot(timeout_s=2.0, memory_limit_mb=1024, allow_code_execution=True) as slot:
         yield slot
 
 

@@ -88,7 +88,7 @@ def test_a_full_disk_that_metrics_and_a_save_hit(start, command, tmp_path, small
     wait_for_step(run, 6, process)
     eventually((run / "global_step_5").exists)
     fill(small_disk)
-    wait_for_line(process, "metrics.jsonl cannot be written (No space left on device): training goes on")
+    wait_for_line(process, "metrics.jsonl cannot be written (No space left on device): training continues")
     process.send_signal(signal.SIGUSR1)
     ended_and_goes_on(process, start, command, small_disk)
     gone(tmp_path)

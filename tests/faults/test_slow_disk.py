@@ -55,7 +55,7 @@ def test_steps_do_not_wait_for_the_disk(start, command, disk, tmp_path, how):
     disk.limit(0)
     process.send_signal(signal.SIGTERM)
     over(process, 75)
-    told = "metrics.jsonl cannot be written (the storage does not respond): training goes on" in said
+    told = "metrics.jsonl cannot be written (the storage does not respond): training continues" in said
     assert told or how == "slow"
     steps = read_metrics(run)
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
@@ -75,7 +75,7 @@ def test_a_disk_that_never_answers_is_told(start, command, disk, tmp_path):
     # Whichever is looked at first: what the driver does aside, or the worker that writes.
     assert re.search(r"hangs: for \d+ s its thread '[^']+' has been in|in Actor\.\w+: not done after", said), said
     assert f"trainer.hang_timeout_s={LIMIT_S}" in said
-    assert "incidents does not answer" in said
+    assert "incidents does not respond" in said
     assert "Traceback" not in said
     disk.thaw()  # till then the kernel ends no process that waits for it
     assert process.wait(PATIENCE_S) == 75

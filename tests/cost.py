@@ -22,6 +22,7 @@ NAMES = {
     ),
     **dict.fromkeys(["rltrain.tools.port.__main__.main", "rltrain.tools.port.shell.record"], "process"),
     **dict.fromkeys(["rltrain.data_preprocess.lint.main", "rltrain.data_preprocess.lint.lint"], "process"),
+    **dict.fromkeys(["bench.device_memory.measured", "bench.device_memory.compare"], "process"),
     **dict.fromkeys(["ray", "start_ray", "Cluster", "RewardPool", "WorkerGroup"], "ray"),
     "Network": "network",
     **dict.fromkeys(["local_trainer", "HybridWorker"], "step"),

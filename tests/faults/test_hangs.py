@@ -119,7 +119,7 @@ def test_a_driver_that_hangs_ends_itself(start, command, tmp_path):
     started = below(process.pid)
     message = hung(process, started)
     assert re.match(rf"error: the driver \(pid {process.pid} on .*\) hangs: for \d+ s", message)
-    assert "callbacks.py" in message
+    assert "callbacks/user.py" in message
     (file,) = (tmp_path / "run" / "incidents").glob("hang_driver_*.txt")
     assert "callback.py" in file.read_text()
     assert "reward worker 0" in file.read_text()

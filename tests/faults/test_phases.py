@@ -116,7 +116,7 @@ def test_a_worker_without_host_memory_says_what_to_do(start, large, trap, tmp_pa
     # The next call that asks for memory, be it the one that is caught or a save beside it.
     where = rf"hybrid worker, rank 0 of 1 \(pid {trap.caught} on .*\), in [\w.]+"
     assert re.match(rf"error: {where}: the host is out of memory", message), message
-    assert "Give it (or the container) more" in message
+    assert "Give the host (or the container) more" in message
     assert "Run the same command again" in message
     ended(started)
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.clock import eventually
+from tests.clock import PATIENCE_S, eventually
 from tests.faults.plug import below, ended, error_of, gone, over, pids, wait_for_step
 from tests.tiny import small_run
 
@@ -47,9 +47,14 @@ def test_a_raylet_killed_at_the_start_is_told(start, command, tmp_path):
     process = start(command())
     eventually(lambda: pids(process.pid, "raylet/raylet"))
     os.kill(pids(process.pid, "raylet/raylet")[0], signal.SIGKILL)
-    output = over(process, 75)
-    assert "Ray" in told(output)
-    assert "un the same command again" in told(output)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert "Traceback" not in output
+    if process.returncode == 0:  # Ray reported a start that is too slow, which is tried again
+        assert "Ray did not start in time" in output
+    else:
+        assert process.returncode == 75, output
+        assert "Ray" in told(output)
+        assert "un the same command again" in told(output)
     gone(tmp_path)
 
 

@@ -32,10 +32,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (signal.SIGKILL, r"the process is gone: killed, or memory ran out\. "),
+        (signal.SIGKILL, r"the process died: it was killed, or memory ran out\. "),
         (
             signal.SIGSTOP,
-            r"not done after \d+ s \(and not answering: stopped, or .*\)\. Stacks of the responding processes: ",
+            r"not done after \d+ s \(no reply: stopped, or .*\)\. Stacks of the responding processes: ",
         ),
     ],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else "",

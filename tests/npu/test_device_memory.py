@@ -40,5 +40,5 @@ def test_a_device_of_a_little_less_says_what_to_type(made):
     said = str(caught.value)
     assert "rank 0, update_actor: the device (" in said
     assert "optimizer 0.0" in said
-    assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=272" in said
+    assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu less than 544" in said
     assert "actor.fsdp_config" not in said, "the update needs what these would send away"

@@ -296,7 +296,7 @@ def test_an_object_whose_owner_is_gone_is_a_lost_worker(group):
     references = ray.get(owner.put.remote())
     assert group.call(Toy.texts, references) == [1, 1]
     ray.kill(owner)
-    with pytest.raises(WorkerLost, match=r"did not come \(OwnerDiedError\)"):  # with its owner, a moment later
+    with pytest.raises(WorkerLost, match=r"did not arrive \(OwnerDiedError\)"):  # with its owner, a moment later
         eventually(lambda: not group.call(Toy.texts, references))
 
 

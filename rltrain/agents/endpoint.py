@@ -131,7 +131,8 @@ class _Conversation:
                 400,
                 "other_tools",
                 f"the request has the tools {', '.join(names)}, but the prompt of the policy shows {shown}. They are "
-                "the tools of rollout.multi_turn.function_tool_path, tool_config_path and environment: give the same.",
+                "the tools of rollout.multi_turn.function_tool_path, tool_config_path and environment: pass the same "
+                "tools.",
             )
 
     def _added(self, normalised: Sequence[_PlainMessage]) -> Sequence[_PlainMessage]:

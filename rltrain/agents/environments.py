@@ -46,7 +46,7 @@ def methods_of(place: str, kind: type) -> dict[str, ToolFunction]:
         if marked:
             raise ConfigError(
                 f"{where}: step gets the model's whole turn, so {', '.join(marked)} would never be called. Remove "
-                "step, or the marks."
+                "step, or the decorators."
             )
         return {}
     if not methods:

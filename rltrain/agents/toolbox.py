@@ -105,7 +105,7 @@ class Toolbox:
                     key = FUNCTIONS if tools is self.functions else ENVIRONMENT
                     raise ConfigError(
                         f"{key}={place}: the tool {name!r} runs programs that the model wrote. Read "
-                        f"{shipped('docs/security.md')}, then set {_ALLOW}=True, or leave the tool out."
+                        f"{shipped('docs/security.md')}, then set {_ALLOW}=True, or remove the tool."
                     )
 
     async def open(self, row: dict[str, Any], seed: int) -> Session:

@@ -258,7 +258,7 @@ def get_device(name: str) -> Device:
     """Return the device for ``trainer.device``: auto, cpu, cuda or npu."""
     kind = detect() if name == "auto" else name
     if kind not in DEVICES:
-        raise ConfigError(f"trainer.device={name} is not a device rltrain knows. Use auto, npu, cuda or cpu.")
+        raise ConfigError(f"trainer.device={name} is not a supported device. Use auto, npu, cuda or cpu.")
     return DEVICES[kind]
 
 

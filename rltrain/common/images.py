@@ -95,7 +95,7 @@ def data_address(image: Any) -> str:
     else:
         content = file_bytes(image_entry(str(image) if isinstance(image, Path) else image, Path()))
     if not begins_as_image(content):
-        raise DataError("it does not begin like an image file.")
+        raise DataError("its first bytes are not those of an image file.")
     return f"data:image;base64,{base64.b64encode(content).decode()}"
 
 
@@ -136,7 +136,7 @@ def _read(path: Path) -> bytes:
             head = file.read(16)
             # A small file is read completely, so that the opener can report its error.
             if status.st_size > _SMALL_BYTES and not begins_as_image(head):
-                raise DataError(f"{short(path, 60)!r} does not begin like an image file.")
+                raise DataError(f"{short(path, 60)!r} does not start with the bytes of an image file.")
             return head + file.read(_MAX_BYTES)
     except OSError as error:
         if error.errno == errno.ENXIO:

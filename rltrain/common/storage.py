@@ -134,7 +134,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
-        raise DataError(f"{file} cannot be read ({error}). Move it away, and run the same command again.") from error
+        raise DataError(f"{file} cannot be read ({error}). Move it away and rerun the command.") from error
     return value
 
 

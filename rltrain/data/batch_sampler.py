@@ -23,7 +23,7 @@ class BatchOrder:
         if num_rows < batch_size:
             raise DataError(
                 f"data.train_batch_size={batch_size} is more than the {num_rows} prompts in data.train_files "
-                f"(after filtering). Try data.train_batch_size={max(num_rows, 1)}, or give more prompts."
+                f"(after filtering). Try data.train_batch_size={max(num_rows, 1)}, or provide more prompts."
             )
         self.num_rows = num_rows
         self.batch_size = batch_size

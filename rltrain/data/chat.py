@@ -216,7 +216,7 @@ class ChatEncoder:
         if (number := text.count(processor.image_token)) != len(num_rows):
             raise DataError(
                 f"the conversation has {processor.image_token} {number} times for {len(num_rows)} images: the text "
-                "itself has it, or the chat template does not support images."
+                "contains it, or the chat template does not support images."
             )
         return self._expand_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"], num_rows)
 
@@ -230,7 +230,9 @@ class ChatEncoder:
                 token_ids.append(token)
                 continue
             if token_ids and token_ids[-1] == token and not before:
-                raise DataError("the chat template puts images next to each other, without a token between them.")
+                raise DataError(
+                    "the chat template puts images directly next to each other, without a token in between."
+                )
             token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
         return token_ids
 
@@ -276,8 +278,8 @@ class ChatEncoder:
         expected = [int(rows * self._frame[2]) for rows in num_rows.tolist()]
         if expected != num_tokens.tolist() or num_rows.sum() != len(pixels):
             raise DataError(
-                f"its images take {expected} tokens, but the prompt has {num_tokens.tolist()} placeholders: they have "
-                "changed since the run was started, or the processor contradicts its own token counts."
+                f"its images take {expected} tokens, but the prompt has {num_tokens.tolist()} placeholders: the "
+                "images have changed since the run was started, or the processor contradicts its own token counts."
             )
         merge = getattr(processor.image_processor, "merge_size", 1)
         mrope = self._family.mrope
@@ -307,7 +309,7 @@ class ChatEncoder:
     @cached_property
     def _family(self) -> Family:
         if self._model is None:
-            raise DataError(f"prompts have images, and config.json in {self.path!r} has no model type for them.")
+            raise DataError(f"prompts have images, but config.json in {self.path!r} has no model type that reads them.")
         return family_of(self._model.model_type, self.has_tower)
 
     @property

@@ -51,7 +51,7 @@ def check_columns(path: str, names: Sequence[str], keys: Keys) -> None:
         raise DataError(
             f"{path!r} has no column {', '.join(map(repr, missing))}; it has {column_names}. "
             f"A verl file holds {', '.join(map(repr, keys.required()))}; "
-            f"python -m rltrain.data_preprocess.jsonl --input {path} makes one of other columns (see --help).{hint}"
+            f"python -m rltrain.data_preprocess.jsonl --input {path} converts other columns (see --help).{hint}"
         )
     if keys.image != "images" and keys.image not in names:
         raise DataError(f"{path!r} has no column data.image_key={keys.image!r}; it has {column_names}.")

@@ -108,7 +108,7 @@ def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tup
     kind = load_plugin("data.custom_cls", data.custom_cls or "")
     if hasattr(kind, "on_batch_end"):
         raise ConfigError(
-            f"{name}: on_batch_end changes rows between steps, and rows are read once, before the first step. "
+            f"{name}: on_batch_end changes rows between steps, but rows are read once, before the first step. "
             "Remove it, or choose rows with a sampler (data.sampler.name)."
         )
     arguments = {"data_files": files, "tokenizer": tokenizer, "config": class_config(data), "processor": None}
@@ -205,7 +205,7 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, where) for item in value]
     if hasattr(value, "tolist"):
         return _plain(value.tolist(), where)
-    raise DataError(f"{where} is a {type(value).__name__}; a row holds texts, numbers, lists and dictionaries.")
+    raise DataError(f"{where} is a {type(value).__name__}; a row may hold texts, numbers, lists and dictionaries.")
 
 
 class RowTable(Sequence[dict[str, Any]]):
@@ -264,7 +264,7 @@ class EpochSampler:
                 "docs/plugins.md shows: observe(rows, solved) reports to a sampler how its rows were solved."
             )
         if not hasattr(self._sampler, "__iter__"):
-            raise ConfigError(f"{key} has no __iter__: a sampler names the rows of an epoch one by one.")
+            raise ConfigError(f"{key} has no __iter__: a sampler yields the row numbers of an epoch.")
         self._key = key
         self._order = order
         self._numbers: Iterator[Any] = iter(())
@@ -285,7 +285,7 @@ class EpochSampler:
             batch = self._batch()
         if len(batch) < self._order.batch_size:
             raise ConfigError(
-                f"{self._key}: an epoch names {len(batch)} different rows, fewer than "
+                f"{self._key}: an epoch yields {len(batch)} different rows, fewer than "
                 f"data.train_batch_size={self._order.batch_size}."
             )
         self._draws += 1
@@ -301,7 +301,7 @@ class EpochSampler:
                 row = -1
             if not 0 <= row < self._order.num_rows:
                 raise ConfigError(
-                    f"{self._key} names {number!r}, which is not a row from 0 to {self._order.num_rows - 1}."
+                    f"{self._key} yields {number!r}, which is not a row from 0 to {self._order.num_rows - 1}."
                 )
             batch[row] = None
             if len(batch) == self._order.batch_size:

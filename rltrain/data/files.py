@@ -120,8 +120,8 @@ def kind_of(name: str, file: Path) -> str:
     if stem.endswith(".parquet") or b"\0" in head:
         return "parquet"
     raise DataError(
-        f"data file {name!r} is text of an unknown type: parquet, json, jsonl and csv are read, as determined by the "
-        "first bytes, compressed or not."
+        f"data file {name!r} is text of an unknown type. Supported: parquet, json, jsonl and csv, also compressed, "
+        "detected by the first bytes."
     )
 
 
@@ -220,7 +220,7 @@ def _values(content: Iterator[str]) -> Iterator[tuple[str, Any]]:
 def _refuse_twice(names: Iterable[str]) -> None:
     """Raise _BadContent for a repeated name, because only the last value would be read."""
     if repeated := [name for name, times in Counter(names).items() if times > 1]:
-        raise _BadContent(f"the name {repeated[0]!r} occurs repeated. Rename or drop one of them.")
+        raise _BadContent(f"the name {repeated[0]!r} occurs more than once. Rename or drop one of them.")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def _csv(lines: Iterator[str]) -> Iterator[dict[str, str | None]]:
         _refuse_twice(name for name in names if name)  # some programs write unnamed columns
         for row in filter(None, rows):
             if len(row) != len(names):
-                raise _BadContent(f"line {rows.line_num} has {len(row)} cells, and the first line has {len(names)}.")
+                raise _BadContent(f"line {rows.line_num} has {len(row)} cells, but the first line has {len(names)}.")
             yield {name: cell or None for name, cell in zip(names, row, strict=True)}
     except csv.Error as error:
         raise _BadContent(f"line {rows.line_num} is not a complete csv line ({error}).") from None

@@ -194,7 +194,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "text":
         return {"type": "text", "text": part.get("text") or ""}
     if kind != "image":
-        raise DataError(f"a message holds a part of type {kind!r}; known are text and image.")
+        raise DataError(f"a message holds a part of type {kind!r}; supported are text and image.")
     return {"type": "image"}
 
 
@@ -224,8 +224,8 @@ def _to_8_bits(image: Any, kind: str | None) -> Any:
     # Older Pillow versions open a 16-bit PNG as "I".
     if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
         raise DataError(
-            f"its greys are numbers of 32 bits (Pillow's mode {image.mode!r}), and it is unknown which of them is "
-            "white: save it as a PNG of 8 or 16 bits."
+            f"its grey values have 32 bits (Pillow's mode {image.mode!r}), so it is unknown which value is white: "
+            "save it as a PNG of 8 or 16 bits."
         )
     if not image.mode.startswith("I"):
         return image

@@ -125,7 +125,7 @@ def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: i
         if len(part) < most:
             raise ConfigError(
                 f"{_KEY}: '{name}' has {len(part)} prompts, and a batch of {batch_size} takes up to {most} of them. "
-                f"Lower its weight ({share:.0%} of the prompts) or data.train_batch_size, or give more prompts."
+                f"Lower its weight ({share:.0%} of the prompts) or data.train_batch_size, or provide more prompts."
             )
     return MixedOrder(len(rows), batch_size, seed, parts, list(shares.values()), shuffle)
 

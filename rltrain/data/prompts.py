@@ -167,7 +167,7 @@ def encode_prompts(
     if not token_ids:
         shortest = min(length for _, length in overlong)
         raise DataError(
-            f"data.filter_overlong_prompts=True leaves no prompt: all {len(rows)} are longer than "
+            f"data.filter_overlong_prompts=True drops every prompt: all {len(rows)} are longer than "
             f"data.max_prompt_length={max_prompt_length} tokens (the shortest has {shortest})."
         )
     store = PromptStore(

@@ -248,7 +248,9 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list
         try:
             records = file.records(file.table.column_names, start, _READ_CHUNK_ROWS)
         except UnicodeDecodeError as error:
-            raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
+            raise DataError(
+                f"{file.path!r} rows {start} and after contain text that is not UTF-8 ({error})."
+            ) from error
         for row, record in enumerate(records, start):
             check = next(checks)
             image_checks.append(check)

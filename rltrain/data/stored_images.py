@@ -143,7 +143,7 @@ class StoredImages:
                 raise DataError(f"image {number} of {len(images)}: {error}") from error
         # Other images with the same number of tokens would go unnoticed.
         if joint_digest([_digest(file) for file in files]) != self.digests[row]:
-            raise DataError("its images have changed since the run was started.")
+            raise DataError("the images have changed since the run was started.")
         return files
 
     def read_order(self, rows: np.ndarray) -> np.ndarray:

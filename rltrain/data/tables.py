@@ -199,8 +199,8 @@ def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
                     )
             if total > most:
                 raise DataError(
-                    f"data file {path!r} row group {group}: its {file.stat().st_size:,} bytes become more than "
-                    f"{most:,} in memory. Write it again without repeating large texts."
+                    f"data file {path!r} row group {group}: its {file.stat().st_size:,} bytes expand to more than "
+                    f"{most:,} in memory. Rewrite it without repeating large texts."
                 )
             first_row += about.num_rows
 

@@ -55,7 +55,7 @@ def problem_in_fork(
             os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGXCPU
     if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # by the kernel, as nothing else kills the fork
-        raise MemoryError("no memory to try the chat template in a separate process")
+        raise MemoryError("not enough memory to try the chat template in a separate process")
     if code == -signal.SIGXCPU:
         return f"does not end within {cpu_s} s"
     if code == _NO_MEMORY:

@@ -35,7 +35,7 @@ def generate(
     Raises DataError if there are too few maps for ``num_test``, and ConfigError without gymnasium.
     """
     if not _LEAST_ICE <= ice <= 1 or max(sizes) > _MAX_SIZE:
-        raise DataError(f"--ice is {_LEAST_ICE} to 1 (got {ice}), and --sizes are 2 to {_MAX_SIZE}.")
+        raise DataError(f"--ice must be {_LEAST_ICE} to 1 (got {ice}), and --sizes 2 to {_MAX_SIZE}.")
     lake = FrozenLake()
     maps = _maps(num_train + num_test, random.Random(seed), sizes, ice)
     test, train = maps[:num_test], maps[num_test:]

@@ -83,8 +83,8 @@ class PolicyModel(PackedModel):
         # here.
         if type(head := model.get_output_embeddings()) is not nn.Linear:
             raise ConfigError(
-                f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain can compute log-probs only "
-                "for a linear head without adapters."
+                f"{type(model).__name__} has a {type(head).__name__} as its head; log-probs can be computed only with "
+                "a linear head without adapters."
             )
         self.routing = Routing(model, model.config) if num_experts(model.config) else None
         """Routing of a model with experts; otherwise None."""
@@ -198,7 +198,7 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     if "model" not in dict(model.named_children()):
         raise ConfigError(
             f"{type(model).__name__} does not separate its decoder from its head (it has no `model`), so log-probs "
-            "cannot be computed. Use a model of a family that works (docs/models.md), or the family's text model."
+            "cannot be computed. Use a supported family (docs/models.md), or the text model of this family."
         )
     return model.get_submodule("model")
 

@@ -149,7 +149,7 @@ def empty_model(
             raise
         raise ConfigError(
             f"{type(config).__name__} computes attention outside of transformers' attention interface, so packed "
-            "sequences cannot be trained. Use a model of a family that works (docs/models.md)."
+            "sequences cannot be trained. Use a supported family (docs/models.md)."
         ) from error
     except ValueError as error:
         raise ConfigError(f"transformers cannot build {type(config).__name__} as {kind.__name__}: {error}") from error
@@ -239,7 +239,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} does not name its decoder layers (_no_split_modules); rltrain cannot shard it."
+            f"{type(model).__name__} does not name its decoder layers (_no_split_modules); it cannot be sharded."
         )
     return layers
 

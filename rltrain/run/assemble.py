@@ -99,14 +99,14 @@ def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> S
     if steps != order.steps_per_epoch:
         lengths = f"{name}: an epoch of it has {steps} batches, and one of the data {order.steps_per_epoch}."
         if cfg.trainer.total_training_steps is None:
-            raise ConfigError(f"{lengths} Say with trainer.total_training_steps how many steps there shall be.")
+            raise ConfigError(f"{lengths} Set the number of steps with trainer.total_training_steps.")
         for key in (key for key in ("save_freq", "test_freq") if getattr(cfg.trainer, key) == EPOCH):
-            raise ConfigError(f"{lengths} Say with trainer.{key}={steps} after how many steps.")
+            raise ConfigError(f"{lengths} Set trainer.{key}={steps}.")
     if trial and is_plugin(cfg.data.sampler.name):
         try:
             sampler.rows(0)
         except RltrainError:
             raise
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported
-            raise ConfigError(f"{name} draws no batch:\n{user_traceback(error)}") from None
+            raise ConfigError(f"{name} fails to draw a batch:\n{user_traceback(error)}") from None
     return sampler

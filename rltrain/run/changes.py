@@ -81,10 +81,10 @@ def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
     # An explicit name or path shows intent. Without one, unrelated runs share the default folder.
     if of_experiment and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
         raise ConfigError(
-            f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(of_experiment)}), "
-            "and this run would go on from there, as neither has a name. "
-            "Name the new one with trainer.experiment_name=…; "
-            f"to go on all the same, name this one: trainer.experiment_name={loaded.config.trainer.experiment_name}."
+            f"{start.folder.parent} has {start.step} steps of another experiment ({'; '.join(of_experiment)}), "
+            "and this run would resume from there, because neither has a name. Name the new one with "
+            "trainer.experiment_name=…, or resume anyway with "
+            "trainer.experiment_name={loaded.config.trainer.experiment_name}."
         )
     log.info(
         "settings that changed since this run was last started:\n%s",

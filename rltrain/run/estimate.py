@@ -44,11 +44,11 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     cfg = loaded.config
     chip = chip or chip_here(get_device(cfg.trainer.device))
     if chip is None:
-        raise ConfigError("--device is not given, and this machine has no accelerator whose peaks are known. Give "
+        raise ConfigError("--device is not given, and this machine has no accelerator with known peak FLOP/s. Give "
                           "--device H100 or another.")  # fmt: skip
     plan = make_plan(cfg)
     if not plan.passes.trains:
-        raise ConfigError("trainer.val_only=True: an evaluation has no step. Leave it out.")
+        raise ConfigError("trainer.val_only=True: an evaluation has no training step. Remove it.")
     cfg.trainer.device_memory_gb = cfg.trainer.device_memory_gb or chip.memory_bytes / 2**30 or None
     size = cfg.trainer.device_memory_gb
     lengths = read_lengths(arguments.lengths) if arguments.lengths else _usual_lengths(cfg)

@@ -74,11 +74,12 @@ class Trainer(Callback):
     @property
     def _started(self) -> tuple[PPOTrainer, Saver]:
         if self.config.trainer.val_only:
-            raise ConfigError("trainer.val_only=True loads only the models of a validation. Leave it out to train.")
+            raise ConfigError("trainer.val_only=True loads only the models of a validation. Remove it to train.")
         if not self._ppo or not self._saver:
             raise ConfigError(
-                f"the run in {self.folder} has its {self.num_steps} steps. Raise trainer.total_training_steps "
-                "and total_epochs to go on, or choose another trainer.default_local_dir."
+                f"the run in {self.folder} has completed its {self.num_steps} steps. Raise "
+                "trainer.total_training_steps and total_epochs to continue, or choose another "
+                "trainer.default_local_dir."
             )
         return self._ppo, self._saver
 

@@ -83,5 +83,6 @@ def check_columns(
         if missing:
             have = ", ".join(["score", *sorted(missing[0].extras)])
             raise ConfigError(
-                f"{key}={name}: a scorer of data.{split}_files returns no number of that name. It returns {have}."
+                f"{key}={name}: a scorer of data.{split}_files does not return a number of that name. It returns "
+                f"{have}."
             )

@@ -56,7 +56,7 @@ def greedy_soup(
     """
     own = (_DATA, _MODEL, _OUT)
     if taken := [word for word in settings if word.lstrip("+").partition("=")[0] in own]:
-        raise ConfigError(f"{taken[0]}: with --greedy, DATA, MODEL and OUT set this key. Leave it out.")
+        raise ConfigError(f"{taken[0]}: with --greedy, DATA, MODEL and OUT set this key. Remove it.")
     if averager.are_adapters:
         raise ConfigError("--greedy scores models, and these are adapters. Merge them, or average without --greedy.")
     from rltrain.api import evaluate  # takes seconds
@@ -77,7 +77,9 @@ def greedy_soup(
 def _score(metrics: Mapping[str, float], metric: str | None) -> float:
     names = [metric] if metric else [name for name in metrics if _CORE.fullmatch(name)]
     if not names or names[0] not in metrics:
-        raise ConfigError(f"--metric {metric}: a validation with these settings has only {', '.join(sorted(metrics))}.")
+        raise ConfigError(
+            f"--metric {metric}: a validation with these settings has the metrics {', '.join(sorted(metrics))}."
+        )
     return sum(metrics[name] for name in names) / len(names)
 
 
@@ -117,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(names) < 2:
         raise ConfigError(f"there is nothing to average with {', '.join(names) or 'nothing'}. Name two models or more.")
     if not arguments.greedy and (settings or arguments.metric):
-        raise ConfigError(f"{(settings or ['--metric'])[0]} is for the validations of --greedy. Leave it out.")
+        raise ConfigError(f"{(settings or ['--metric'])[0]} is for the validations of --greedy. Remove it.")
     if arguments.greedy and arguments.weights:
         raise ConfigError("--weights and --greedy contradict each other: a greedy soup is uniform. Give one of them.")
     shares, soup = _shares(arguments.weights, len(names)), dict[str, object]()

@@ -38,7 +38,7 @@ def export(name: str, out: str, dtype: str | None = None) -> None:
     if source is None:
         step = find_step(place)
         if step is None:
-            raise CheckpointError(f"{run_folder(place)} holds no checkpoint. Name a run folder or its global_step_N.")
+            raise CheckpointError(f"{run_folder(place)} has no checkpoint. Name a run folder or its global_step_N.")
         source = whole_export(step)
     with new_folder(out) as folder:
         if is_foreign or dtype:
@@ -126,10 +126,10 @@ def _steps(name: str) -> list[Path]:
         run = Checkpoints(name)
         found = [run.step_folder(step) for step in run.steps()]
     if not found:
-        raise CheckpointError(f"{run_folder(folder)} holds no checkpoint (global_step_N). Name a run folder.")
+        raise CheckpointError(f"{run_folder(folder)} has no checkpoint (global_step_N). Name a run folder.")
     for step in found:
         if (step / RESULT).is_file():
-            raise CheckpointError(f"{step} holds an evaluation of a checkpoint and no weights. Name the run folder.")
+            raise CheckpointError(f"{step} has an evaluation of a checkpoint, but no weights. Name the run folder.")
         if foreign := describe_verl_checkpoint(step):
             raise CheckpointError(f"{step}: {foreign}.")
     return found

@@ -113,7 +113,7 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
     for group in groups:
         if group.mean.index.intersection(groups[0].mean.index).empty:
             names = [run.name for run in group.runs] if group is groups[0] else [groups[0].name, group.name]
-            raise DataError(f"{' and '.join(names)} have no step in common. Give runs of the same steps.")
+            raise DataError(f"{' and '.join(names)} have no step in common. Compare runs that have the same steps.")
     rows = [row for metric in metrics for row in metric_rows(metric, groups)]
     keys = sorted({key for run in runs for key in run.settings} - frozenset.intersection(*(run.unused for run in runs)))
     settings = {key: {run.name: run.settings.get(key) for run in runs} for key in keys}
@@ -144,7 +144,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that distinguish them."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
-        raise DataError(f"{' '.join(map(str, folders))}: one run is named twice. Give every run once.")
+        raise DataError(f"{' '.join(map(str, folders))}: a run is named twice. Name every run once.")
     lengths = range(1, 1 + max(map(len, parts)))
     length = next(length for length in lengths if len({part[-length:] for part in parts}) == len(parts))
     return ["/".join(part[-length:]) for part in parts]
@@ -153,7 +153,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read(folder: Path, name: str) -> Run:
     steps = [line for line in read_metrics(folder) if isinstance(line.get("step"), int)]
     if not steps:
-        raise DataError(f"{folder} has no step in its metrics.jsonl: nothing was measured yet.")
+        raise DataError(f"{folder} has no step in its metrics.jsonl: the run has no metrics yet.")
     # A step may have two lines: the training step's and a validation's.
     metrics = pd.DataFrame(steps).groupby("step").last().select_dtypes("number").astype(float)
     # The folder of an earlier start has only metrics. Its settings are in the folder of the run.

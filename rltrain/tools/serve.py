@@ -141,7 +141,7 @@ def _free_port(settings: ServeSettings) -> int:
             return int(listener.getsockname()[1])
     except (OSError, OverflowError) as error:
         way_out = f"Give another port={port + 1}, or port=0 for a free one; host= is an address of this machine."
-        raise ConfigError(f"host={host} port={port} cannot be listened on: {error}. {way_out}") from error
+        raise ConfigError(f"host={host} port={port} cannot be bound: {error}. {way_out}") from error
 
 
 if __name__ == "__main__":

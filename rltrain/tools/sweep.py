@@ -125,7 +125,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
         raise ConfigError("\n".join(lines))
     assert out
     if len({json.dumps(run.loaded.config.ray_kwargs.ray_init, default=str, sort_keys=True) for run in runs}) > 1:
-        raise ConfigError("ray_kwargs has several values: all runs of a sweep are made on one Ray.")
+        raise ConfigError("ray_kwargs has several values, but all runs of a sweep use one Ray cluster.")
     return runs, out
 
 
@@ -184,7 +184,7 @@ def _is_finished(run: SweepRun, entry: Mapping[str, Any]) -> bool:
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in changed_settings(run.folder, run.loaded)}
     if others := [text for key, text in changes.items() if not key.startswith("trainer.")]:
         raise ConfigError(
-            f"{run.folder} is a finished run of this sweep with other settings ({'; '.join(others)}). Use another "
+            f"{run.folder} is a finished run of this sweep with different settings ({'; '.join(others)}). Use another "
             "--out, or the earlier settings."
         )
     return not changes.keys() & set(_LENGTH)

@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     toolbox, encoder = toolbox_of(cfg.actor_rollout_ref.rollout.multi_turn), chat_encoder(cfg)
     rows = read_rows(options.data, keys=keys_of(cfg.data))
     if not 0 <= options.row < len(rows):
-        raise DataError(f"--row {options.row}: {rows.paths} has the rows 0 to {len(rows) - 1}.")
+        raise DataError(f"--row {options.row}: {rows.paths} has rows 0 to {len(rows) - 1}.")
     row = rows[options.row]
     problem = encoder.row_tools.problem(row)
     if encoder.row_tools.agent_of(row) == SINGLE_TURN:

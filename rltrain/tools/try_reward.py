@@ -171,7 +171,7 @@ class _Judge:
         loaded = load_config(["reward.weights.judge=1", *(f"reward.judge.{setting}" for setting in settings)])
         judge = loaded.config.reward.judge
         if judge.url is None:
-            raise ConfigError("a judge needs --kwargs url=http://host:port/v1 model=NAME, keys of reward.judge.")
+            raise ConfigError("a judge needs --kwargs url=http://host:port/v1 model=NAME (keys of reward.judge).")
         # The other settings of the run are unknown.
         if problems := [problem for problem in broken_rules(loaded) if "reward.judge" in problem]:
             raise ConfigError("\n".join(problems))

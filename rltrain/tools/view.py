@@ -50,7 +50,7 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
         if not len(frame):
             raise DataError(f"--source {source}: no sample has it. Sources: {', '.join(sources)}.")
     if order in ("most_turns", "failed_tools") and "num_turns" not in frame:
-        raise DataError(f"--{order.replace('_', '-')}: the responses of this run have one turn each.")
+        raise DataError(f"--{order.replace('_', '-')}: the responses of this run have only one turn.")
     if order == "mixed" and len(frame):  # for an empty table, pandas' `apply` returns a table and not a column
         right = frame.apply(is_right, axis=1)
         mixed = right.groupby(frame["row"]).transform("nunique") > 1
@@ -77,7 +77,7 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
     if steps[0] == steps[-1]:
         only = f"there is one validation only, of step {tested[0]}" if len(tested) == 1 else f"step {steps[0]} twice"
         raise DataError(
-            f"--compare: {only}. Kept are: {', '.join(map(str, tested[:20]))}. trainer.test_freq=N validates every N "
+            f"--compare: {only}. Saved: {', '.join(map(str, tested[:20]))}. trainer.test_freq=N validates every N "
             "steps, trainer.val_before_train=True before the first."
         )
     frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]

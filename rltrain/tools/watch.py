@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.serve is not None or arguments.host is not None:
         raise ConfigError(
             f"--serve and --host were removed. `rltrain report {arguments.run} --html` writes the page of the run, "
-            "also while it runs."
+            "also during the run."
         )
     run = run_folder(arguments.run)
     with suppress(KeyboardInterrupt):

@@ -129,8 +129,8 @@ class Rewards:
             term = _floats(columns.get(column_of(name, columns)), len(failed))
             if np.isnan(term[~failed]).any():
                 raise RewardError(
-                    f"reward.weights.{name}: the scorer did not return the number '{name}' for some answers. Leave it "
-                    "out."
+                    f"reward.weights.{name}: the scorer did not return the number '{name}' for some responses. Remove "
+                    "it."
                 )
             # Only failed responses are NaN here; the last line replaces their sum.
             total = total + weight * np.nan_to_num(term)
@@ -236,7 +236,7 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     if (missing & (samples[c.REWARD_FAILED] == 0) & ~failed_of(samples)).any():
         have = ", ".join(sorted(term.removeprefix(c.SCORER) for term in samples.numbers if term.startswith(c.SCORER)))
         raise RewardError(
-            f"the scorer did not return the number '{name}' for some answers, but the configuration uses it. It "
+            f"the scorer did not return the number '{name}' for some responses, but the configuration uses it. It "
             f"returned {have or 'only a score'}."
         )
     return np.where(missing, on_error, values)

@@ -134,6 +134,6 @@ def check_room(rollout: RolloutConfig, offloader: OffloadManager) -> None:
         raise ConfigError(
             f"after the first update this device would lack {(engine + to_come - free) / 2**30:.1f} GiB to generate: "
             f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, {key}={rollout.gpu_memory_utilization} requests "
-            f"{engine / 2**30:.1f}, and the optimizer will use {to_come / 2**30:.1f}. {lower} "
+            f"{engine / 2**30:.1f}, and the optimizer will need {to_come / 2**30:.1f}. {lower} "
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True (critic.model.fsdp_config likewise)."
         )

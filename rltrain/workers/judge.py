@@ -149,7 +149,7 @@ class JudgeWorker(Judge):
         greedy, temperature = rollout.temperature == 0, rollout.temperature or 1.0
         self.engine.generate(source, Sampling(self._longest_reply, temperature, rollout.top_k, rollout.top_p, greedy))
         if (num_left := len(jobs) - sum(not answer.aborted for answer in source.all)) and not queue.stopped():
-            raise RuntimeError(f"the judge's engine '{rollout.name}' aborted {num_left} requested replies")
+            raise RuntimeError(f"the judge's engine '{rollout.name}' aborted {num_left} of the requested replies")
         return source
 
     def _too_long(self, length: int) -> str:

@@ -193,7 +193,7 @@ class RolloutWorker(Rollout):
         # Without a stop every response is wanted, so an aborted one is an engine error.
         num_aborted = sum(answer.aborted for answer in source.all)
         if num_aborted and not queue.stopped():
-            raise RuntimeError(f"the rollout engine '{self._rollout.name}' aborted {num_aborted} requested answers")
+            raise RuntimeError(f"the rollout engine '{self._rollout.name}' aborted {num_aborted} requested responses")
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
         seconds |= {"read_images": task_images.seconds} if task_images else {}
         seconds |= {WAIT: source.waited_s} if self._answering else {}
@@ -333,7 +333,7 @@ class RolloutWorker(Rollout):
         limit, lengths = self._max_response_length, numbers[c.RESPONSE_LENGTH] + (1 - numbers[c.COMPLETE])
         if (longest := int(lengths.max(initial=0))) > limit:
             raise ConfigError(
-                f"data.max_response_length={limit}: partial answers in the checkpoint (rollout.tail=carry_over) are "
+                f"data.max_response_length={limit}: partial responses in the checkpoint (rollout.tail=carry_over) are "
                 f"already longer. Set it to at least {longest}."
             )
         texts = self.encoder.decode_batch([row.tolist() for row in payload.ragged(c.RESPONSE).rows()])
@@ -346,10 +346,11 @@ class RolloutWorker(Rollout):
         """Raise NonFiniteError if more than a few responses are damaged: an empty response has no loss."""
         if source.num_damaged > _MOST_DAMAGED * len(source.all):
             raise NonFiniteError(
-                f"{source.num_damaged} of {len(source.all)} answers of the rollout engine '{self._rollout.name}' have "
-                f"token ids outside the vocabulary of {self._vocabulary} ({source.num_unknown} tokens) or log-probs "
-                "that are not finite: its weights are damaged, or the engine is. At the first step look at the files "
-                "of actor_rollout_ref.model.path; later, resume from an older checkpoint with "
+                f"{source.num_damaged} of {len(source.all)} responses of the rollout engine '{self._rollout.name}' "
+                "have "
+                f"token ids outside the vocabulary of {self._vocabulary} ({source.num_unknown} tokens) or non-finite "
+                "log-probs: its weights or the engine are damaged. At the first step, check the files of "
+                "actor_rollout_ref.model.path; later, resume from an older checkpoint with "
                 "trainer.resume_mode=resume_path."
             )
 

@@ -137,7 +137,7 @@ def test_template_errors_are_data_errors(tokenizer_folder, template):
 
 def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
     path = write(tmp_path / "v.parquet", [good_row(0, images=[]), good_row(1, images=[{"bytes": RED}])])
-    with pytest.raises(DataError, match=r"v\.parquet' row 1 holds an image: prompts have images, and config.json in"):
+    with pytest.raises(DataError, match=r"v\.parquet' row 1 holds an image: prompts have images, but config.json in"):
         encode_prompts(read_rows(path), encoder, 99)
     with pytest.raises(DataError, match=r"has an image, but the row has none\. Does data\.image_key name"):
         encoder.encode([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}])

@@ -91,7 +91,7 @@ def test_the_class_reads_its_config_as_in_verl(made):
         ('"raw_prompt"', '"input_ids"', "neither 'raw_prompt' nor 'prompt'; it has data_source, input_ids"),
         ('"raw_prompt": np', '"images": [b"x"], "raw_prompt": np', "row 0: field 'images[0]': it cannot be read"),
         ('"raw_prompt": np', '"videos": [b"x"], "raw_prompt": np', "row 0 holds videos: only images are supported"),
-        ('"split": "train"', '"split": object()', "extra_info.split is a object; a row holds texts"),
+        ('"split": "train"', '"split": object()', "extra_info.split is a object; a row may hold texts"),
         ('config.get("number", 6)', "0", "no usable row in data.custom_cls="),
     ],
 )

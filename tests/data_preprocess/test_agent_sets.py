@@ -140,7 +140,7 @@ def test_a_hole_ends_a_way_as_in_the_environment():
     [
         (["--sizes", "2", "--num-test", "50"], "too few maps for 50"),
         (["--ice", "0.1"], "--ice is 0.6 to 1"),
-        (["--sizes", "99"], "--sizes are 2 to 16"),
+        (["--sizes", "99"], "--sizes 2 to 16"),
     ],
 )
 def test_lakes_that_are_not_there_are_refused(tmp_path, capsys, options, words):

@@ -236,7 +236,7 @@ def test_words_that_cannot_be_meant_are_refused(tiny_model, arithmetic_files, wo
 
 
 def test_several_greedy_answers_and_unknown_keys_are_refused(tiny_model, arithmetic_files):
-    for words, told in ((["n=4"], "all 4 to a prompt would be one and the same"), (["flavour=1"], "unknown key")):
+    for words, told in ((["n=4"], "all 4 to a prompt would be equal"), (["flavour=1"], "unknown key")):
         request = read(f"model={tiny_model}", f"data={arithmetic_files[1]}", *words)
         with pytest.raises(ConfigError, match=told):
             request.settings(request.models[0])

@@ -145,7 +145,7 @@ def test_a_file_that_was_written_is_waited_for_and_must_come(folder, clock, appe
         files = json.loads((folder.commit(temporary, 1, digests) / "manifest.json").read_text())["files"]
         assert files["__1_0.distcp"] == {"bytes": 1, "xxh3_128": xxhash.xxh3_128(b"x").hexdigest()}
     else:
-        with pytest.raises(DiskError, match=r"__1_0.distcp was written and is not there \(1 of 2 such files"):
+        with pytest.raises(DiskError, match=r"__1_0.distcp was written but is missing \(1 of 2 such files"):
             folder.commit(temporary, 1, digests)
         assert folder.steps() == []
 

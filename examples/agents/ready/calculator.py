@@ -91,7 +91,7 @@ def _value(node: ast.expr, text: str) -> Number:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name], *(_value(argument, text) for argument in node.args))
         case _:
-            raise _CannotCalculate("only numbers, operators and functions of mathematics can be calculated.")
+            raise _CannotCalculate("only numbers, operators and mathematical functions are supported.")
 
 
 def _constant(node: ast.Constant, text: str) -> Number:

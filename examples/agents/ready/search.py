@@ -101,7 +101,7 @@ def index_of(
     """
     path = Path(corpus).expanduser().absolute()
     if not path.is_file():
-        raise DataError(f"corpus={corpus}: there is no such file. Give a jsonl or parquet file of passages.")
+        raise DataError(f"corpus={corpus}: the file does not exist. Give a jsonl or parquet file of passages.")
     status = path.stat()
     may_build = most is None or status.st_size * _UNPACKED.get(path.suffix, 1) <= most
     return _index_of(path, (status.st_size, status.st_mtime_ns), tokenizer, folder, may_build)
@@ -128,7 +128,7 @@ def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str 
             return _index(indexes, digest)
     except (OSError, sqlite3.Error) as error:
         raise DataError(
-            f"the index of corpus={path} cannot be kept in {indexes}: {error}. Give another folder with folder=…"
+            f"the index of corpus={path} cannot be stored in {indexes}: {error}. Give another folder with folder=…"
         ) from error
 
 

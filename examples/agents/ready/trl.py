@@ -52,8 +52,8 @@ class _Adapted:
         observation = await call_user(self._theirs.reset, **_accepted_values(self._theirs.reset, row, extra, seed))
         if observation is not None and observation != extra.get("observation"):
             raise DataError(
-                f"reset of {type(self).__name__} returned {observation!r:.200}, which the policy must read: write it "
-                "at the end of the row's prompt, and as extra_info.observation."
+                f"reset of {type(self).__name__} returned {observation!r:.200}, which the policy would not see: put "
+                "it at the end of the row's prompt, and as extra_info.observation."
             )
 
 

@@ -114,7 +114,7 @@ def parsed(text: str) -> Any:
     if odd_number := next(_odd_numbers(tokens), None):
         raise YAMLError(odd_number[1])
     if rest := flow(word)[tokens[-1].end_mark.index :].strip():
-        raise YAMLError(f"{rest} would be a comment")
+        raise YAMLError(f"{rest} would be read as a comment")
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(word)}"]), resolve=False)
     return tree["value"]
 

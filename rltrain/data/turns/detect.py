@@ -25,8 +25,8 @@ def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
     if call_format is None:
         why = "the chat template writes calls in no known format" if name == "auto" else "no format has this name"
         raise ConfigError(
-            f"{_KEY}={name}: {why}. Known formats are {', '.join(FORMATS)}, or a function of your "
-            "own: FILE.py:NAME. A template with tools can be set by actor_rollout_ref.model.custom_chat_template."
+            f"{_KEY}={name}: {why}. Known formats are {', '.join(FORMATS)}, or your own function: FILE.py:NAME. A "
+            "template with tools can be set by actor_rollout_ref.model.custom_chat_template."
         )
     return call_format
 

@@ -83,7 +83,9 @@ class TurnDelta:
     def _hide_special(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """Replace texts of special tokens in messages by placeholders. Returns messages, and texts by placeholder."""
         if not all(isinstance(message.get("content"), str | list) for message in messages):
-            raise DataError("a message of a tool or user between two turns must be text, or parts of texts and images.")
+            raise DataError(
+                "a tool or user message between two turns must be a text, or a list of text and image parts."
+            )
         contents = [text for message in messages for text in texts_in(message["content"])]
         joined = "\n".join([*contents, *(str(message.get("name")) for message in messages)])
         if not self._ids or not self._mark.search(joined):
@@ -302,7 +304,7 @@ def _text_after_turn(whole: str, sentinel: str, end: str, start: int) -> str:
     place = whole.rfind(sentinel)
     place = whole.find(end, place) if place >= 0 else -1
     if place < start:
-        raise DataError("the chat template leaves out a turn of the policy.")
+        raise DataError("the chat template omits a turn of the policy.")
     return whole[place + len(end) :]
 
 

@@ -131,8 +131,8 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
         if rope.get("rope_type") not in ("longrope", "dynamic") or (longest is not None and longest <= limit):
             continue
         raise ConfigError(
-            f"{type(config).__name__} has other rotary frequencies beyond {limit} tokens "
-            f"(rope_type={rope['rope_type']}), so samples of one forward would change each other. Keep "
+            f"{type(config).__name__} changes its rotary frequencies beyond {limit} tokens "
+            f"(rope_type={rope['rope_type']}), so samples of one forward would affect each other. Keep "
             f"data.max_prompt_length + data.max_response_length (now {longest}) within {limit}."
         )
     # Griffin calls them block types.
@@ -141,7 +141,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
     kinds -= {"linear_attention"} if family(text.model_type).gated_delta_nets else set()
     if kinds:
         raise ConfigError(
-            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on "
+            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which cannot be trained on "
             "packed sequences. Use a model with full, sliding-window or chunked attention."
         )
 

@@ -127,8 +127,8 @@ def _cut(path: str, name: str, weight: DTensor) -> tuple[list[int], int]:
     shards = [axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(shards) > 1 or any(type(placements[axis]) is not Shard for axis in shards):
         raise CheckpointError(
-            f"{path}: {name} is sharded as {placements}, and only weights sharded along one dimension can be merged. "
-            "Merge it with verl's own python -m verl.model_merger."
+            f"{path}: {name} is sharded as {placements}, but only weights sharded along one dimension can be merged. "
+            "Merge the checkpoint with verl's own python -m verl.model_merger."
         )
     for axis in reversed(range(mesh.ndim)):
         if axis not in shards:

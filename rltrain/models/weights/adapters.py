@@ -70,7 +70,7 @@ def read_adapter(path: str) -> Adapter:
         elif not all_finite(weight):
             problems.append(f"{name} with numbers that are not finite (NaN or infinity)")
     if problems:
-        raise CheckpointError(f"{path} is not plain LoRA with finite numbers (it has {problems[0]}). Leave it out.")
+        raise CheckpointError(f"{path} is not plain LoRA with finite numbers (it has {problems[0]}). Remove it.")
     return adapter
 
 

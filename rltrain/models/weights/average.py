@@ -83,8 +83,8 @@ def read_shards(folder: Path) -> Part:
     small_files = folder / "huggingface"
     if not (small_files / "config.json").is_file():
         raise CheckpointError(
-            f"{folder} has no {small_files.name}/config.json, which verl writes next to its shards. Copy config.json "
-            "and tokenizer of the model there."
+            f"{folder} has no {small_files.name}/config.json, which verl writes next to its shards. Copy the model's "
+            "config.json and tokenizer there."
         )
     config, shards = load_config(str(small_files), _KEY), Shards(folder)
     key_mapping = KeyMapping(shards.empty, _empty_model(config))
@@ -241,7 +241,7 @@ def _lines(file: Path) -> list[str]:
 
 def _refuse_not_finite(path: str, name: str, rows: Tensor) -> None:
     if not all_finite(rows):
-        raise CheckpointError(f"{path}: {name} has numbers that are not finite (NaN or infinity). Leave it out.")
+        raise CheckpointError(f"{path}: {name} has numbers that are not finite (NaN or infinity). Remove it.")
 
 
 def _name_dtype(config: dict[str, Any], dtype: str) -> None:

@@ -77,7 +77,7 @@ class Template:
         if unknown := sorted(names - set(NAMES)):
             raise ConfigError(f"{self._key}: {{{{ {unknown[0]} }}}} is unknown; the names are {', '.join(NAMES)}.")
         if "answer" not in names:
-            raise ConfigError(f"{self._key}: does not contain the answer. Write {{{{ answer }}}} into it.")
+            raise ConfigError(f"{self._key}: it does not contain the response. Write {{{{ answer }}}} into it.")
 
     def filled(self, question: str, answer: str, truth: Any, source: str, extra_info: dict[str, Any]) -> str:
         """Return the text of a prompt. Raises RewardError if the template cannot be filled in with this row."""

@@ -68,7 +68,7 @@ def last_verdict(reply: str) -> float:
     box = _BOX_AT_END.search(_AFTER_BOX.sub("", text))
     score = _value(line if box is None else _TEXT_IN_BOX.sub(r"\1", box[1]))
     if score is None or not 0 <= score <= 1:
-        raise Unreadable(f"it ends with neither yes, no nor a number from 0 to 1: {_end(reply)}")
+        raise Unreadable(f"it does not end with yes, no or a number from 0 to 1: {_end(reply)}")
     return score
 
 
@@ -76,7 +76,7 @@ def without_thinking(reply: str) -> str:
     """Return the part of a reply after its thinking. Raises `Unreadable` if the thinking never ends."""
     text = _THINKING_ENDS.split(reply)[-1]
     if _THINKING_BEGINS.search(text):
-        raise Unreadable(f"it ends within its thinking: {_end(reply)}")
+        raise Unreadable(f"it ends inside its thinking: {_end(reply)}")
     return text
 
 

@@ -51,7 +51,10 @@ def api_key(judge: JudgeConfig) -> str:
             "environment that starts the run."
         )
     if not (key.isascii() and key.isprintable()):  # errors of the connection would quote it
-        raise ConfigError(f"reward.judge.api_key_env={judge.api_key_env}: its value has characters that no key has.")
+        raise ConfigError(
+            f"reward.judge.api_key_env={judge.api_key_env}: its value has characters that are not allowed in an API "
+            "key."
+        )
     return key
 
 

@@ -96,8 +96,8 @@ class RewardWorkers:
         if most is not None and self._tokens_used > most:
             raise RewardError(
                 f"the judge has used {self._tokens_used:,} tokens since this start of the run, and "
-                f"reward.judge.max_tokens_total={most} is the limit. Raise it, and run the same command to continue "
-                "from the last checkpoint."
+                f"reward.judge.max_tokens_total={most} is the limit. Raise it and rerun the command to resume from "
+                "the last checkpoint."
             )
 
     def node_of(self, worker: int) -> int:

@@ -84,7 +84,7 @@ class _Lists:
             _add_hint(error, self._custom)
             raise
         if len(returned) != len(calls):
-            raise Rejected(f"the reward function returned {len(returned)} results for {len(calls)} answers")
+            raise Rejected(f"the reward function returned {len(returned)} results for {len(calls)} responses")
         return [_read_or_error(call[0], value) for call, value in zip(calls, returned, strict=True)]
 
 

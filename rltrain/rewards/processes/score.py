@@ -98,5 +98,7 @@ def _finite(value: Any, subject: str) -> float:
         raise ValueError(f"{subject} {number}; it must be finite")
     if abs(number) > MAX_ABS:
         text = f"{number:.4g}" if isinstance(number, float) else f"an int of {number.bit_length()} bits"
-        raise ValueError(f"{subject} {text}; it must be within ±{MAX_ABS:g}, for a finite loss. Scale the rewards down")
+        raise ValueError(
+            f"{subject} {text}; it must be within ±{MAX_ABS:g}, so that the loss stays finite. Scale the rewards down"
+        )
     return float(number)

@@ -56,7 +56,7 @@ class UserCallbacks(Callback):
             except Exception as error:  # user code; any error is reported with its traceback
                 # The last frames are the user's. The frames above are rltrain's and would hide them.
                 trace = traceback.format_exc(limit=-2)
-                raise ConfigError(f"trainer.callbacks={name} cannot be made:\n{trace}") from error
+                raise ConfigError(f"trainer.callbacks={name} cannot be created:\n{trace}") from error
             self._hooks += [(name, hook, function) for hook, function in _hooks_of(callback).items()]
 
     def on_step(self, made: Answered) -> Metrics:
@@ -135,7 +135,7 @@ def _numbers(returned: Any, existing: Metrics) -> Metrics:
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
-        raise TypeError(f"a hook returns None or a dict of numbers, not {returned!r}")
+        raise TypeError(f"a hook must return None or a dict of numbers, not {returned!r}")
     if clashes := sorted(str(name) for name in returned if name in existing):
-        raise ValueError(f"{clashes[0]} is a metric already; call yours callbacks/{clashes[0]} or so")
+        raise ValueError(f"{clashes[0]} is already a metric; name yours callbacks/{clashes[0]}, for example")
     return {str(name): float(value) for name, value in returned.items()}

@@ -69,8 +69,8 @@ class Checkpoints:
         # Starting anew would repeat all these steps.
         if problems:
             raise CheckpointError(
-                f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Put a whole one back, or start "
-                "anew with another trainer.default_local_dir (trainer.resume_mode=disable starts anew in this folder)."
+                f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Restore a complete one, or start "
+                "a new run with another trainer.default_local_dir (or in this folder with trainer.resume_mode=disable)."
             )
         return None
 
@@ -208,7 +208,7 @@ class RunFolder(Checkpoints):
         existing = self.step_folder(step)
         if existing.exists():
             if not self.damage(existing):
-                raise CheckpointError(f"{existing} exists already; a checkpoint is never overwritten.")
+                raise CheckpointError(f"{existing} already exists; a checkpoint is never overwritten.")
             # Moved aside and not removed: it may be an interrupted copy whose weights are still useful.
             os.rename(existing, existing.with_name(f"damaged_{existing.name}_{int(time.time())}"))
         folder = self.under_way(step)

@@ -58,7 +58,7 @@ def _written(folder: Path, digests: Mapping[str, str], clock: Clock) -> list[Pat
 
     if (lost := missing()) and not clock.poll(lambda: not missing(), _SEEN_S, _POLL_S):
         raise DiskError(
-            f"{lost[0]} was written and is not there ({len(lost)} of {len(digests)} such files are missing): "
+            f"{lost[0]} was written but is missing ({len(lost)} of {len(digests)} such files are missing): "
             "the node that wrote it may have lost its mount of the run folder"
         )
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -106,11 +106,11 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"it does not list {RECORD}")
     for name, entry in files.items():
         if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
-            raise ValueError(f"it has no size of {name}")
+            raise ValueError(f"it lacks the size of {name}")
     # A single missing digest is a flipped bit. Old checkpoints have none at all.
     lacking = [name for name, entry in files.items() if not isinstance(entry.get(_DIGEST), str)]
     if lacking and len(lacking) < len(files):
-        raise ValueError(f"it has no digest of {lacking[0]}")
+        raise ValueError(f"it lacks the digest of {lacking[0]}")
     return files
 
 

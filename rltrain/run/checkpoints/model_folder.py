@@ -78,8 +78,8 @@ def whole_export(step: Path) -> Path:
         raise CheckpointError(f"{step} is damaged: {problem}. Take another step, or copy it again.")
     if not (step / EXPORT / "config.json").is_file():
         raise CheckpointError(
-            f"{step} holds no model folder: its run exported none (checkpoint.save_contents without hf_model). Name "
-            "another step."
+            f"{step} holds no model folder: its run did not export one (checkpoint.save_contents without "
+            "hf_model). Name another step."
         )
     if problems := checksum_mismatches([entry for entry in large_files(step) if entry[0].parent.name == EXPORT]):
         raise CheckpointError(f"{step} is damaged: {problems[0]}. Take another step, or copy it again.")

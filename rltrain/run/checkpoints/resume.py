@@ -137,7 +137,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
         needs_critic = has_critic(cfg) and not cfg.trainer.val_only
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(
-                f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
+                f"{folder} has no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
                 "or choose another trainer.default_local_dir."
             )
     if not trainer.val_only:
@@ -155,7 +155,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
 def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
     if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
-            f"{folder} has no optimizer state any more (rltrain checkpoint thin), so no run can resume from it. "
+            f"{folder} no longer has an optimizer state (rltrain checkpoint thin), so it cannot be resumed. "
             "Start one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
@@ -236,7 +236,7 @@ def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
         raise CheckpointError(
             f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
             "Choose another trainer.default_local_dir, remove the folder, "
-            "or go on from the newest with trainer.resume_mode=auto trainer.resume_weights_only=False."
+            "or resume from the newest with trainer.resume_mode=auto trainer.resume_weights_only=False."
         )
 
 
@@ -264,7 +264,7 @@ def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | N
     if why:
         raise CheckpointError(
             f"{folder} was saved by another version of rltrain ({_version(record)}; this is {__version__}): {why}. "
-            "Go on with that version, or start from its weights, under another trainer.default_local_dir: "
+            "Resume with that version, or start from its weights, under another trainer.default_local_dir: "
             f"trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
@@ -288,8 +288,9 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     if changed:
         saved_by = f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         raise CheckpointError(
-            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or name a new run "
-            "by trainer.experiment_name (or another trainer.default_local_dir); a new run starts from these weights "
+            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or name a new "
+            "run with trainer.experiment_name (or another trainer.default_local_dir); a new run starts from these "
+            "weights "
             f"with trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 

@@ -322,7 +322,7 @@ class Saver(Callback):
                 self._clock.sleep(_LOOK_S)
                 continue
             room = describe_room(self._folder.path, self._bytes_needed)
-            raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
+            raise DiskError(f"there is no disk space for the checkpoint of step {step}. {room}")
         with self._disk_errors(step, self._folder.under_way(step)):
             self._folder.begin_save(step, files)
 

@@ -55,7 +55,7 @@ def thin(run: RunFolder, step: int) -> int:
     """
     folder = run.step_folder(step)
     if problem := damage(folder):
-        raise CheckpointError(f"{folder} is damaged, and stays as it is: {problem}.")
+        raise CheckpointError(f"{folder} is damaged and was not changed: {problem}.")
     before, record = size_of(folder), read_record(folder)
     new = run.under_way(step)
     try:

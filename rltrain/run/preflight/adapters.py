@@ -42,8 +42,8 @@ def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any,
             )
     elif any(".experts." in name for name in adapted_weights(model)):
         raise ConfigError(
-            "actor_rollout_ref.model.lora.merge=False: adapters of experts reach an engine only merged. Leave it out, "
-            "or name no experts in actor_rollout_ref.model.target_modules."
+            "actor_rollout_ref.model.lora.merge=False: adapters of experts are sent to an engine only merged. Remove "
+            "it, or remove the experts from actor_rollout_ref.model.target_modules."
         )
     elif engine.adapters and engine.package:
         refuse_adapters(ranks_of(model), beyond_language_model(model), config, device.kind, dtype)

@@ -70,7 +70,7 @@ def check_nodes(
             facts_of = facts.collect(_LOOK_S)
         except WorkerLost as lost:
             raise WorkerLost(
-                f"{lost}\nThe nodes were looking at files, which takes seconds. If nothing died, storage hangs there: "
+                f"{lost}\nThe nodes were checking files, which takes seconds. If no process died, the storage hangs: "
                 "try `ls` on that node in trainer.default_local_dir and in the folders of the models."
             ) from lost
         # A copy, or a container layer over the folder, accepts writes that no other node sees. The driver must see
@@ -107,8 +107,8 @@ def try_collectives(group: WorkerGroup, num_bytes: int = 2**20) -> list[dict[str
         return group.submit([bind(Links.collectives, num_bytes)]).collect(_COLLECTIVES_S)
     except (WorkerLost, WorkerError) as error:
         raise type(error)(
-            f"{error}\nThis was the first time that the workers met. python -m rltrain.doctor, with the same settings, "
-            "tries nodes, devices and every pair of them."
+            f"{error}\nThis was the first collective of the workers. python -m rltrain.doctor with the same settings "
+            "checks nodes, devices and every pair of them."
         ) from error
 
 

@@ -94,13 +94,13 @@ def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: boo
     verdict, name = _tried[key], f"{spec.section}.path={spec.path}"
     if verdict.problem:
         raise ConfigError(f"{name}: {type(config).__name__.removesuffix('Config')} {verdict.problem}")
-    return verdict.unknown and f"{name}: whether its numbers are right was not tried, as {verdict.unknown}"
+    return verdict.unknown and f"{name}: its outputs could not be checked: {verdict.unknown}"
 
 
 def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
     """Raise ConfigError for a model whose router indices are not exposed, which ``key`` needs."""
     if not num_experts(config):
-        raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Leave it out.")
+        raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Remove it.")
     tried: Routing | None = None
     # A small copy of some families does not run. Then the run raises this at its first step.
     with suppress(Exception), torch.no_grad():
@@ -128,9 +128,9 @@ def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool)
         plain = random_model(small, decoder_only=kind is ScalarModel, trust_remote_code=spec.trust_remote_code)
         expected, gradient = _with_gradient(plain, lambda: plain_scores(plain, samples))
     except Exception as error:  # model code of any family may fail on sizes that it was not written for
-        raise CannotTry(f"no small copy of it runs ({_first_line(error)})") from error
+        raise CannotTry(f"a small copy of it does not run ({_first_line(error)})") from error
     if not all(bool(tensor.isfinite().all()) for tensor in (expected, *gradient.values())):
-        raise CannotTry("a small copy of it computes numbers that are not finite")
+        raise CannotTry("a small copy of it computes non-finite numbers")
     try:
         packed = _packed(kind, spec, small, plain)
         return _compared(packed, plain, samples, expected, gradient, spec, small, decodes)
@@ -153,7 +153,7 @@ def _compared(
     scores, own = _with_gradient(packed.model, lambda: packed_scores(packed.train(), samples))
     training = distance(scores, expected)
     if not training <= _FAR:
-        raise Wrong(f"computes something else in training than in evaluation (off by {training:.2g}). {_ELSE}")
+        raise Wrong(f"computes different outputs in training and in evaluation mode (off by {training:.2g}). {_ELSE}")
     total = torch.cat([grad.flatten() for grad in gradient.values()]).norm()
     differ = [(own.get(name, 0 * grad) - grad).norm() / (grad.norm() + 0.01 * total) for name, grad in gradient.items()]
     off = float(torch.stack(differ).max())  # NaN if any is NaN
@@ -163,7 +163,7 @@ def _compared(
     if decoding is not None and not decoding <= _FAR:
         raise Wrong(
             f"is decoded wrongly by actor_rollout_ref.rollout.name=hf (log-probs are off by {decoding:.2g} of their "
-            f"spread). Use actor_rollout_ref.rollout.name=vllm, or a model of a family that works (docs/models.md)."
+            f"spread). Use actor_rollout_ref.rollout.name=vllm, or a supported family (docs/models.md)."
         )
     return Differences(evaluation, training, off, decoding)
 

@@ -194,7 +194,7 @@ def _unchecked(cfg: Config, untried: str | None, result: PreflightResult) -> Non
         result.notes.append(untried)
     elif untried:
         result.problems.append(
-            f"{untried}. Use a model of a family that works (docs/models.md), or set "
+            f"{untried}. Use a supported family (docs/models.md), or set "
             "trainer.allow_unchecked_models=True and compare its log-probs yourself."
         )
 
@@ -261,7 +261,7 @@ def _chat(cfg: Config, config: Any, result: PreflightResult) -> None:
         result.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
     if padding is not None and not 0 <= padding < size:
         raise DataError(
-            f"actor_rollout_ref.model.path={path}: its config.json says pad_token_id={padding}, and the model has "
+            f"actor_rollout_ref.model.path={path}: its config.json has pad_token_id={padding}, but the model has "
             f"{size:,} tokens. Use the config.json and tokenizer that belong to its weights."
         )
     if encoder.ignores_generation_prompt:

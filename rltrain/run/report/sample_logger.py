@@ -114,7 +114,7 @@ class SampleLogger(Callback):
             raise_if_lost()
             outcomes += self._writer.flush(_LOOK_S)
         if problems := [outcome.problem for outcome in outcomes if outcome.problem]:
-            raise DiskError(f"{file} could not be written: {problems[0]}. Fix that, and run the same command again.")
+            raise DiskError(f"{file} could not be written: {problems[0]}. Fix that and rerun the command.")
 
     def written(self, step: int, wait_s: float) -> bool:
         """Return whether the samples of steps up to ``step`` are written within ``wait_s``.

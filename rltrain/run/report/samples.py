@@ -109,7 +109,7 @@ def sample_steps(run: Path, split: str) -> dict[int, Path]:
         kind = "validation" if split == "val" else "training"
         hint = "data.val_files and " if split == "val" else ""
         raise DataError(
-            f"{run}/samples has no responses of {kind}. Give the folder of a run with {hint}trainer.samples_freq=1."
+            f"{run}/samples has no responses from {kind}. Give the folder of a run with {hint}trainer.samples_freq=1."
         )
     return dict(sorted((int(match[2]), file) for match, file in matches))
 

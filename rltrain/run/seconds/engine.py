@@ -106,7 +106,7 @@ def generate(
     """
     longest = int((prompts + answers.max(1)).max())
     if speed.cache_tokens is not None and longest > speed.cache_tokens:
-        raise ValueError(f"one answer of {longest:,} tokens has no room in a cache of {speed.cache_tokens:,}")
+        raise ValueError(f"a response of {longest:,} tokens does not fit in a cache of {speed.cache_tokens:,}")
     (num_prompts, n), store = answers.shape, dist.HashStore()
     size = samples_per_job(num_prompts, n, num_replicas, speed.max_rows)
     cuts = [np.arange(first, min(first + size, n)) for first in range(0, n, size)]

@@ -64,6 +64,7 @@ def own_address(launch: Launch, head: str = "") -> str:
         address = address_towards(None)
     if not address:
         raise ConfigError(
-            "the address of this node is unknown: no network card has a route. Set NODE_IP to one that others reach."
+            "the address of this node is unknown: no network card has a route. Set NODE_IP to an address that other "
+            "nodes can reach."
         )
     return address

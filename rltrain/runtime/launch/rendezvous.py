@@ -125,8 +125,8 @@ def _head(launch: Launch, signals: list[int]) -> int:
     address = f"{ip}:{launch.port}"
     if accepts_connections(address):
         raise ConfigError(
-            f"port {launch.port} of this node is in use, perhaps by Ray of an earlier run. `ray_start.sh stop` ends "
-            "what this script has started, and RAY_PORT sets another port."
+            f"port {launch.port} of this node is in use, perhaps by Ray of an earlier run. `ray_start.sh stop` stops "
+            "processes of this script; RAY_PORT sets another port."
         )
     token = head_token(launch.file)
     code, stays, store = 75, False, None
@@ -258,10 +258,12 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
     # Ray would reject the node too, but the head would not learn why it is missing. A run compares packages and code
     # when it starts (`run.preflight.health`).
     if (of_head := head.get("versions", "another version of rltrain")) != VERSIONS:
-        raise ConfigError(f"this node has {VERSIONS}, the head {of_head}. Install the same on every node.")
+        raise ConfigError(f"this node has {VERSIONS}, but the head has {of_head}. Install the same on every node.")
     if head["stays"] != bool(launch.command):
         with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
-        raise ConfigError(f"{with_it} has a command after --, {without} does not. Give it on every node, or on none.")
+        raise ConfigError(
+            f"{with_it} was started with a command after --, {without} was not. Give it on all nodes or on none."
+        )
 
 
 def join(store: KVStore, head: dict[str, Any], here: Node, launch: Launch, signals: list[int]) -> int:

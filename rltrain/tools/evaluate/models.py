@@ -143,7 +143,7 @@ def _checkpoint(folder: Path) -> Model:
     if problem := model_problem(f"{_MODEL}path", base):
         raise CheckpointError(
             f"model={folder} was trained from {base}, whose configuration and tokenizer it needs: {problem} "
-            f"Put it back, or evaluate the exported weights: model={folder / _EXPORT}."
+            f"Restore it, or evaluate the exported weights: model={folder / _EXPORT}."
         )
     _refuse_other_tokens(folder, base)
     settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
@@ -185,7 +185,7 @@ def _refuse_other_tokens(folder: Path, base: str) -> None:
         first = differ[0]
         raise CheckpointError(
             f"model={folder}: its token {first} is {ours[first]!r}, and that of {base}, from which it was trained, is "
-            f"{theirs[first]!r} now; {len(differ):,} differ. Put the tokenizer back, or evaluate the exported weights: "
+            f"{theirs[first]!r} now; {len(differ):,} differ. Restore the tokenizer, or evaluate the exported weights: "
             f"model={folder / _EXPORT}."
         )
 

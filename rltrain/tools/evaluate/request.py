@@ -84,8 +84,8 @@ class Request:
         answers = loaded.config.actor_rollout_ref.rollout.val_kwargs
         if answers.greedy and answers.n > 1:
             raise ConfigError(
-                f"n={answers.n}: answers are greedy (temperature={answers.temperature:g}), so all {answers.n} to a "
-                "prompt would be one and the same. Add temperature=1.0 (or another), or leave n out."
+                f"n={answers.n}: responses are greedy (temperature={answers.temperature:g}), so all {answers.n} to a "
+                "prompt would be equal. Add temperature=1.0 (or another), or remove n."
             )
         return loaded
 

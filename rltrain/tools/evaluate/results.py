@@ -90,8 +90,8 @@ class ResultFolder:
             parts = [patiently(part, lambda part=part: pq.read_table(part)) for _, _, part in self._parts()]  # type: ignore[misc]
         except pa.ArrowException as error:
             raise DataError(
-                f"{self.folder / _PARTS} has a file that cannot be read ({error}). Remove it, and run the same command "
-                "again: its answers are made again."
+                f"{self.folder / _PARTS} has a file that cannot be read ({error}). Remove it and rerun the command to "
+                "regenerate its responses."
             ) from error
         return _joined(parts) if parts else None
 

@@ -64,7 +64,7 @@ def _port(name: str, recording: Recording, folders: list[Path], output: Path | N
         notes.append("the script did not end in time (it may wait for something): what it had started by then is here")
     if not runs:
         note_lines = "".join(f"\n{line}" for line in notes)
-        raise ConfigError(f"{name} starts no run of verl's that could be seen.{note_lines}")
+        raise ConfigError(f"{name} does not start a recognizable verl run.{note_lines}")
     return _write(name, runs, notes, recording.placeholders, output)
 
 

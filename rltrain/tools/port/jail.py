@@ -88,7 +88,7 @@ def _under(root: str, inside: str) -> str:
     """Return the path in the jail; raise ValueError if it leaves it. The names come from the script, and the machine's
     files are still mounted."""
     if not inside.startswith("/") or os.path.normpath(inside.lstrip("/")).split("/")[0] == "..":
-        raise ValueError(f"{inside!r} is no place in the jail")
+        raise ValueError(f"{inside!r} is not a path in the jail")
     return root + inside
 
 

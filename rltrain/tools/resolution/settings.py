@@ -101,8 +101,8 @@ def _refuse_few(split: str, data: list[str], store: PromptStore) -> None:
         raise DataError(f"{split}={files}: no prompt has an image. data.image_key names the column of images.")
     if len(store) < MIN_PROMPTS:
         raise DataError(
-            f"{split}={files}: {count(len(store), 'prompt')} cannot tell one resolution from another. Give "
-            f"{MIN_PROMPTS} at least; some hundreds are better."
+            f"{split}={files}: {count(len(store), 'prompt')} cannot distinguish resolutions. Give at least "
+            f"{MIN_PROMPTS}; a few hundred are better."
         )
 
 

@@ -114,7 +114,7 @@ class Alarms:
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping "
-                "despite trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
+                f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a non-finite loss or gradient; stopping despite "
+                "trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
             )
         return {f"{role}/skipped_in_a_row": float(self._skipped_in_a_row[role])}

@@ -63,7 +63,7 @@ class LinksWorker(Links):
         total = self._world * (self._world + 1) / 2
         if not bool((summed == total).all()) or not bool((gathered == expected).all()):
             raise WorkerError(
-                f"rank {self._rank}: a collective has returned wrong numbers. Do not train on these devices: python -m "
+                f"rank {self._rank}: a collective returned wrong values. Do not train on these devices: python -m "
                 "rltrain.doctor tests them pair by pair."
             )
         # Bytes that a rank sends in a ring, so that the result is the link bandwidth for any number of ranks.

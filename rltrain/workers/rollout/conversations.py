@@ -346,7 +346,9 @@ def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
         row = np.concatenate(answer.experts)[:needed] if answer.experts else None
         have = 0 if row is None else len(row)
         if have < needed and len(answer.tokens) and not answer.aborted:
-            raise RuntimeError(f"the rollout engine told where {have} of {needed} tokens of an answer went")
+            raise RuntimeError(
+                f"the rollout engine returned the experts of {have} of the {needed} tokens of a response"
+            )
         rows.append(np.zeros((0, *shape), dtype) if row is None else row)
         rows.append(np.zeros((needed - have, *shape), dtype))
     lengths = [len(first) + len(second) for first, second in zip(rows[::2], rows[1::2], strict=True)]

@@ -82,9 +82,7 @@ class WeightSync:
         log-probs differ too much, NonFiniteError if the trainer's are not finite.
         """
         if version == self.version:
-            raise SyncError(
-                f"the rollout engine has the weights of update {version} already; a second sync is a mistake"
-            )
+            raise SyncError(f"the rollout engine already has the weights of update {version}; a second sync is a bug")
         started = time.perf_counter()
         expected = self._log_probs(self._canary)
         self.engine.wake_weights()
@@ -118,7 +116,7 @@ class WeightSync:
         if not bool(expected.isfinite().all()):
             raise NonFiniteError(
                 f"the trainer's own log-probs of a fixed text are not finite after {version} updates: its weights are "
-                "damaged, or too large for the dtype it computes in. At the first step look at the files of "
+                "damaged, or too large for the dtype it computes in. At the first step, check the files of "
                 f"{self._names_in_messages.path}; later, resume from an older checkpoint with "
                 "trainer.resume_mode=resume_path."
             )
@@ -131,6 +129,6 @@ class WeightSync:
                 f"after the sync of update {version} {self._names_in_messages.engine} differs from the trainer: mean "
                 f"|log-prob gap| {gap:.3g} on a fixed text{with_image}, limit "
                 f"{self._gap_limit:.3g}{self._names_in_messages.limit}. It does not generate with the current weights, "
-                "or computes with them in another way."
+                "or computes differently."
             )
         return gap

@@ -87,7 +87,7 @@ class Tags:
         start, parameter, end, value_end = self._patterns
         head = start.match(text, place)
         if not head or not head["name"]:
-            raise Unreadable(f"a call begins with {self.start}, which is missing.", head.end() if head else place)
+            raise Unreadable(f"a call must begin with {self.start}.", head.end() if head else place)
         place, known = head.end(), tools.get(head["name"], {})
         arguments: dict[str, Any] = {}
         while opened := parameter.match(text, place):

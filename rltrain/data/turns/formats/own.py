@@ -34,10 +34,10 @@ def own_format(key: str, name: str, schemas: Schemas) -> CallFormat:
             why = user_traceback(error)
             raise ConfigError(f"{key}={name} cannot read the turn {text!r}:\n{why}\n{_CONTRACT}") from None
         if calls:
-            raise ConfigError(f"{key}={name} finds calls in the turn {text!r}. {_CONTRACT}")
+            raise ConfigError(f"{key}={name} found calls in the turn {text!r}. {_CONTRACT}")
     stop_tokens = getattr(function, "stop_tokens", ())
     if not isinstance(stop_tokens, tuple | list) or not all(isinstance(token, str) for token in stop_tokens):
-        raise ConfigError(f"{key}={name}: its attribute stop_tokens is {stop_tokens!r}, not a list of tokens' texts.")
+        raise ConfigError(f"{key}={name}: its attribute stop_tokens is {stop_tokens!r}, not a list of token texts.")
     return CallFormat(name, partial(_parse, f"{key}={name}", function, set()), None, tuple(stop_tokens))
 
 

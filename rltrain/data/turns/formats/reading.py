@@ -121,7 +121,7 @@ def call_of(value: Any, tools: Tools | None = None) -> Call:
     The arguments are under ``arguments`` or ``parameters``, or next to the name.
     """
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
-        raise Unreadable("a call is a JSON object with the keys name and arguments.")
+        raise Unreadable("a call must be a JSON object with the keys name and arguments.")
     keys = [key for key in ("arguments", "parameters") if key in value]
     known, identity = (tools or {}).get(name, {}), value.get("id")
     named = ("name", *(key for key in ("id", "type") if key not in known or keys), *keys)
@@ -140,7 +140,7 @@ def arguments_of(value: Any) -> dict[str, Any]:
     if value in (None, ""):
         return {}
     if not isinstance(value, dict):
-        raise Unreadable("the arguments of a call are a JSON object.")
+        raise Unreadable("the arguments of a call must be a JSON object.")
     return value
 
 

@@ -101,7 +101,7 @@ class Family:
         if mark and mark.lastgroup == "closing":
             return calls, mark.end()
         if rest and not rest[0].isalpha() and (not mark or mark.lastgroup == "code"):
-            raise Unreadable(f"the call continues after its end, with {rest[:20]!r}.", after)
+            raise Unreadable(f"there is text after the end of the call: {rest[:20]!r}.", after)
         return calls, place
 
 

@@ -62,7 +62,7 @@ class RunningTurns:
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
-                f"a prompt of {prompt_lengths.max()} tokens leaves no space for an answer within "
+                f"a prompt of {prompt_lengths.max()} tokens leaves no space for a response within "
                 f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. Raise it, or lower "
                 "data.max_prompt_length."
             )

@@ -159,8 +159,8 @@ class SGLangRollout:
                 continue
             name, why = next(iter(report["refused"].items()))
             raise ConfigError(
-                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not take "
-                f"{len(report['refused'])} of the trainer's weights, {name} among them ({why}). "
+                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not accept "
+                f"{len(report['refused'])} of the trainer's weights, such as {name} ({why}). "
                 "Use rollout.name=vllm or hf."
             )
 

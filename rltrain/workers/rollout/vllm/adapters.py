@@ -29,7 +29,7 @@ def slot_rank(adapted: Mapping[str, int]) -> int:
     """Return the slot's rank for adapters of these ranks, by layer. Raises ConfigError if they are too large."""
     rank = max(adapted.values())
     if rank > _RANKS[-1]:
-        raise ConfigError(f"{_KEY}: vLLM holds adapters of rank {_RANKS[-1]} at most, and these have {rank}. {_MERGE}")
+        raise ConfigError(f"{_KEY}: vLLM holds adapters of rank {_RANKS[-1]} at most, but these have {rank}. {_MERGE}")
     return next(each for each in _RANKS if each >= rank)
 
 
@@ -113,7 +113,7 @@ class AdapterSlot:
         # Layers that vLLM fuses are now merged under the name of the fused layer.
         if lost := sorted(lora.loras.keys() - manager.modules.keys()):
             raise SyncError(
-                f"{_KEY}: vLLM's {type(self._runner.get_model()).__name__} has no place for the adapters of "
+                f"{_KEY}: vLLM's {type(self._runner.get_model()).__name__} does not support the adapters of "
                 f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}. {_MERGE}"
             )
         manager.activate_adapter(_NUMBER)

@@ -240,7 +240,7 @@ class VLLMRollout:
         if text.images is None:
             return {}
         if self._image_input is None:
-            raise ConfigError("a text has images, and the model of actor_rollout_ref.model.path has no vision_config")
+            raise ConfigError("a prompt has images, but the model in actor_rollout_ref.model.path has no vision_config")
         return self._image_input.of(text.tokens, text.images, names)
 
     def _params_of(self, job: Job, stream: RandomStream, sampling: Sampling, *, deltas: bool) -> Any:
@@ -281,7 +281,7 @@ class VLLMRollout:
                 raise
             raise ConfigError(
                 f"vLLM rejects a prompt with images: {error} Lower data.max_pixels, or raise "
-                "actor_rollout_ref.rollout.max_num_batched_tokens, which an image fits into."
+                "actor_rollout_ref.rollout.max_num_batched_tokens, so that an image fits."
             ) from error
         return name
 
@@ -293,7 +293,7 @@ def _refuse_half_head(model: Any) -> None:
     if torch.float32 not in dtypes:
         raise ConfigError(
             "actor_rollout_ref.model.fp32_head=True: this vLLM always computes the head in the model's dtype (0.32 "
-            "reads head_dtype). Use a newer vLLM or rollout.name=hf, or leave fp32_head out."
+            "reads head_dtype). Use a newer vLLM or rollout.name=hf, or remove fp32_head."
         )
 
 

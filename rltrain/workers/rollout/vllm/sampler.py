@@ -63,9 +63,7 @@ class CountedSampler(nn.Module):
         """Replace the sampling parts of vLLM's model runner: in its sampler and its rejection sampler."""
         sampler: Any = getattr(runner, "sampler", None)
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
-            raise RuntimeError(
-                f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
-            )
+            raise RuntimeError(f"this version of vLLM has an unsupported sampler ({type(sampler).__name__})")
         sampler.topk_topp_sampler = counted = cls(runner, never, experts)
         greedy = sampler.greedy_sample
         sampler.greedy_sample = lambda logits: greedy(counted._without_never(counted._noted(logits)))

@@ -35,7 +35,7 @@ def refuse_on_npu(config: Any) -> None:
     if weights := derived_weights(config):
         raise ConfigError(
             f"actor_rollout_ref.rollout.name=vllm on an NPU cannot load new weights of {type(config).__name__}: "
-            f"vllm-ascend converts its {weights} once, at its start. Use rollout.name=hf, or a dense model."
+            f"vllm-ascend converts its {weights} only once, at startup. Use rollout.name=hf, or a dense model."
         )
 
 

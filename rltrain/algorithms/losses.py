@@ -36,8 +36,8 @@ class LossShare:
     token_sums: dict[str, Scalar] = field(default_factory=dict)
     """Sums over tokens, to be divided by the token count of the mini-batch."""
     measured: tuple[Measured, ...] = ()
-    """Samples whose mismatch between engine and trainer was not measured by any pass. On the device, because reading
-    them makes the host wait."""
+    """Mismatch between engine and trainer of samples that no earlier pass measured. On the device, because reading it
+    makes the host wait."""
 
     def __add__(self, other: LossShare) -> LossShare:
         """Return the sum of two micro-batches."""
@@ -74,9 +74,10 @@ def actor_loss(
     agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher loss) +
     router_aux_loss_coef * ``expert_balance`` (scalar, the micro-batch's share of the auxiliary loss).
 
-    ``aggregation``: agg, for the policy loss. ``weights``: importance weights w of the rollout correction. ``kept``: M
-    by name of a statistic, which counts the False tokens; the policy loss masks them, but the denominators include
-    them. All token tensors have shape [tokens]. ``teacher``: the teacher signal; it may replace the policy loss.
+    ``aggregation``: agg, for the policy loss. ``weights``: importance weights w of the rollout correction. ``kept``:
+    masks M by the name of the statistic that counts their False tokens; the policy loss excludes these, but the
+    denominators include them. All token tensors have shape [tokens]. ``teacher``: the teacher signal; it may replace
+    the policy loss.
 
     With use_bias_correction_kl the KL is r KL, with r = pi / pi_old and its gradient: the tokens are samples of the old
     policy, and r reweights them to the policy (DeepSeek-AI 2025, V3.2, eq. 7).
@@ -98,7 +99,7 @@ def actor_loss(
         losses = policy.token_losses if weights is None else policy.token_losses * weights
         statistics = statistics | policy.statistics
         for name, tokens in (kept or {}).items():
-            # A masked token counts for nothing, even if its loss is infinite.
+            # A masked token contributes nothing, even if its loss is infinite.
             losses = losses.masked_fill(~tokens, 0.0)
             statistics = statistics | {name: (~tokens).float()}
         shares["pg_loss"] = aggregate(losses, of_policy)
@@ -132,7 +133,7 @@ def value_loss(
 
 
 def aggregate(values: PerToken, weights: PerToken) -> Scalar:
-    """Return the weighted sum over tokens. A token of weight 0 counts for nothing, even if its value is infinite."""
+    """Return the weighted sum over tokens. A token of weight 0 contributes nothing, even if its value is infinite."""
     return (weights * values.masked_fill(weights == 0, 0.0)).sum()
 
 

@@ -177,14 +177,14 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
             f"data.{key}={drawn} is more than the {num_prompts} training prompts. Lower it"
             + (f", or raise data.max_prompt_length ({num_too_long} are too long)." if num_too_long else ".")
         )
-    # A step needs at least the rounds that fill its batch.
+    # A step needs at least as many rounds as fill its batch.
     return None if num_prompts is None else max(1, num_prompts // (-(-prompts // drawn) * drawn))
 
 
 def _warmup_steps(config: Config, optim: OptimConfig, total: int) -> int:
     if optim.lr_warmup_steps == 0 and config.trainer.verl_version in ("0.5", "0.7"):
         return 0
-    # If 0 or less, the ratio applies, as in verl 0.9.
+    # 0 or less: the ratio applies, as in verl 0.9.
     return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else round(optim.lr_warmup_steps_ratio * total)
 
 

@@ -82,16 +82,16 @@ class ActorRefWorker(Actor):
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
         self.inference_models = InferenceWorker(self._specs, passes, self.offloader, self._rollout_cfg.temperature)
-        # The policy with its adapters off is a reference too.
+        # The policy with adapters disabled is also a reference.
         self.reference: PolicyModel = self.inference_models.models.get("ref", self.policy)
         self._exact_reference = ReferenceDistribution(self.reference)
         self._balance = ExpertBalance(self.policy, self._device, passes, self._actor_cfg.router_bias_update_rate)
         self._reference_distribution = self._exact_reference if passes.exact_kl_in_loss else None
-        """Full distribution that the update compares the policy with."""
+        """Reference distribution for the update's exact KL."""
         if passes.exact_teacher:
             teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
             self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
-        # After all models, whose forward passes come first.
+        # Last, because the models' forward passes come first.
         self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
@@ -173,7 +173,7 @@ class ActorRefWorker(Actor):
         """Return log pi(token) at temperature 1 of all tokens but the first, or of the tokens after the last image.
 
         The forward pass is the update's: the text is packed after another text, and its second half is also a response
-        that shares its prompt. Comparing with an engine therefore also detects a model that mixes the samples of a
+        that shares its prompt. The comparison with an engine therefore also detects models that mix the samples of a
         packed row.
         """
         self.policy.eval()
@@ -325,7 +325,7 @@ class ActorRefWorker(Actor):
         if self._log_probs_at == self.updater.num_steps or not self._passes.reads_policy_ahead:
             current = [self._old(micro).values for micro in having]
         else:
-            # Micro-batches without samples run too, because the forward pass is a collective.
+            # Empty micro-batches run too, because the forward pass is a collective.
             (measured,) = measure(self.policy, micros, self._device, self._rollout_cfg.temperature)
             current = list(measured.split([len(self._old(micro).values) for micro in having]))
             # `measure` leaves the model in eval mode, in which transformers does not recompute activations.
@@ -355,7 +355,8 @@ class ActorRefWorker(Actor):
             )
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
         # Full weights are gathered between devices, because hosts exchange bytes many times more slowly. After an
-        # update the shards are on the device; otherwise onload them as for a pass, shortly before the next sync would.
+        # update the shards are on the device. Otherwise they are onloaded as for a pass; the next sync would do this
+        # anyway.
         if (task.export or self._model_cfg.uses_lora) and not self.offloader.is_here(self.policy):
             self.offloader.enter_phase("old_log_prob", whole=True)
         if self._export and task.export:

@@ -64,7 +64,7 @@ from rltrain.workers.state.weight_sync import WeightSync
 
 # After every sync, engine and trainer are compared on this many tokens of a prompt, after its images.
 _CANARY_TOKENS = 64
-# If an engine damages more than this share of the responses of a call, the others are not trusted either.
+# If more than this share of an engine's responses are damaged, the others are not trusted either.
 _MOST_DAMAGED = 0.01
 _NOTHING = np.zeros(0, dtype=np.int32)
 # Partial responses by prompt index and sample.
@@ -104,7 +104,7 @@ class RolloutWorker(Rollout):
         self.encoder = chat_encoder(cfg)
         self._max_model_len = self._rollout.max_model_len or longest_text(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
-        # If one member takes all jobs, there is nothing to synchronise.
+        # If one member takes all jobs, no synchronisation is needed.
         alone = ENGINES[self._rollout.name].leader_serves
         self._serving_replica = replace(self._replica, size=1, group=None) if alone else self._replica
         self._rows = rows or {}
@@ -186,11 +186,11 @@ class RolloutWorker(Rollout):
                 tell(job, conversations)
 
         source, num_begun_anew = self._converse(task, queue, open_answers, finished, task_images)
-        # Also on ranks without results: the driver polls every rank until it reports the end.
+        # Also called on ranks without results, because the driver polls every rank until it reports the end.
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
-        # Without a stop every response is wanted, so an aborted one is an engine error.
+        # Unless the run stops, all responses are needed, so an aborted one is an engine error.
         num_aborted = sum(answer.aborted for answer in source.all)
         if num_aborted and not queue.stopped():
             raise RuntimeError(f"the rollout engine '{self._rollout.name}' aborted {num_aborted} requested responses")
@@ -207,7 +207,7 @@ class RolloutWorker(Rollout):
         if not source.all or not self._replica.is_leader:
             return Batch(), [], numbers
         self._refuse_damaged(source)
-        # The order of completion depends on time; this order does not.
+        # The order of completion depends on timing; this order does not.
         answers = sorted(source.all, key=lambda answer: (answer.prompt_index, answer.sample))
         payload = payload_of(answers)
         if self._with_experts and task.is_learnt_from:
@@ -237,7 +237,8 @@ class RolloutWorker(Rollout):
         finished: Callable[[Job, list[Conversation]], None],
         task_images: TaskImages | None,
     ) -> tuple[Conversations, int]:
-        """Run the engine until the queue is empty. Returns all conversations, and how many a later step restarts."""
+        """Run the engine until the queue is empty. Returns all conversations, and the number that a later step
+        restarts."""
         images_of = task_images.of if task_images else lambda prompt_index: None
         if not self._answering:
             source = Conversations(queue, self._vocabulary, open_answers, finished, images=images_of)
@@ -305,7 +306,7 @@ class RolloutWorker(Rollout):
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """Return the texts of jobs that ended since the last call. Waits for the first.
 
-        Called from another thread than the one that generates.
+        Called from a thread other than the generating one.
         """
         finished: list[tuple[Job, list[str]]] = []
         done = False
@@ -371,7 +372,7 @@ def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> Enco
     if seeing:
         store = next((store for store in prompts.values() if store.has_images), None)
         if store:
-            # The smallest image, because no budget bounds the tokens of this forward pass.
+            # The smallest image, because this forward pass has no token budget.
             tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
             prompt = store.encoded(int(tokens.argmin()))
         else:  # only tools return images
@@ -379,5 +380,5 @@ def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> Enco
         if len(prompt.tokens) > prompt.image_end:
             return prompt.until(prompt.image_end + _CANARY_TOKENS)
     first = next((store.prompt(0) for store in prompts.values() if len(store)), np.zeros(1, dtype=np.int32))
-    # The first token of a text has no log-prob, so a single token leaves nothing to compare.
+    # The first token of a text has no log-prob, so a single token cannot be compared.
     return EncodedPrompt((first if len(first) > 1 else first.repeat(2))[:_CANARY_TOKENS])

@@ -89,7 +89,7 @@ def test_prompts_in_each_form_become_messages(convert, question, wanted):
     ("question", "said"),
     [
         ([{"content": "2+3"}], "'question'[0]: the role is missing (the message has content)"),
-        ([{"from": "narrator", "value": "x"}], "'question'[0]: the role is 'narrator'; known are system"),
+        ([{"from": "narrator", "value": "x"}], "'question'[0]: the role is 'narrator'; supported are system"),
         ([{"from": "human", "text": None}], "'question'[0] has no content; it has from, text"),
         ([{"role": "user", "content": {"a": 1}}], "'question'[0]: the content is dict"),
         ([{"role": "user", "content": [{"type": "video", "video": "x" * 9999}]}], "holds a part of type 'video'"),

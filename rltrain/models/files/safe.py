@@ -1,7 +1,7 @@
 """Safe reading of files from unknown sources: tensors only, never code.
 
 A pickle can call any function when it is loaded. torch restricts its unpickler for tensors, but not for the
-``.metadata`` of a sharded checkpoint and for entries that are not tensors. Therefore ``.metadata`` is read here, by an
+``.metadata`` of a sharded checkpoint or for entries that are not tensors. Therefore ``.metadata`` is read here, by an
 unpickler that allows only the classes of tensor metadata.
 """
 
@@ -22,7 +22,7 @@ from rltrain.common.errors import CheckpointError, StorageError
 from rltrain.common.storage import patiently
 
 METADATA = ".metadata"
-# Errors of torch and safetensors for files that are damaged or hold anything but tensors. Neither runs code.
+# Errors of torch and safetensors for files that are damaged or contain anything but tensors. Neither runs code.
 UNREADABLE = (OSError, EOFError, pickle.UnpicklingError, SafetensorError)
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {

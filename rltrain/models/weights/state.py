@@ -2,8 +2,8 @@
 
 It contains only tensors, under Hugging Face names: the trained weights (with LoRA only the adapters); the moments and
 step count of AdamW per weight; the correction biases of routers, which change without an optimizer; and in float16 the
-loss scale. An untrained vision tower equals the model's and is not saved. Therefore a run that trains its tower cannot
-silently resume from one that does not, or vice versa.
+loss scale. An untrained vision tower equals the model's and is not saved. Therefore a run that trains its tower refuses
+a checkpoint of a run that does not, and vice versa.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def load_training_state(
 ) -> list[str]:
     """Load weights, and unless ``optimizer`` is None its state and ``loss_scale``, into this run (a collective).
 
-    Without ``optimizer``, the run that saved them may not have trained its vision tower. The tower then keeps the
-    weights of the model's folder, and a note is returned. Another note reports a missing loss scale. texts_alone:
-    nothing is trained and prompts have no images, so a trained tower in the folder is ignored. Raises CheckpointError
-    for incompatible folders.
+    Without ``optimizer``, the checkpoint may lack the vision tower. The tower then keeps the weights of the model's
+    folder, which a note reports. Another note reports a missing loss scale. texts_alone: nothing is trained and prompts
+    have no images, so a trained tower in the folder is ignored. Raises CheckpointError for incompatible folders.
     """
     for parameter in packed.parameters():
         if optimizer is not None and parameter.requires_grad:
@@ -103,7 +102,7 @@ def training_state(
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     state: dict[str, Any] = {"model": weights | _biases(packed)}
     if optimizer is not None:
-        # Not stored: a save may find a weight and its future moments on different devices.
+        # Not stored, because in a save a weight and its new moments may be on different devices.
         state["optimizer"] = {name: moments(optimizer, parameter, keep=False) for name, parameter in parameters.items()}
         if loss_scale:
             state[_SCALE] = loss_scale.state

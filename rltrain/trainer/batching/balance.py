@@ -7,8 +7,8 @@ Responses to one prompt in the same micro-batch share the prompt's tokens (`mode
 images. The images are encoded once, even if a response is too long to share the tokens. Keeping responses together
 saves work but leaves coarser chunks to balance; the cost model weighs both.
 
-With several nodes a chunk goes to a rank of the node that generated it, unless that makes the ranks less even. The node
-depends on when engines were idle, so two such runs are equal only up to rounding.
+With several nodes a chunk goes to a rank of the node that generated it, unless that makes the ranks less even. The
+generating node depends on timing, so two such runs are equal only up to rounding.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Workload:
         return np.where(self.image_rows > 0, self.groups, self.owners)
 
     def _once(self, ids: Ids) -> Ids:
-        """Return one sample per owner: it carries the cost of the prompt."""
+        """Return one sample per owner, which accounts for the prompt's cost."""
         return ids[np.unique(self.owners[ids], return_index=True)[1]]
 
     def _of_images(self, values: NDArray[Any] | None, ids: Ids) -> float:
@@ -169,7 +169,7 @@ def spread(
 
 
 def _time(ranks: list[list[Ids]], work: Workload) -> float:
-    """Return the total time. Ranks synchronise at every micro-batch, so each takes as long as on the slowest rank."""
+    """Return the total time. Ranks synchronise at every micro-batch, so each takes as long as its slowest rank."""
     return sum(max(map(work.cost, turn)) + _MICRO_BATCH for turn in zip(*ranks, strict=True))
 
 
@@ -228,7 +228,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         # The node that stores most tokens of the chunk.
         most = [int(np.bincount(nodes[chunk.ids], work.answers[chunk.ids]).argmax()) for chunk in chunks]
         chunks = [chunk._replace(node=node) for chunk, node in zip(chunks, most, strict=True)]
-    # The greedy rule of `_fill` needs the costliest chunks first: the small ones then even out the rest.
+    # The greedy rule of `_fill` needs the costliest chunks first; the small ones then even out the differences.
     return sorted(chunks, key=lambda chunk: -chunk.cost)
 
 
@@ -244,7 +244,7 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
     bins.sort(key=lambda placed: (-work.cost(placed[1]), placed[1][0] if len(placed[1]) else -1))
     ranks: list[list[Ids]] = [[] for _ in nodes]
     for turn in range(len(bins) // num_ranks):
-        # Alternate the direction, so that no rank always gets the costliest bin.
+        # Alternate the direction, so that the costliest bins do not all go to the same rank.
         seats = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
         row, homeless = bins[turn * num_ranks : (turn + 1) * num_ranks], []
         for node, ids in row:
@@ -318,8 +318,8 @@ def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBu
         heap = heaps.get(chunk.node)
         if heap and heap[0][0] + chunk.cost <= even and _place(chunk, bins[chunk.node], heap, budget):
             continue
-        # Among equally empty bins the chunk's node comes first. A bin with the maximum number of samples is not offered
-        # again, as it would only use up tries, so a node may have no bins left.
+        # Among equally empty bins the chunk's node comes first. A bin with the maximum number of samples is not tried
+        # again, so a node may have no bins left.
         order = sorted((heaps[node][0][0], node != chunk.node, node) for node in heaps if heaps[node])
         if not any(_place(chunk, bins[node], heaps[node], budget) for *_, node in order):
             return None
@@ -362,7 +362,8 @@ class LayoutCost:
     micro_batches: float
     """The same, with ranks synchronised at every micro-batch."""
     images_share: float | None = None
-    """Encoded patches per patch of the samples (1/n: once per prompt with n responses). None without images."""
+    """Encoded patches divided by the patches of all samples (1/n: once per prompt with n responses). None without
+    images."""
     repeated_cost: float = 0.0
     repeated_tokens: float = 0.0
     """repeated_cost, repeated_tokens: without any sharing of prompts and images."""

@@ -25,17 +25,17 @@ _EQUAL_STEPS_TOLD = 10
 class Alarms:
     """Checks that warn or raise. gap_limit: largest mean log-prob gap between engine and trainer per sampled token.
 
-    stops_on_gap, collapse_steps: as configured. compares: the advantage is not the score itself.
+    stops_on_gap, collapse_steps: as configured. compares: whether the estimator compares responses.
     """
 
     def __init__(
         self, gap_limit: float, stops_on_gap: bool = False, collapse_steps: int | None = None, compares: bool = True
     ) -> None:
-        # Also read by the step, which then checks before the update and not only in its report.
+        # Also read by the step, which then checks before the update instead of in its report.
         self.stops_on_gap = stops_on_gap
         self._collapse_steps = collapse_steps
         self._equal_steps = 0
-        # Without a baseline the reward is the advantage, so equal rewards still move all responses, by the same amount.
+        # Without a baseline the reward is the advantage, so equal rewards still give a gradient.
         self._equal_means = "they have no advantage" if compares else "they do not differ"
         self._told_damaged = False
         self._gap_limit = gap_limit
@@ -82,7 +82,7 @@ class Alarms:
         return {"reward/equal_steps": float(self._equal_steps)}
 
     def empty(self, role: str, counts: Sequence[Denominators]) -> Metrics:
-        """Warn of mini-batches without a loss token, which get no optimizer step (`Updater`)."""
+        """Warn of mini-batches without a loss token, for which `Updater` makes no optimizer step."""
         number = sum(not count.tokens for count in counts)
         if number:
             log.warning(

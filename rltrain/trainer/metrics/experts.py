@@ -28,7 +28,7 @@ _STATE = "tokens", "tokens_at_last_use", "idle_steps", "first_max_vio", "counter
 
 
 class ExpertLoad:
-    """Metrics of the expert load, and alarms that each warn once per run.
+    """Metrics of the expert load, and warnings, each at most once per run.
 
     num_experts: per layer (0: a dense policy). compiled: the layers are compiled and do not expose their routing.
     """
@@ -37,7 +37,7 @@ class ExpertLoad:
         self._has_experts, self._compiled = bool(num_experts), compiled
         self._told_unseen = False
         self._tokens = self._tokens_at_last_use = self._idle_steps = np.zeros((0, 0), dtype=np.int64)
-        """[layers, experts]: tokens so far; tokens of the layer at the expert's last use; steps since then."""
+        """[layers, experts]: tokens so far; tokens of the layer when the expert was last used; steps since then."""
         self._first_max_vio = np.zeros(0)
         self._grown_steps = 0
         self._told_dead = self._told_uneven = False
@@ -69,7 +69,7 @@ class ExpertLoad:
             log.warning("note: the load of the policy's experts is not measured, because %s their routing", why)
 
     def _dead(self, load: NDArray[np.int64]) -> int:
-        """Return the number of experts that were used before and are not any more."""
+        """Return the number of experts that were used before and no longer are."""
         if not self._tokens.size:
             self._tokens = self._tokens_at_last_use = self._idle_steps = np.zeros_like(load)
         self._tokens = self._tokens + load

@@ -1,7 +1,6 @@
 """Profile of a phase by torch's profiler (torch_npu's on NPUs): trace, table of kernels and gaps, memory snapshot.
 
-Traces open in Perfetto (ui.perfetto.dev) and chrome://tracing. Other phases run without a profiler and so without its
-overhead.
+Traces open in Perfetto (ui.perfetto.dev) and chrome://tracing. Other phases run without the profiler's overhead.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """KV cache of the embedded engine: a prompt is stored once for all its responses, which decode in lockstep.
 
-A cache padded per row would copy the prompt per response; a paged one needs a kernel per device. Here every step writes
-one column for all rows, and the columns of a row are those since it entered. So a new token is one plain copy, and
-while all rows have equal age only unwritten columns are masked. Columns are held in blocks of fixed width, and a
+A cache padded per row would copy the prompt per response; a paged cache needs a kernel per device. Here every step
+writes one column for all rows, and a row uses the columns written since it was added. So a new token is one plain copy,
+and while all rows have equal age only unwritten columns are masked. Columns are held in blocks of fixed width, and a
 product reads whole blocks: on a CPU contiguous memory is two to four times faster than slices of a wider buffer. A
-block is allocated when its first column is written and freed when no living row is so old.
+block is allocated when its first column is written, and freed when no running row is old enough to use it.
 
-Attention is two groups of products under one softmax: with the prompts, where all responses to a prompt are queries of
-one product, and with the responses' columns. Grouped-query attention and sliding windows fit the same form.
+Attention combines two groups of products under one softmax: with the prompts, where all responses to a prompt are
+queries of one product, and with the responses' columns. Grouped-query attention and sliding windows fit the same form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rltrain.workers.rollout.embedded.state import RowStates
 Ints = NDArray[np.int64]
 # (layer, call): some layers call attention more than once per forward pass.
 Call = tuple[int, int]
-# Memory of `KeyValues` relative to its rows at full length: room to grow, and rows of ended responses.
+# Memory of `KeyValues` relative to its rows at full length, for growth and for rows of ended responses.
 ROOM = 1.3
 # Prompt width grows in steps of this many tokens, because each new width copies the existing prompts.
 _PROMPT_STEP = 32
@@ -105,7 +105,8 @@ class KeyValues:
         return self._states.num_bytes + sum(tensor.nbytes for pair in pairs for tensor in pair)
 
     def call_of(self, layer: int) -> Call:
-        """Count an attention call of ``layer``. Some layers have several per forward pass, with other keys."""
+        """Count an attention call of ``layer``. Some layers make several calls per forward pass, with different
+        keys."""
         self._calls[layer] += 1
         return layer, self._calls[layer]
 
@@ -114,7 +115,7 @@ class KeyValues:
     ) -> range:
         """Append new prompts and the rows of their responses. Returns the prompts' places.
 
-        kept: cached beginning of each prompt (default: none).
+        kept: cached prefix of each prompt (default: none).
         """
         places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
         self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
@@ -188,7 +189,7 @@ class KeyValues:
         self._states.enter()
         self._column += 1
         self._masks = {}
-        # A row attends to no column from before it entered, so older blocks are unused.
+        # A row attends only to columns written since it was added, so older blocks are unused.
         while self._first_column + self._block <= self._born.min():
             self._first_column += self._block
             for layer in self._layers.values():
@@ -214,7 +215,7 @@ class KeyValues:
 
     @property
     def continues(self) -> bool:
-        """True if any announced chunk continues a cached beginning."""
+        """True if any announced chunk continues a cached prefix."""
         return any(chunk.start for chunk in self._chunks)
 
     def state_before(self, layer: int) -> State | None:
@@ -314,11 +315,11 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class _Seats:
-    """Rows sorted by prompt: every prompt has as many seats as the prompt with the most rows."""
+    """Rows padded per prompt: every prompt has as many slots as the prompt with the most rows."""
 
     num_prompts: int
     rows: Tensor
-    """[prompts * seats]: the row per seat (any row on an empty seat). seats, prompt_lengths, born [rows]."""
+    """[prompts * slots]: row of each slot (an arbitrary row for an empty slot). slots, prompt_lengths, born: [rows]."""
     seats: Tensor
     prompt_lengths: Tensor
     born: Tensor

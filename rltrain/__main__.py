@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     # Two words first, so that `rewards try` is not parsed as a command `rewards`.
     two = " ".join(words[:2])
     command, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
-    if helps:  # of a converter the name comes first
+    if helps:  # for a converter the name comes first
         rest = [*rest, "--help"] if command == "data" else ["--help", *rest]
     if command in REMOVED:
         sys.stderr.write(f"error: {REMOVED[command]}\n")

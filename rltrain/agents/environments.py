@@ -1,7 +1,7 @@
 """User classes with an instance per trajectory: tools with state, or an environment with ``step``.
 
 The class has ``__init__(**environment_kwargs)``, and optionally ``reset(row, seed)``, ``score()`` and ``close()``. Its
-public methods are tools (only the ones marked by `rltrain.tool`, if any); or it has ``step(text)`` and no tools.
+public methods are tools (if any are marked by `rltrain.tool`, only these); or it has ``step(text)`` and no tools.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Random streams: pure functions of the run's seed, a purpose and ordered numbers such as step and epoch.
 
-A resumed run, another number of ranks or another engine must draw the same numbers. Therefore nothing is drawn from
-shared state. Bulk draws of the driver come from Philox. Numbers per sample and token are counter-based, from SplitMix64
-at a position. No two purposes share a stream. Streams inside libraries are not covered, such as torch's initialization
-of a new head.
+A resumed run, a different number of ranks or a different engine must draw the same numbers. Therefore nothing is drawn
+from shared state. Bulk draws of the driver use Philox. Numbers per sample and token are counter-based, from SplitMix64
+at a position. No two purposes share a stream. Not covered: streams inside libraries, such as torch's initialization of
+a new head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def sample_seeds(
     step: one for all rows, or one per row.
     """
     parts = np.full((len(rows), num_samples), _sequence(seed, purpose).generate_state(1, np.uint64)[0])
-    # The order of these numbers is part of every run's results: another order gives other responses.
+    # The order of these numbers is part of every run's results: a different order gives different responses.
     for number in (
         np.asarray(step, dtype=np.uint64).reshape(-1, 1),
         np.asarray(rows, dtype=np.uint64)[:, None],

@@ -189,7 +189,7 @@ def _engine(config: Config) -> Iterator[str]:
         )
     for key in (_R + "temperature", _R + "val_kwargs.temperature"):
         value = get(config, key)
-        # 0 is greedy, which every engine supports.
+        # 0 means greedy, which every engine supports.
         if value > 0 and not least <= value <= most:
             yield f"{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
     yield from _ways_to_sample(config)
@@ -237,9 +237,8 @@ def supervised_problems(config: Config) -> Iterator[str]:
 
 
 def position_problems(cfg: Config, limit: int | None, notes: list[str]) -> Iterator[str]:
-    """Yield problems of sequences longer than the model's positions.
-
-    With engines other than vLLM it is only a note, added to ``notes``. limit: the positions of the model.
+    """Yield problems of sequences longer than the model's positions. For engines other than vLLM this is only added to
+    ``notes``. limit: the positions of the model.
     """
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.max_model_len or longest_text(cfg)

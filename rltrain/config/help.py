@@ -59,7 +59,7 @@ def help_text(topic: str = "") -> str:
     matches = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
     # The common prefix of a model's keys is often omitted.
     for key in (topic, f"actor_rollout_ref.{topic}") if not matches else ():
-        # `...` is a value that no row contains.
+        # `...` does not occur as a value.
         if ruling := verdict(key, ...):
             return f"{key}: {'refused' if ruling.forbids else 'accepted, and has no effect'}: {ruling.why}\n"
     if not matches and (found := _search(topic)):

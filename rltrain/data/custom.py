@@ -1,10 +1,10 @@
 """Dataset and sampler classes of users that were written for verl: ``data.custom_cls``, ``data.sampler``.
 
 A dataset class is read once, row by row, in the driver before anything starts, and converted to `Rows`. Therefore
-checks, order, resuming and fingerprints are the same as for files, and no other process imports the class. Not
-supported is everything that needs the class in the loop: rows that change between epochs (``on_batch_end``), token ids
-and pixels from the class, and samplers that read verl's batch of tensors (``update``). Images from the class are stored
-as encoded files, in the driver and then in Ray's object store. Image paths are read where they are needed.
+checks, order, resuming and fingerprints work as for files, and no other process imports the class. Features that need
+the class during training are not supported: rows that change between epochs (``on_batch_end``), token ids and pixels
+from the class, and samplers that read verl's batch of tensors (``update``). Images from the class are stored as encoded
+files, in the driver and then in Ray's object store. Image paths are read where they are needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rltrain.data.tables import draw_rows
 
 log = logging.getLogger(__name__)
 
-# Keys of verl's section data that are meaningless here but read by its classes.
+# Keys of verl's section data that have no meaning here but that its classes read.
 _VERL_KEYS: dict[str, Any] = {
     "tokenizer": None, "use_shm": False, "val_batch_size": None, "return_raw_input_ids": False, "return_raw_chat": True,
     "return_full_prompt": False, "dataloader_num_workers": 0, "validation_shuffle": False, "image_patch_size": 14,
@@ -51,7 +51,7 @@ _PLAIN = (bool, int, float, str, bytes)
 def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Rows:
     """Read at most ``max_rows`` (0 or less: all) rows of ``files`` by the class of ``data.custom_cls``.
 
-    Raises ConfigError for an unusable class, with the user's traceback if it raises, and DataError for rows that miss
+    Raises ConfigError for an unusable class, with the user's traceback if it raises, and DataError for rows that lack
     required fields.
     """
     name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
@@ -80,7 +80,7 @@ def class_config(data: DataConfig) -> DictConfig:
 
 
 def create_object(key: str, kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Create an object of the user's class, with the keyword arguments among ``arguments`` that it accepts.
+    """Create an object of the user's class, with those keyword arguments in ``arguments`` that it accepts.
 
     Raises ConfigError if it requires others, or raises.
     """
@@ -138,7 +138,7 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
             "Messages are needed, because prompts are tokenised here; token ids of the class are not used."
         )
     media = item.get("multi_modal_data") or {}
-    # Not by truth value, which an array of several elements does not have.
+    # Not by truth value, which is undefined for an array of several elements.
     foreign = {medium: item.get(medium) for medium in ("videos", "audios")} | {
         medium: media.get(medium) for medium in _UNSUPPORTED_MEDIA
     }
@@ -252,8 +252,7 @@ class EpochSampler:
     """Batches from a sampler that was written for verl, which yields single rows and is iterated anew for every epoch.
 
     As in verl, its rows are cut into batches, and the incomplete last batch of an epoch is dropped. A row that is
-    repeated in a batch is used once, because the random numbers of responses depend on the row, so that its responses
-    would be equal.
+    repeated in a batch is used once, because random numbers depend on the row, so that the responses would be equal.
     """
 
     def __init__(self, key: str, kind: Callable[..., Any], data: DataConfig, order: BatchOrder, rows: Rows) -> None:

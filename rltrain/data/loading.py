@@ -59,7 +59,7 @@ def load_config(path: str, trust_remote_code: bool) -> Any:
 
 def template_text(template: str) -> str:
     """Return Jinja text, given directly or as the path of a file."""
-    # Every Jinja template that writes a message has a brace, and hardly any path has one.
+    # Jinja templates contain a brace, which paths hardly ever do.
     if "{" in template:
         return template
     try:

@@ -63,7 +63,7 @@ def _convert(options: argparse.Namespace) -> dict[str, Part]:
     parts = convert_records(Hub(_NAME, splits=splits), _row, options)
     if len(parts) < NUM_VARIANTS:
         raise DataError(
-            f"--input {options.input!r} has only variants {', '.join(parts)} of {NUM_VARIANTS}. Give the folder with "
+            f"--input {options.input!r} has variants {', '.join(parts)} of {NUM_VARIANTS}. Give the folder with "
             f"all of them, named {prefix}1.parquet to {prefix}{NUM_VARIANTS}.parquet."
         )
     joined = Part()

@@ -198,7 +198,7 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     if "model" not in dict(model.named_children()):
         raise ConfigError(
             f"{type(model).__name__} does not separate its decoder from its head (it has no `model`), so log-probs "
-            "cannot be computed. Use a supported family (docs/models.md), or the text model of this family."
+            "cannot be computed. Use a model of a supported family (docs/models.md), or the text model of this family."
         )
     return model.get_submodule("model")
 

@@ -149,7 +149,7 @@ def empty_model(
             raise
         raise ConfigError(
             f"{type(config).__name__} computes attention outside of transformers' attention interface, so packed "
-            "sequences cannot be trained. Use a supported family (docs/models.md)."
+            "sequences cannot be trained. Use a model of a supported family (docs/models.md)."
         ) from error
     except ValueError as error:
         raise ConfigError(f"transformers cannot build {type(config).__name__} as {kind.__name__}: {error}") from error

@@ -28,7 +28,7 @@ _MEAN = 0.5
 
 
 def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
-    """Return the estimate for the flags of ``arguments``, and whether the run would be out of memory.
+    """Return the estimate for the flags in ``arguments``, and whether the run would run out of memory.
 
     arguments: flags and overrides as `main_ppo` has parsed them. Raises ConfigError, DataError.
     """
@@ -36,7 +36,7 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     if arguments.nodes is not None:
         words.append(f"trainer.nnodes={arguments.nodes}")
     chip = named_chip(arguments.device) if arguments.device else None
-    if chip:  # first, so that the user's trainer.device wins
+    if chip:  # first, so that the user's trainer.device takes precedence
         words.insert(0, f"trainer.device={chip.kind}")
     # Only the lengths depend on the data.
     loaded = load_config(["data.train_files=none", *words], arguments.config, arguments.problems)
@@ -64,17 +64,15 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
 
 
 def about_seconds(cfg: Config, plan: Plan, device_bytes: int | None) -> list[str]:
-    """Return a line with the step time for a dry run, or nothing.
-
-    Nothing is returned on a CPU, for an unknown chip, and if the run makes no step. device_bytes: memory of a device
-    (None: unknown).
+    """Return a line with the step time for a dry run; None on a CPU, for an unknown chip, or without training steps.
+    device_bytes: memory of a device (None: unknown).
     """
     chip = chip_here(get_device(cfg.trainer.device))
     if chip is None or not plan.passes.trains or cfg.data.max_response_length * _MEAN < 1:
         return []
     try:
         step = estimate_step(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
-    except RltrainError:  # a fault of the model or the engine's memory, which the dry run reports as a problem
+    except RltrainError:  # a problem of the model or the engine's memory, which the dry run reports
         return []
     return [
         f"about {step.step_s:,.0f} s a step, of which {step.seconds['gen']:,.0f} s are generation, with responses of "

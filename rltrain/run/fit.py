@@ -1,8 +1,8 @@
 """The training loop: steps of the algorithm, with validation, saving and trackers between them.
 
-`build` constructs it. A signal or an error may come at any point and must lose as little as possible. So the order in a
-step is update, save, validate, log. `Stop.finishing` is set exactly while something is unsaved, and metrics are logged
-even if saving fails. After an error the process ends; the same command resumes.
+`build` constructs it. A signal or an error may occur at any point, and as little as possible must be lost. So the order
+in a step is update, save, validate, log. `Stop.finishing` is set exactly while something is unsaved, and metrics are
+logged even if saving fails. After an error the process ends; rerunning the command resumes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Trainer(Callback):
 
     Use it as a context manager or call `close`: this finishes the trackers and stops scorers, workers, and Ray if
     `build` has started it. config: the settings. plan: the numbers derived from the settings. ppo: the algorithm with
-    its roles. num_steps: steps made so far, including those before a resume. callbacks: observers of the run.
+    its roles. num_steps: steps made so far, including earlier runs. callbacks: observers of the run.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Trainer(Callback):
 
     def _fit(self, ppo: PPOTrainer, saver: Saver) -> bool:
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
-        # Steps that the caller made with `step` are in no checkpoint yet.
+        # Steps that the caller made with `step` are not in a checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
         done, untested = first_step, self._pending_validation
         # Nothing is unsaved here, so a signal ends the validation at once.
@@ -153,7 +153,7 @@ class Trainer(Callback):
             saver.best.observe(first_step, val_metrics)
             untested = self._pending_validation = untested and not val_metrics
         for step in range(first_step + 1, total + 1):
-            # Checked between steps: a step that has begun is worth finishing, the next one is not.
+            # Checked between steps, so that a running step is finished and no other is started.
             if stop.requested or saver.best.stalled():
                 break
             started, self._under_way = time.perf_counter(), step
@@ -172,14 +172,14 @@ class Trainer(Callback):
                 metrics["timing_s/wall"] = time.perf_counter() - started
             finally:  # metrics are logged even if saving fails
                 self.callbacks.on_metrics(step, metrics)
-        # The signal may have come after the check whether a save is due.
+        # The signal may have arrived after the check for a due save.
         saver.finish()
         if stop.requested and trainer.save_at_end and saver.last_step < done:
             saver.save(done, ppo.progress)
             saver.finish()
         if stalled := "" if stop.requested else saver.best.stalled():
             log.info("%s", stalled)
-        # A run without its last validation has not finished, even with all steps made.
+        # Without its last validation a run is not finished, even with all steps made.
         return bool(stalled) or (done == total and not untested)
 
     def _keep_and_test(self, ppo: PPOTrainer, saver: Saver, metrics: Metrics) -> bool:
@@ -189,7 +189,7 @@ class Trainer(Callback):
         """
         trainer, stop, step, total = self.config.trainer, self._stop, self.num_steps, self.plan.total_steps
         last, untested = step == total, False
-        # Saved first, because validation wakes the engine, which then keeps its weights for the next step.
+        # Saved before validation, which wakes the engine; the engine then keeps its weights for the next step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
             self.callbacks.on_phase("save_checkpoint")
@@ -223,7 +223,7 @@ class Trainer(Callback):
         before = ppo.progress
         try:
             yield
-        # All of these come before any update of a step, so the weights are still those of the previous step and worth
+        # All of these occur before an update of the step, so the weights are still from the previous step and worth
         # saving. After an error of the workers they may be half updated.
         except (RewardError, JudgeError, AgentError, StepLeft) as error:
             if isinstance(error, StepLeft):
@@ -233,7 +233,7 @@ class Trainer(Callback):
             except (DiskError, StorageError, WorkerLost) as unsaved:
                 if isinstance(error, StepLeft):
                     raise
-                # The original error ends the run: a supervisor acts on it, and it must be fixed first.
+                # The original error ends the run, because a supervisor acts on it, and it must be fixed first.
                 log.warning("step %d could not be saved: %s", step, unsaved)
             raise
 

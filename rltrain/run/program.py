@@ -17,7 +17,7 @@ ESTIMATE_FLAGS = ("device", "nodes", "lengths", "assume")
 
 
 def explained(usage: str, program: Program, *, estimates: bool = False) -> Program:
-    """Return ``program`` with ``--help``, and an error for flags that only training has.
+    """Return ``program`` with ``--help``, and with an error for flags that only training supports.
 
     estimates: the program takes `ESTIMATE_FLAGS`.
     """

@@ -1,9 +1,9 @@
-"""Cross-node bundles: rows that are read on another node than they are stored on.
+"""Cross-node bundles: rows that are read on a different node than they are stored on.
 
-Problem: Ray transfers whole objects, so every node would get all responses of a step for the few that its ranks
-compute, and the traffic would grow with the number of nodes. Choice: before a call, every node packs the rows for
+Problem: Ray transfers whole objects, so every node would receive all responses of a step, although its ranks compute
+only a few, and traffic would grow with the number of nodes. Choice: before a call, every node packs the rows for
 another node into one bundle. Ray transfers it once, and the ranks of the receiving node read it from shared memory.
-Left out: keeping bundles for later calls, which may have other layouts.
+Left out: keeping bundles for later calls, which may have different layouts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.runtime.calls import Call
 from rltrain.runtime.samples import Request, StoredRows, driver_bytes, pick
 
-# Rows of objects to send, by reading node. `ids` of these parts are unused.
+# Rows of objects to send, by reading node; `ids` of these parts are unused.
 RowsByReader = dict[int, list[StoredRows]]
 
 

@@ -27,10 +27,8 @@ from rltrain.tools.evaluate.results import RESULT
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:
-    """Write the model of a checkpoint (of a run: its newest intact one) to a separate folder.
-
-    dtype: of the weights; None: unchanged, and then a checkpoint of rltrain is copied. Raises CheckpointError,
-    ConfigError, DataError, DiskError.
+    """Write the model of a checkpoint (for a run: its newest intact one) to a separate folder. dtype: of the weights;
+    None: unchanged (checkpoints of rltrain are then copied). Raises CheckpointError, ConfigError, DataError, DiskError.
     """
     place = Path(name).expanduser()
     source = next((folder for folder in (place, place / "actor") if shard_files(folder)), None)
@@ -77,8 +75,8 @@ def verify(name: str) -> int:
 def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
     """Remove the optimizer state from older checkpoints and print the freed space.
 
-    keep: number of the newest checkpoints that stay unchanged. Raises CheckpointError, DiskError, and ConfigError if
-    the run is active.
+    keep: number of newest checkpoints to leave unchanged. Raises CheckpointError, DiskError, and ConfigError if the run
+    is active.
     """
     if keep < 0:
         raise ConfigError(f"--keep {keep}: give 0 or more.")

@@ -1,6 +1,6 @@
 """``python -m rltrain.collect RUN``: one archive for a bug report.
 
-Secrets are masked, and large files are cut to their ends.
+Secrets are masked, and of large files only the end is included.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
                 data = _end_of(path, most_of_a_file)[1]
             if text is None and (not data or any(secret.encode() in data for secret in secrets)):
                 sys.stderr.write(f"left out: {name} {'holds a secret' if data else 'cannot be read as text'}\n")
-            # Skipped instead of ending the loop: smaller files after it may still fit.
+            # Skipped, because smaller files after it may still fit.
             elif len(data) <= room:
                 room -= len(data)
                 file.writestr(name, data)
@@ -71,10 +71,10 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
 def _files(run: Path) -> Iterator[tuple[str, Path]]:
     samples = sorted(run.glob("samples/**/*.parquet"), key=lambda path: path.stat().st_mtime)[-_NEWEST_SAMPLES:]
     paths = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
-    # A link may lead to any file of the user.
+    # A link may point to any file of the user.
     inside = [path for path in paths if path.resolve().is_relative_to(run.resolve())]
     yield from ((str(path.relative_to(run)), path) for path in inside if path.is_file())
-    # From the record of the run, because a log repeats text of the data and of the model.
+    # From the record of the run, because logs contain text of data and model.
     folder = Path(str((read_json(run / "env.json") or {}).get("ray_logs") or ""))
     if folder.name == "logs" and folder.parent.name.startswith("session_"):
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
@@ -123,7 +123,7 @@ def _end_of(path: Path, most: int) -> tuple[int, bytes, str]:
     with open(path, "rb") as file:
         head = file.read(4)
         code = next((code for code in _WIDE if head.startswith("\ufeff".encode(code))), "utf-8")
-        # A parquet file cannot be read in part; a log's errors are at its end.
+        # A truncated parquet file is unreadable; a log's errors are at its end.
         left_out = max(0, path.stat().st_size - most) if path.suffix != ".parquet" else 0
         left_out -= left_out % 4 if code in _WIDE else 0
         file.seek(left_out)

@@ -1,8 +1,8 @@
 """``python -m rltrain.compare RUN RUN ...``: compare runs with the first one, as a table and as a page with curves.
 
-Runs that differ only in their seeds are one line: the mean over the runs. Differences are paired, step by step. Their
-intervals use t statistics over seeds if two lines share seeds, else over batches of steps (Law and Kelton 2000,
-section 9.5), because neighbouring steps are correlated.
+Runs that differ only in their seeds are shown as one line, their mean. Differences are paired, step by step. Their
+intervals use t statistics over seeds if two lines share seeds, else over batches of steps (Law and Kelton 2000, section
+9.5), because neighbouring steps are correlated.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ METRICS = (
     "critic/score/mean", "critic/rewards/mean", "response_length/mean", "actor/entropy", "actor/kl_loss",
     "actor/reward_kl_penalty", "actor/ppo_kl", "actor/grad_norm", "val-core/*/mean@*",
 )  # fmt: skip
-# Metrics whose best value is the largest. For others, the best value is unknown.
+# Metrics whose best value is the largest; for others the best value is unknown.
 _HIGHER_IS_BETTER = ("critic/score/*", "critic/rewards/*", "val-*")
-# Keys that name a run or its place and time.
+# Keys with the name, location or time of a run.
 _NAMES = (
     "trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.rollout_data_dir",
     "trainer.validation_data_dir", "env.command", "env.folder", "env.host", "env.hosts",
@@ -51,7 +51,7 @@ _HEAD = ("metric", "line", "steps", "first", "last", "best", "mean", "difference
 
 @dataclass(frozen=True)
 class Run:
-    """The newest start of a run. An earlier start has a separate folder (RUN/earlier_1)."""
+    """The newest attempt of a run. Earlier attempts have separate folders (RUN/earlier_1)."""
 
     name: str
     metrics: pd.DataFrame
@@ -68,7 +68,7 @@ class Run:
 
     @cached_property
     def kind(self) -> str:
-        """All settings except the seeds, as JSON. Without config.yaml they are unknown; then it is the name."""
+        """All settings except the seeds, as JSON; without config.yaml the name instead."""
         rest = {key: value for key, value in self.settings.items() if not _is_seed(key)}
         known = any(not key.startswith("env.") for key in self.settings)
         return json.dumps(rest, sort_keys=True, default=str) if known else self.name
@@ -141,7 +141,7 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that distinguish them."""
+    """Return the shortest suffixes that distinguish the paths."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
         raise DataError(f"{' '.join(map(str, folders))}: a run is named twice. Name every run once.")
@@ -196,8 +196,8 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[str]:
     """Return the metrics that match the patterns, in their order; without patterns, `METRICS`.
 
-    Without patterns, the reward is left out if it equals the score in every run, as it does without a KL penalty.
-    Raises DataError if no run has a metric that matches a pattern.
+    Without patterns, the reward is omitted if it equals the score in every run, as without a KL penalty. Raises
+    DataError if no run has a metric that matches a pattern.
     """
     names = sorted({str(name) for run in runs for name in run.metrics})
     for pattern in patterns:

@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     environment = os.environ | ({"VLLM_API_KEY": api_key} if api_key else {})
     server = [*vllm_arguments(settings, found.path, _free_port(settings)), *words[split + 1 :]]
     sys.stdout.flush()
-    # vLLM is started by module, because a program `vllm` of another environment may come first in PATH.
+    # vLLM is started as a module, because a program `vllm` of another environment may be first in PATH.
     os.execve(sys.executable, [sys.executable, "-m", *server], environment)
 
 

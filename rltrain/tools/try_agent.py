@@ -43,7 +43,7 @@ from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.turn_delta import TurnDelta
 
 _END = "---"
-# Long, because a user may spend any time in breakpoint().
+# Long, because a user may stay in breakpoint().
 _PATIENCE_S = 86400.0
 
 
@@ -53,7 +53,7 @@ class Trial:
     def __init__(self, options: argparse.Namespace, cfg: Config, encoder: ChatEncoder, row: PromptRow) -> None:
         self._turns, self._encoder = cfg.actor_rollout_ref.rollout.multi_turn, encoder
         self._schemas, agent = encoder.row_tools.of(row), encoder.row_tools.agent_of(row)
-        # Without a model no template defines the format of calls.
+        # Without a model there is no template to define the format of calls.
         guessed = self._turns.format == "auto" and encoder.tools and not options.model
         call_format = format_of("hermes" if guessed else self._turns.format, encoder)
         self._turn_delta = TurnDelta(encoder, encoder.tools, call_format) if options.model else None
@@ -198,7 +198,7 @@ def _key_of(place: str) -> str:
         return TOOL_CONFIG
     if not is_plugin(place):
         return FUNCTIONS
-    # For the error message if the name does not exist: classes begin with a capital.
+    # For the error message if the name does not exist; class names are capitalised.
     key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
     with verl_stubs.importable():
         return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY

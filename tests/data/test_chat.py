@@ -149,7 +149,7 @@ def test_overlong_prompts_are_filtered_and_rows_follow(rows, encoder):
     assert store.num_dropped == 2
     kept = rows.select(store.row_index)
     assert [encoder.encode(row.prompt) for row in kept] == [store.prompt(i).tolist() for i in range(2)]
-    with pytest.raises(DataError, match=r"leaves no prompt.*max_prompt_length=3.*shortest has 8"):
+    with pytest.raises(DataError, match=r"drops every prompt.*max_prompt_length=3.*shortest has 8"):
         encode_prompts(rows, encoder, 3, filter_overlong=True)
 
 

@@ -169,8 +169,8 @@ def test_resumed_sampler_continues_identically(sampler, caplog):
         ("def __iter__", "def walk", "has no __iter__"),
         ("data_config)", "data_config, ratios)", "the class needs ratios"),
         ("len(data_source),", "1 / 0,", "ZeroDivisionError"),
-        ("iter(range(", "iter([6] or range(", "names 6, which is not a row"),
-        ("iter(range(", "iter([1, 1] or range(", "names 1 different rows, fewer than data.train_batch_size=2"),
+        ("iter(range(", "iter([6] or range(", "yields 6, which is not a row"),
+        ("iter(range(", "iter([1, 1] or range(", "yields 1 different rows, fewer than data.train_batch_size=2"),
     ],
 )
 def test_unusable_sampler_error(sampler, old, new, said):

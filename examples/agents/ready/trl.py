@@ -1,8 +1,8 @@
 """Adapter for environments in the format of TRL 1.16's ``environment_factory``.
 
-TRL creates one without arguments, calls ``reset(**row)``, shows all its other public methods as tools, and calls
-``get_reward()`` if it exists. TRL appends the return value of ``reset`` to the prompt when it generates. Here a prompt
-is complete before the run, so the row must already contain that text.
+TRL creates an environment without arguments, calls ``reset(**row)``, shows all its other public methods as tools, and
+calls ``get_reward()`` if it exists. TRL appends the return value of ``reset`` to the prompt when it generates. Here
+prompts are complete before the run, so the row must already contain that text.
 """
 
 import functools

@@ -118,9 +118,9 @@ def _write(
     digests: Digests,
 ) -> None:
     if not (source / _GENERATION).is_file() and model.generation_config is not None:
-        # The model's config may name a different end token than the one used in training.
+        # The model's config may name an end token other than the one used in training.
         model.generation_config.eos_token_id = encoder.eos_token_ids
-    disable_progress_bar()  # its progress bar is invisible, and its thread, which would be started here, hangs forever when memory runs out
+    disable_progress_bar()  # invisible here, and its thread hangs forever when memory runs out
     model.save_pretrained(folder, state_dict={})  # everything except the weights
     write_shards(CheckpointNames(model)(weights), folder, digests)
     copy_small_files(source, folder)

@@ -1,8 +1,8 @@
 """Comparison of an answer with the ground truth: text, choice letter, number, parts, equations, then formulas.
 
-The steps go from cheap and exact to lenient, and the first that can decide does. A false positive is worse than a false
-negative, because the model learns it. So names of unknowns, units, bases and words after a number count if both sides
-have them, and numbers are compared exactly unless the data set sets a tolerance.
+The steps go from cheap and exact to lenient; the first conclusive step decides. A false positive is worse than a false
+negative, because the model learns to exploit it. So names of unknowns, units, bases and words after a number are
+compared if both sides have them, and numbers are compared exactly unless the data set sets a tolerance.
 """
 
 import re
@@ -15,14 +15,14 @@ from rltrain.rewards.grading.latex import normalise, tidy
 from rltrain.rewards.grading.numbers import Value, near, same_number
 from rltrain.rewards.grading.units import contradict, quantity
 
-# Longer texts are not answers to these questions; the bound keeps every step below cheap.
+# Longer texts are not answers to these questions; the limit keeps all steps cheap.
 MAX_CHARS = 512
 _MAX_NUMBER_CHARS = 64
 _MAX_PARTS = 32
 _MAX_DEPTH = 4
 
 _LETTER = re.compile(r"[A-J]")
-# Sets of numbers: as a command, and in fonts that stand for blackboard bold.
+# Sets of numbers: as a command, and in fonts that replace blackboard bold.
 _R = re.compile(r"\\([NZQR])(?![A-Za-z])")
 _SET = re.compile(r"\\(?:mathbf|mathrm|boldsymbol|bm|bf|text)\s?\{\s?([NZQRC])\s?\}")
 _CHOICE = re.compile(
@@ -59,7 +59,7 @@ def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: 
     if len(answer) > MAX_CHARS:
         return False
     ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in (answer, truth[:MAX_CHARS]))
-    if "\\mathbb" in ours + theirs:  # elsewhere a bold letter is the letter
+    if "\\mathbb" in ours + theirs:  # elsewhere a bold letter is just the letter
         fonts = [_SET.sub(r"\\mathbb{\1}", text) for text in (answer, truth[:MAX_CHARS])]
         ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in fonts)
     grouped = [ungrouped(text) for text in (ours, theirs)]
@@ -118,7 +118,7 @@ def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: 
 
 
 def _same_word(answer: str, truth: str) -> bool:
-    """Return True for one word in two cases; ``AB`` and ``ab``, however, may be two things."""
+    """Return True for the same word in different case; but ``AB`` and ``ab`` may be different things."""
     return answer.isalpha() and (len(answer) > 2 or answer.lower() == "no") and answer.casefold() == truth.casefold()
 
 
@@ -150,7 +150,7 @@ def _no_percent(text: str) -> str:
 
 
 def _close(value: Value, right: Value, value_percent: bool, right_percent: bool, tolerance: Fraction) -> bool:
-    """Return True if the numbers agree. A percentage on only one side may count as it is or divided by a hundred."""
+    """Return True if the numbers agree. A percentage on only one side may also be divided by a hundred."""
     candidates = [(value, right)]
     if value_percent and not right_percent:
         candidates.append((value / 100, right))
@@ -173,7 +173,7 @@ def _same_equations(answer: str, truth: str, same: Same) -> bool | None:
     if ours is None:
         if theirs and "=" in answer and (assigned := _assigned(theirs)):
             return same(answer, assigned)
-        # An answer may leave out a name, nothing else: "2x+3" matches "y=2x+3".
+        # An answer may omit only a name: "2x+3" matches "y=2x+3".
         return _names_a_value(theirs[0], theirs[-1]) and same(answer, theirs[-1]) if theirs else None
     if theirs is None:
         if "=" in truth and (assigned := _assigned(ours)):
@@ -288,7 +288,7 @@ def _same_parts(answer: str, truth: str, same: Same) -> bool | None:
 
 
 def _in_order(parts: list[str]) -> list[str]:
-    """Return parts that name different unknowns, in alphabetical order; [] for any others."""
+    """Return parts that name different unknowns, in alphabetical order; [] for all others."""
     names = [part.partition("=")[0].strip() for part in parts if "=" in part]
     if not len(names) == len(parts) == len(set(names)) > 1:
         return []

@@ -1,4 +1,4 @@
-"""Mathematics of the AReaL-boba set: the answer may be any of several solutions, numbers may be rounded."""
+"""Mathematics problems of AReaL-boba: the answer may be any of several solutions, and numbers may be rounded."""
 
 from fractions import Fraction
 from typing import Any

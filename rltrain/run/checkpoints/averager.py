@@ -1,4 +1,4 @@
-"""Computation of the means that ``rltrain average`` writes. Separate from the command, because its imports take
+"""Computation of the averages that ``rltrain average`` writes. Separate from the command, because its imports take
 seconds."""
 
 from __future__ import annotations

@@ -40,10 +40,8 @@ def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
 
 
 def other_weights(record: dict[str, Any], cfg: Config) -> str:
-    """Return a sentence on a model of a checkpoint whose weights have changed under the same path, or "".
-
-    record: the checkpoint's progress.json. cfg: the settings of the run that resumes. It may name other models on
-    purpose.
+    """Return a sentence about a model of a checkpoint whose weights have changed under the same path, or "". record:
+    the checkpoint's progress.json. cfg: the settings of the resuming run, which may name other models on purpose.
     """
     now = base_weights(cfg)
     for key, model in record.get(RECORD, {}).items():

@@ -20,7 +20,7 @@ from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.workers.diagnostics.node import checksum_mismatches
 
 MANIFEST, RECORD = "manifest.json", "progress.json"
-# In progress.json of a thinned checkpoint: its `checkpoint_digest` before the optimizer state was removed.
+# Key in progress.json of a thinned checkpoint: its `checkpoint_digest` before thinning.
 THINNED = "thinned"
 # The key of a digest is its hash. The hash detects accidental changes, not deliberate ones.
 _DIGEST = "xxh3_128"
@@ -36,8 +36,8 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, str] | None = 
     digests: by path, of files that were hashed while they were written. Other files are small and are read here. Raises
     DiskError if a file with a digest is missing.
     """
-    # Listed before the manifest exists, which does not list itself. Without the syncs a power failure could leave empty
-    # files.
+    # The files are listed before the manifest exists, because it does not list itself. Without the syncs a power
+    # failure could leave empty files.
     files = {
         str(file.relative_to(folder)): {
             "bytes": sync(file),
@@ -65,10 +65,9 @@ def _written(folder: Path, digests: Mapping[str, str], clock: Clock) -> list[Pat
 
 
 def find_damage(folder: Path, contents: bool = True) -> str | None:
-    """Return the damage of a checkpoint, or None: the sizes of all files and the contents of the small ones.
-
-    The digests of large files take time to compare; see `large_files`. Raises StorageError if a file cannot be read
-    now, which is not damage.
+    """Return the damage of a checkpoint, or None, by the sizes of all files and the contents of small ones. Digests of
+    large files take time to compare; see `large_files`. Raises StorageError if a file cannot be read now, which is not
+    damage.
     """
     try:
         files = _manifest(folder)
@@ -107,7 +106,7 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     for name, entry in files.items():
         if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
             raise ValueError(f"it lacks the size of {name}")
-    # A single missing digest is a flipped bit. Old checkpoints have none at all.
+    # A single missing digest is damage. Old checkpoints have no digests at all.
     lacking = [name for name, entry in files.items() if not isinstance(entry.get(_DIGEST), str)]
     if lacking and len(lacking) < len(files):
         raise ValueError(f"it lacks the digest of {lacking[0]}")
@@ -126,7 +125,7 @@ def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> 
 def large_files(folder: Path) -> list[tuple[Path, str]]:
     """Return the large files of a checkpoint and their digests, in the order of the ranks that wrote them."""
     files = _digests(folder, _manifest(folder), large=True)
-    # The shorter name has the smaller number. A rank that reads its own file finds it in its cache.
+    # Shorter names have smaller numbers. A rank that reads its own file finds it in the page cache.
     return sorted(files, key=lambda entry: (entry[0].parent, len(entry[0].name), entry[0].name))
 
 
@@ -136,7 +135,7 @@ def has_digests(folder: Path) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes that the manifest of a checkpoint lists; 0 if it cannot be read now."""
+    """Return the total size in the manifest of a checkpoint in bytes; 0 if it cannot be read now."""
     try:
         return sum(entry["bytes"] for entry in _manifest(folder).values())
     except (OSError, ValueError, StorageError):

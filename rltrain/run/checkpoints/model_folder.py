@@ -31,7 +31,7 @@ def find_model(name: str, key: str = "MODEL") -> Named:
     """Return the model of a run (its newest complete checkpoint), a checkpoint, a folder or the hub.
 
     key: the argument or config key that the user has set. Raises CheckpointError for a checkpoint that is damaged or
-    contains no model folder, ConfigError if ``name`` is no model.
+    contains no model folder, ConfigError if ``name`` is not a model.
     """
     folder = Path(name).expanduser()
     if (folder / "adapter_config.json").is_file():
@@ -58,7 +58,7 @@ def find_step(folder: Path) -> Path | None:
 
 
 def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
-    """Return the newest checkpoint whose large files match their digests too.
+    """Return the newest checkpoint, checking the digests of its large files too.
 
     part: check only the large files in this folder of the checkpoint.
     """

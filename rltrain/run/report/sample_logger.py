@@ -45,8 +45,8 @@ def keeps_samples(trainer: TrainerConfig) -> bool:
 class SampleLogger(Callback):
     """Callback that sends samples to the writer by reference.
 
-    Only the texts of ``log_val_generations`` come into this process. Each kind of error is logged once, and the end of
-    the run lists the steps whose samples are missing.
+    Only the texts of ``log_val_generations`` come into this process. Each kind of error is logged once, and steps with
+    missing samples are listed at the end of the run.
     """
 
     def __init__(self, cfg: TrainerConfig, folder: Path, writer: WriterProcess, tracker: Tracker) -> None:
@@ -61,7 +61,7 @@ class SampleLogger(Callback):
         """Submit the samples for writing, as configured."""
         before = self._bytes_through_driver
         self._submit("train", made)
-        # References to the responses pass through this process too.
+        # References to the responses also pass through this process.
         per_sample = (self._bytes_through_driver - before) / len(made.samples)
         return {"perf/driver_bytes_per_sample": made.metrics["perf/driver_bytes_per_sample"] + per_sample}
 
@@ -94,7 +94,7 @@ class SampleLogger(Callback):
 
     def _log_examples(self, answered: Answered) -> None:
         step, answers_per_prompt = answered.step, answered.answers_per_prompt
-        # The same prompts at every validation.
+        # The same prompts in every validation.
         prompts = _spread(len(answered.samples) // answers_per_prompt, self._cfg.log_val_generations)
         if not len(prompts):
             return
@@ -139,7 +139,7 @@ class SampleLogger(Callback):
         for result in results:
             if result.problem:
                 self._missing.setdefault(result.split, []).append(result.step)
-                # Numbers, as in file names and sizes, do not make a new kind of error.
+                # Different numbers, as in file names and sizes, are not a new kind of error.
                 if (kind := re.sub(r"\d+", "", result.problem)) not in self._logged_problems:
                     self._logged_problems.add(kind)
                     log.warning("step %d, %s: responses are not saved: %s", result.step, result.split, result.problem)
@@ -167,7 +167,7 @@ def _spread(count: int, most: int) -> Ids:
 def _job(
     split: str, step: int, samples: Samples, prompts: Ids, answers_per_prompt: int, most: int | None = None
 ) -> SampleJob:
-    """Return the job for the responses (at most ``most`` each) to some prompts, in as few bytes as possible."""
+    """Return a compact job for the responses (at most ``most`` each) to some prompts."""
     each = min(answers_per_prompt, most or answers_per_prompt)
     ids = (prompts[:, None] * answers_per_prompt + np.arange(each)).ravel()
     names = [name for name in _NUMBERS if name in samples.numbers]

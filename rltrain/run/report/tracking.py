@@ -1,7 +1,7 @@
 """Logging of metrics: always to metrics.jsonl, and to the console and the trackers of ``trainer.logger``.
 
-A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker runs in a separate thread,
-failed entries are retried with growing pauses, and the end of the run waits a bounded time. metrics.jsonl has all
+A tracker that is down, slow or hanging must not stop or slow down a run. So each tracker runs in a separate thread,
+failed entries are retried with growing pauses, and the end of the run waits for a limited time. metrics.jsonl has all
 metrics, unless the run folder stays unwritable until the end.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MOST_KEPT = 10_000
 # Pauses between attempts.
 _BACKOFF = Backoff(1.0, 300.0)
-# After this many failures in a row, the tracker is down.
+# After this many failures in a row, the tracker counts as down.
 _DOWN_AFTER = 3
 # An entry that failed this often while others succeeded is dropped.
 _GIVE_UP_AFTER = 5
@@ -50,8 +50,8 @@ _NAME = "run_name"
 class JsonLines:
     """Appender of one JSON object per step to a file.
 
-    A line that cannot be written is kept and written with a later one, with one warning: that is no reason to stop
-    training, and must not hide another error. Raises an error of `write_error` if the file cannot be opened at the
+    A line that cannot be written is kept and written with a later one, after a single warning, because this must
+    neither stop training nor hide another error. Raises an error of `write_error` if the file cannot be opened at the
     start.
     """
 
@@ -72,7 +72,7 @@ class JsonLines:
 
 
 class Sender(threading.Thread):
-    """Thread that creates and feeds one tracker.
+    """Thread that creates one tracker and sends entries to it.
 
     The first error is logged, and failed entries are retried with growing pauses.
     """
@@ -88,8 +88,8 @@ class Sender(threading.Thread):
         self._tracker, self._make, self._backoff, self._most_kept = name, make, backoff, most_kept
         self._sink: Sink | None = None
         self._changed = threading.Condition()
-        # A dict and not a queue: it keeps the order, and an entry can be removed from the middle. Every call of `put`
-        # creates a new function, so the keys differ.
+        # A dict instead of a queue: it is ordered, and an entry can be removed from the middle. Every call of `put`
+        # creates a new function, so keys are unique.
         self._waiting: dict[Callable[[Sink], None], int] = {}  # entry -> number of failures
         self._finish: Callable[[Sink], None] | None = None
         self._lost = 0
@@ -135,7 +135,7 @@ class Sender(threading.Thread):
                 if sent and finish:
                     finish(self._sink)
                     return
-            # Any error, SystemExit too: if the thread ended, its entries would be lost silently.
+            # Any error, even SystemExit, because if the thread ended, its entries would be lost silently.
             except BaseException as error:  # noqa: BLE001
                 self._warn_once(error)
                 sent = False
@@ -147,16 +147,16 @@ class Sender(threading.Thread):
                     self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause_s)  # type: ignore[misc]
 
     def _send(self, entries: list[Callable[[Sink], None]], sink: Sink) -> bool:
-        """Try to send all entries in order. Return whether nothing is left. Raises if the tracker is down."""
+        """Try to send all entries in order. Return whether all were sent. Raises if the tracker is down."""
         failed: list[Callable[[Sink], None]] = []
         in_a_row = 0
-        for send in entries:  # (a full queue may drop some of them meanwhile)
+        for send in entries:  # (a full queue may drop some entries meanwhile)
             try:
                 send(sink)
             except BaseException as error:
                 failed.append(send)
                 in_a_row += 1
-                # Raised before attempts are counted, because entries are not to blame for a tracker that is down.
+                # Raised before attempts are counted, because a tracker that is down is not the entries' fault.
                 if in_a_row == _DOWN_AFTER:
                     raise
                 self._warn_once(error)
@@ -196,12 +196,12 @@ class Tracker(Callback):
         self._always = JsonLines(run.folder / METRICS)
         # Ids under which a resumed run continues.
         self._ids_file = run.folder / IDS_FILE
-        # A run from step 0 is new: under the old ids its steps would mix with steps of the previous run.
+        # A run from step 0 is new; with the old ids its steps would mix with steps of the previous run.
         self._ids = read_ids(self._ids_file) if run.first_step else {}
         self._ids |= {} if run.chosen else {_NAME: run.name}
         self._ids_lock = threading.Lock()
         self._senders: list[Sender] = []
-        # The summary is kept here, so that a tracker gets all of it at the end, whichever steps have arrived.
+        # The summary is kept here, so that a tracker gets all of it at the end, even if steps were lost.
         self._summary: dict[str, float] = {}
         for line in json_lines(run.folder / METRICS):
             self._summarise(line["step"], line)
@@ -233,7 +233,7 @@ class Tracker(Callback):
                 try:
                     temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
                     temporary.replace(self._ids_file)
-                # The tracker works; creating it again would start a run with every attempt.
+                # The tracker works; creating it again would start a new run with every attempt.
                 except OSError as error:
                     log.warning("%s cannot be written, so a resumed run begins new tracker runs: %s", temporary, error)
         return sink
@@ -268,7 +268,7 @@ class Tracker(Callback):
         """Finish all outputs, waiting at most a minute for trackers that do not respond."""
         self._console.close()
         self._always.close()
-        # All are asked before one is waited for, so that they finish in parallel within one deadline.
+        # All are requested to finish before any wait, so that they finish in parallel within one deadline.
         senders, self._senders = self._senders, []
         for sender in senders:
             sender.ask_to_finish(lambda sink: sink.finish(self._summary, failed))

@@ -12,7 +12,7 @@ from rltrain.common.env import first_set, use_token
 from rltrain.common.errors import ConfigError
 from rltrain.runtime.launch.store import accepts_connections
 
-# Below the user's home, where Ray looks for it.
+# Below the user's home, where Ray expects it.
 _OWN_TOKEN = ".ray/auth_token"
 
 
@@ -77,7 +77,7 @@ def token_file(file: Path) -> Path:
 def text(file: Path | None) -> str:
     """Return the content of a file; empty if missing. Raises ConfigError if it belongs to another user."""
     with suppress(OSError):
-        # Storage with root squashing (NFS) shows root's files as another user's.
+        # With root squashing (NFS), root's files appear to belong to another user.
         if file and os.geteuid() and file.stat().st_uid not in (0, os.geteuid()):
             raise ConfigError(f"{file} belongs to another user. Remove it, or set HEAD_FILE to a different file.")
         return file.read_text("utf-8").strip() if file else ""

@@ -1,4 +1,4 @@
-"""Tables of an evaluation: as wide as the terminal, or 200 columns elsewhere."""
+"""Tables of an evaluation, as wide as the terminal, or 200 columns without a terminal."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def show(results: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str
         for note in dict.fromkeys(note for result in results for note in result["notes"]):
             console.print(Text(sanitize(f"note: {note}")), soft_wrap=True)
         console.print(Text("[ ]: 95 % of bootstrap draws over prompts"))
-    except BrokenPipeError:  # a reader such as head has ended
+    except BrokenPipeError:  # a reader such as head has exited
         sys.stderr.close()
 
 
 def console_of() -> SanitizedConsole:
-    """Return a console as wide as the terminal; elsewhere with a fixed width."""
+    """Return a console as wide as the terminal, or with a fixed width without a terminal."""
     return SanitizedConsole(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
 
 

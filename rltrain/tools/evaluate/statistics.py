@@ -1,8 +1,8 @@
 """Statistics of responses to prompts, as pure functions over arrays.
 
-The prompt is the unit: every statistic is first a number per prompt [p], its value is their mean, and its interval is
-over other prompts of the same kind. Values are [p, n], NaN for a response without a score. Such responses are excluded,
-and a prompt without scored responses is NaN.
+The unit is the prompt: every statistic is computed per prompt [p], its value is the mean, and its interval is for
+prompts of the same kind. Values are [p, n], NaN for a response without a score. Such responses are excluded, and a
+prompt without scored responses is NaN.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _of_majority(subsets: NDArray[Any], of_text: Floats) -> float:
 def draws_of(columns: Floats, name: str, num_draws: int = DRAWS) -> Floats:
     """Return the bootstrap means [draws, m] of columns [p, m]: prompts drawn with replacement   (Efron 1979).
 
-    name: of the data source. It seeds the draws, so that no statistic depends on the other sources, and two sources are
-    drawn independently.
+    name: name of the data source, which seeds the draws, so that statistics do not depend on other sources, and sources
+    are drawn independently.
     """
     random = np.random.default_rng([SEED, zlib.crc32(name.encode())])
     num_prompts = len(columns)

@@ -27,7 +27,7 @@ from rltrain.tools.port.write import flat, holds_secret, script
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    # The words after --overrides are verl's and may look like flags.
+    # The arguments after --overrides are verl's and may look like flags.
     own_words, overrides = (words, None) if "--overrides" not in words else _split(words)
     parser = argparse.ArgumentParser(
         prog="rltrain port", description=str(__doc__).partition(": ")[2], allow_abbrev=False

@@ -1,8 +1,7 @@
 """Translation of verl's settings. Each decision leaves a comment or a line about the part that was not carried over.
 
 `load_config` knows verl's names and meanings: every setting is tried alone, and its message becomes the comment. The
-table here covers only settings that it rejects because they belong to another backend, if the maths stays the same
-under FSDP2.
+table here covers only settings of other backends, which it rejects, that have the same meaning under FSDP2.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
     keys = old | {key for key in written if key.startswith("algorithm.rollout_correction.")}
     if not old:
         return set()
-    # Required paths, so that nothing else is missing.
+    # Required paths, so that no other key is missing.
     required = [f"{_A}model.path=/model", "data.train_files=/data"]
     try:
         loaded = load_config([*required, *(f"{key}={written[key]}" for key in written if key in keys)])
@@ -144,12 +143,12 @@ def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:
 def _try(
     ported: Ported, key: str, text: str, said: Mapping[str, str], beside: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Try one setting with `load_config`. beside: settings that are needed to judge it."""
+    """Try one setting with `load_config`. beside: settings that are needed to check it."""
     own_key, why = rename(key), said.get("why", "")
     try:
         loaded = load_config([f"{key}={text}", *(f"{other}={value}" for other, value in beside.items())])
     except ConfigError as error:
-        if "__" in text and is_known(own_key):  # a variable of the user stands for a number
+        if "__" in text and is_known(own_key):  # the user's variable represents a number
             ported.put(own_key, text, why)
         else:
             ported.lost.append(f"{key}={text}: {_reason(key, text, error)}")
@@ -158,7 +157,7 @@ def _try(
         if own_key in loaded.explicit:
             ported.put(own_key, text, why or (f"was {key}" if own_key != key else ""))
         return
-    # A key that stands for other keys, or for none.
+    # A key that is replaced by other keys, or by none.
     set_keys = [set_key for set_key in loaded.explicit if set_key not in map(rename, beside)]
     for set_key in set_keys:
         ported.put(set_key, typed(get(loaded.config, set_key)), f"was {key}={text}")
@@ -167,7 +166,7 @@ def _try(
 
 
 def _reason(key: str, text: str, error: ConfigError) -> str:
-    """Return the problems of the setting itself, without the missing keys that every trial reports."""
+    """Return the problems of the setting itself, without missing keys, which every trial reports."""
     problem = " ".join(line for line in str(error).splitlines() if line not in _problems_of_any_trial())
     for head in (f"{key}={parsed_or_text(text)}: ", f"{key}={text}: ", f"{key}: "):
         problem = problem.removeprefix(head)
@@ -303,7 +302,7 @@ def _drop_our_defaults(ported: Ported) -> None:
 
 
 def _check(ported: Ported, unknown: str) -> None:
-    """Check the whole, except values that only the user's shell knows."""
+    """Check all settings, except values that only the user's shell knows."""
     sure = [f"{key}={text}" for key, text in ported.settings.items() if unknown not in text or _is_text(key)]
     try:
         loaded: LoadedConfig = load_config(sure)

@@ -6,7 +6,8 @@ depends on an event that only the driver observes.
 - `stage` copies the tensors into host memory, which is kept for the next save. It waits for the end of a step, and the
   next step waits for it.
 - `write` runs in a thread concurrent with the steps. It needs the folder, which a hanging disk may delay.
-- `seal` combines the shards into a checkpoint. It needs all ranks, because the offset of a tensor is known only after it was written.
+- `seal` combines the shards into a checkpoint. It needs all ranks, because offsets of tensors are known only after they
+  were written.
 
 Only the first `stage` of a run is a collective: it assigns the tensors to ranks. If the host lacks memory for the copy,
 the original tensors are written and must not change meanwhile. Tensors are read where they are: offloaded tensors do

@@ -1,7 +1,6 @@
-"""Call formats defined by a user's function, which reads the calls of a turn.
-
-The function gets arbitrary output of the policy. Therefore its exceptions count as unreadable calls, like all errors
-between two turns. Only plain texts are checked before the run: calls found in them raise ConfigError.
+"""Call formats defined by a user's function that reads the calls of a turn. The function gets arbitrary output of the
+policy, so its exceptions count as unreadable calls, like all errors between two turns. Before the run it is tried on
+plain texts; if it finds calls in them, ConfigError is raised.
 """
 
 import logging
@@ -42,7 +41,7 @@ def own_format(key: str, name: str, schemas: Schemas) -> CallFormat:
 
 
 def _parse(setting: str, function: Callable[..., Any], logged: set[str], text: str, schemas: Schemas) -> Parsed:
-    """Parse a turn with the function (see `CallFormat.parse`). logged: not empty after its first failure was logged."""
+    """Parse a turn with the function (see `CallFormat.parse`). logged: non-empty once a failure was logged."""
     text = without_end(text)
     try:
         calls = _calls(function, text, schemas)

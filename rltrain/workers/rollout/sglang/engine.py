@@ -277,7 +277,8 @@ def _handle(values: Tensor) -> bytes:
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-    if not values.is_cpu:  # otherwise CPU tensors cannot be serialised Identify the device by its UUID, because each process numbers its visible devices.
+    if not values.is_cpu:  # otherwise CPU tensors cannot be serialised
+        # Identify the device by its UUID, because each process numbers its visible devices.
         monkey_patch_torch_reductions()
     return MultiprocessingSerializer.serialize(values)
 

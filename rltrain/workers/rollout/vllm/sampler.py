@@ -46,7 +46,9 @@ class CountedSampler(nn.Module):
     def __init__(self, runner: Any, never: Tensor, experts: ExpertNotes | None) -> None:
         super().__init__()
         self._experts = experts
-        self._runner = weakref.ref(runner)  # it holds a reference to this, and an engine must be freed with its last reference
+        self._runner = weakref.ref(
+            runner
+        )  # it holds a reference to this, and an engine must be freed with its last reference
         self._never = never
         # One setting for all requests of a call; vLLM's top_k and top_p per request are unused.
         self._sampling = Sampling(1)

@@ -61,7 +61,9 @@ class WeightLoader:
             # with adapters hold the weight one level deeper, and are named without it.
             names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
             loaded = load(tensors)
-            missing.update(names - (names if loaded is None else loaded))  # None: only the canary detects missing weights
+            missing.update(
+                names - (names if loaded is None else loaded)
+            )  # None: only the canary detects missing weights
             return loaded
 
         model.load_weights = checked

@@ -84,7 +84,7 @@ def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
             f"{start.folder.parent} has {start.step} steps of another experiment ({'; '.join(of_experiment)}), "
             "and this run would resume from there, because neither has a name. Name the new one with "
             "trainer.experiment_name=…, or resume anyway with "
-            "trainer.experiment_name={loaded.config.trainer.experiment_name}."
+            f"trainer.experiment_name={loaded.config.trainer.experiment_name}."
         )
     log.info(
         "settings that changed since this run was last started:\n%s",

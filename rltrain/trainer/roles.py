@@ -346,6 +346,6 @@ def deal_by_length(lengths: np.ndarray, num_ranks: int) -> list[Ids]:
     """Deal samples to ranks, longest first, in alternating directions, so that token counts are about equal."""
     order = np.argsort(-lengths, kind="stable")
     place = np.arange(len(order))
-    turn, seat = np.divmod(place, num_ranks)
-    rank = np.where(turn % 2 == 0, seat, num_ranks - 1 - seat)
+    turn, offset = np.divmod(place, num_ranks)
+    rank = np.where(turn % 2 == 0, offset, num_ranks - 1 - offset)
     return [np.sort(order[rank == number]) for number in range(num_ranks)]

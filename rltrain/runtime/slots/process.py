@@ -13,7 +13,7 @@ from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, has_ended, kill_tree, 
 from rltrain.runtime.slots.output import Printed
 
 START_TIMEOUT_S = 120.0
-# Time for the reaper to end the remaining processes and itself, in seconds.
+# Time for the subreaper to end the remaining processes and itself, in seconds.
 _END_S = 3.0
 _LAST_CHARS = 2000
 # The parent's sys.path, because the command or a plugin may have changed it. -c instead of -m, so that it is set before
@@ -49,7 +49,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the reaper above the process."""
+        """Process id of the subreaper above the process."""
         return self._process.pid
 
     @property
@@ -79,7 +79,7 @@ class ChildProcess:
         # Before `wait`, because once it is reaped, its id may belong to another process.
         kill_tree(self._process.pid)
         self._process.wait()
-        remove_folder(self._folder)  # again, because the reaper may have been killed before it was done
+        remove_folder(self._folder)  # again, because the subreaper may have been killed before it was done
         self._printed.drain()  # its last output
         self._printed.close()
         self._crash_log.close()

@@ -2,7 +2,7 @@
 
 A user's function may not terminate: a regular expression may hold the interpreter lock for hours, a library may crash
 or leak, and processes that it started may outlive it. Neither a thread nor a signal can stop that. So the function runs
-in another process, which is killed with all its descendants by its parent (reaper.py), or by this process if that takes
+in another process, which is killed with all its descendants by its parent (subreaper.py), or by this process if that takes
 too long. It is a new interpreter, because a fork would inherit threads and locks of Ray. `multiprocessing` and pebble
 were not used because they unpickle the replies of the process and leave grandchildren running.
 """
@@ -58,7 +58,7 @@ class Slot:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the reaper above the process; None once closed."""
+        """Process id of the subreaper above the process; None once closed."""
         return None if self._process is None else self._process.pid
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Outcome:
@@ -90,7 +90,9 @@ class Slot:
         if self._awaits_reply:  # an interrupt preceded the reply, and the next call would mistake the reply for its own
             self._restart()
         elif self._process.has_ended:  # died since the last call, so it must not fail this one
-            self._printed.add(f"{self._bury()[0]['error']}\nbetween two {self._service.call}s; restarted\n".encode())
+            self._printed.add(
+                f"{self._replace_dead()[0]['error']}\nbetween two {self._service.call}s; restarted\n".encode()
+            )
         if name in self._prepared:
             return self._prepared[name]
         try:
@@ -99,7 +101,7 @@ class Slot:
             self._restart()
             reply = {"error": f"importing {self._service.function} took more than {START_TIMEOUT_S:g} s"}
         except _Died:
-            reply, is_killed = self._bury()
+            reply, is_killed = self._replace_dead()
             if is_killed and may_repeat:
                 return self.prepare(name, may_repeat=False)
         if "error" in reply:
@@ -149,7 +151,7 @@ class Slot:
                 failure |= {"status": "crashed", "kind": ORPHANED}
             return [outcome_of(failure)] * len(calls), True
         except _Died:
-            failure, is_killed = self._bury()
+            failure, is_killed = self._replace_dead()
             if is_killed and may_repeat and self._service.may_repeat and (left := end - time.monotonic()) > 0:
                 return self._ask(name, calls, timeout_s, False, left)
             return [outcome_of(failure)] * len(calls), True
@@ -210,7 +212,7 @@ class Slot:
         except RecursionError:
             return {"status": "rejected", "error": f"{self._service.function} returned a too deeply nested value"}
 
-    def _bury(self) -> tuple[dict[str, str], bool]:
+    def _replace_dead(self) -> tuple[dict[str, str], bool]:
         """Replace a process that has ended. Return the failure, and True for SIGKILL or SIGTERM."""
         assert self._process is not None
         how, is_killed = self._process.end()

@@ -245,17 +245,17 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
     ranks: list[list[Ids]] = [[] for _ in nodes]
     for turn in range(len(bins) // num_ranks):
         # Alternate the direction, so that the costliest bins do not all go to the same rank.
-        seats = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
-        row, homeless = bins[turn * num_ranks : (turn + 1) * num_ranks], []
+        free_ranks = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
+        row, unplaced = bins[turn * num_ranks : (turn + 1) * num_ranks], []
         for node, ids in row:
             # Prefer a rank of the bin's node: the time is the same on every rank.
-            near = next((rank for rank in seats if nodes[rank] == node), None)
+            near = next((rank for rank in free_ranks if nodes[rank] == node), None)
             if near is None:
-                homeless.append(ids)
+                unplaced.append(ids)
             else:
                 ranks[near].append(ids)
-                seats.remove(near)
-        for rank, ids in zip(seats, homeless, strict=True):
+                free_ranks.remove(near)
+        for rank, ids in zip(free_ranks, unplaced, strict=True):
             ranks[rank].append(ids)
     return ranks
 

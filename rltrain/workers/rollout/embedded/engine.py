@@ -301,7 +301,7 @@ class HFRollout:
         if kv.num_layers < expected:
             raise ConfigError(
                 f"{kv.num_layers} of the {expected} layers of {type(self.model).__name__} keep keys and values "
-                "through transformers' attention interface; {self._section}.name=hf requires this of all layers."
+                f"through transformers' attention interface; {self._section}.name=hf requires this of all layers."
             )
 
     def _packs(self, lengths: Sequence[int], begun: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:

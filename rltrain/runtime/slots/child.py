@@ -22,8 +22,8 @@ from rltrain.common.errors import RltrainError
 from rltrain.common.plugin import user_traceback
 from rltrain.runtime import stacks
 from rltrain.runtime.slots.limits import Limits, impose
-from rltrain.runtime.slots.subreaper import fork_below
 from rltrain.runtime.slots.service import MAX_RESULT_BYTES, Service
+from rltrain.runtime.slots.subreaper import fork_below
 
 MAX_ERROR_CHARS = 4000
 _BEAT_S = 0.05

@@ -91,7 +91,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
             "model.lora_rank=4 model.target_modules=[q_prj]",
             "no linear layer below the head matches 'q_prj'. Did you mean q_proj",
         ),
-        ("algorithm.gdpo_reward_keys=[style] algorithm.adv_estimator=gdpo", "returns no number of that name"),
+        ("algorithm.gdpo_reward_keys=[style] algorithm.adv_estimator=gdpo", "does not return a number of that name"),
         ("model.override_config.layer_types=[full_attention,conv]", "has layers of kind conv"),
         ("model.enable_gradient_checkpointing=99", "gradient_checkpointing=99: the model has"),
         ("model.override_config.mine=1", "mine: Qwen3Config has no such"),

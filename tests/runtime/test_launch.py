@@ -393,7 +393,7 @@ def test_a_node_of_another_run_is_refused_and_breaks_nothing(make_launch, words,
 @pytest.mark.parametrize(
     ("versions", "words", "message"),
     [
-        ("Python 3.10.1 and Ray 2.6", "-- x", "the head Python 3.10.1 and Ray 2.6. Install the same"),
+        ("Python 3.10.1 and Ray 2.6", "-- x", "the head has Python 3.10.1 and Ray 2.6. Install the same"),
         (module.VERSIONS, "", "the head was started with a command after --, this node was not"),
     ],
 )

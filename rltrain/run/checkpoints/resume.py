@@ -155,7 +155,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
 def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
     if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
-            f"{folder} no longer has an optimizer state (rltrain checkpoint thin), so it cannot be resumed. "
+            f"{folder} has no optimizer state (rltrain checkpoint thin), so it cannot be resumed. "
             "Start one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )

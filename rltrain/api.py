@@ -98,7 +98,7 @@ def train(
     """
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
-    # Outside of the main thread this changes no handlers, so a run may also be started from a thread.
+    # Outside of the main thread no handlers are changed, so a run may also be started from a thread.
     with listen() as stop:
         try:
             folder = run(loaded, check_settings(loaded), stop, objects)
@@ -182,7 +182,7 @@ def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
 def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[LoadedConfig, list[Any]]:
     """Add callbacks given by name to the configuration. Return it with the other callbacks.
 
-    Objects stay as they are, because callbacks run only in this process.
+    Objects are kept, because callbacks run only in this process.
     """
     names = [callback for callback in callbacks if isinstance(callback, str)]
     if names:

@@ -29,7 +29,7 @@ from rltrain.run.program import ESTIMATE_FLAGS
 # Maximum seconds for Python and packages to exit after the run.
 _LEAVE_S = 60
 _left: list[int] = []  # the exit code, after the run
-# Hydra's flags, which users of verl know: flags that name files, and others -> what to do instead.
+# Hydra's flags, which verl users may type: flags for files, and others -> replacement.
 _NAMING = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
 _HYDRA = {
     ("--cfg", "-c"): "--print-config prints the configuration",

@@ -60,7 +60,7 @@ class TrajectoryMessage:
     line: dict[str, Any]
     """``request`` (messages for the policy), ``end`` (the trajectory's numbers) or ``failed`` (the reason).
 
-    The first two come with ``counts`` and ``rewards``.
+    The first two include ``counts`` and ``rewards``.
     """
 
 

@@ -90,7 +90,8 @@ def _registered(module: str) -> dict[str, Callable[..., Any]]:
 
 
 def tools_by_name(where: str, functions: Mapping[str, Callable[..., Any]]) -> dict[str, ToolFunction]:
-    """Return functions by the names that the model sees. functions: by their names in the file. where: the setting.
+    """Return functions by the names that the model sees. functions: mapping from names in the file. where: the setting,
+    for messages.
 
     Raises ConfigError if two have the same name.
     """

@@ -1,7 +1,7 @@
 """Trial of custom estimators and losses on a few numbers, before anything is started.
 
 Problem: a function that raises or returns a wrong shape would fail after models are loaded and the first batch is
-generated. Choice: a batch of four responses on the CPU. Left out: a check of the formula, which only its author knows.
+generated. Choice: a batch of four responses on the CPU. Left out: a check of the formula, which only its author can do.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _encoded(text: str, *, is_data: bool) -> bytes | None:
 
 
 def data_address(image: Any) -> str:
-    """Return an image as a ``data:`` URL, for other processes. image: in the forms of rows, or a Pillow image.
+    """Return an image as a ``data:`` URL, for other processes. image: in any form that rows accept, or a Pillow image.
 
     A path is relative to the working directory. Raises DataError if it is not an image.
     """

@@ -63,7 +63,7 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return a configuration value, of any depth, without its secrets. name: of its key."""
+    """Return a configuration value, of any depth, without its secrets. name: the key's name."""
     # Any header may contain a token, whatever its name.
     secret = is_secret(name) or name == "url_headers"
     if isinstance(value, dict):

@@ -23,7 +23,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def stream(seed: int, purpose: str, *numbers: int) -> np.random.Philox:
     """Return a generator of 64-bit numbers (``random_raw``), which NumPy guarantees across versions.
 
-    numbers: in [0, 2^32).
+    numbers: integers in [0, 2^32).
     """
     return np.random.Philox(_sequence(seed, purpose, *numbers))
 

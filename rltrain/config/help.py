@@ -75,7 +75,7 @@ def help_text(topic: str = "") -> str:
 
 
 def _search(topic: str) -> list[Key]:
-    """Return the keys whose names and help texts have all words of ``topic``: keys that are named so come first."""
+    """Return the keys whose names and help texts contain all words of ``topic``, matching names first."""
     # Without endings, so that "stopping" finds "stops".
     words = [
         re.sub(r"(?:(?<=([a-z]))\1)?(?:ing|ed|e|s)$", "", word) for word in re.split(r"[\W_]+", topic.lower()) if word

@@ -130,7 +130,7 @@ class Reader:
         self.explicit.add(key)
 
     def translate(self) -> None:
-        """Translate keys of earlier versions of verl, and switches that stand for several keys."""
+        """Translate keys of earlier versions of verl, and switches that represent several keys."""
         self._repoint_interpolations()
         old = {key: value for key, (_, value) in self.foreign.items() if is_old(key, value)}
         for key in old:
@@ -253,9 +253,9 @@ class Reader:
     def override(self, word: str) -> None:
         """Store one ``key=value``."""
         key, equals, text = word.partition("=")
-        # Hydra's mark of a new key. It is always allowed here, so that verl's commands run.
+        # Hydra's prefix of a new key, which is always allowed here, so that verl's commands run.
         added, key = key.startswith("+"), key.lstrip("+").strip()
-        if key.startswith("~"):  # Hydra's mark of a removed key
+        if key.startswith("~"):  # Hydra's prefix of a removed key
             self._remove(key[1:])
             return
         if not equals or not key:
@@ -314,8 +314,8 @@ class Reader:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Return the value of a word; ``${other.key}`` stays. A text key takes the whole text: 007 is a name, not a number,
-    and " #1" is part of it."""
+    """Return the value of a word; ``${other.key}`` is kept. A text key takes the whole text: 007 is a name, not a
+    number, and " #1" is part of it."""
     word, schema_key = text.strip(), all_keys().get(rename(key))
     takes_text = schema_key and schema_key.type_name.startswith(("str", "Any")) and word.lower() not in _NULLS
     # A chat template starts with braces too.
@@ -351,7 +351,7 @@ def _other_type(key: Key, value: Any) -> str:
     if key.type_name.startswith("list") and isinstance(value, list) and any(isinstance(x, list | dict) for x in value):
         return f"expected {key.type_name.replace('None', 'null')}, without lists and mappings in it"
     is_text = key.type_name.startswith("str") and not key.choices and not key.name.endswith(_NUMBERS_AS_TEXT)
-    # In a file 1.10 is the number 1.1, and no is False.
+    # YAML reads 1.10 as the number 1.1, and no as False.
     return "expected a text: put it in quotes" if is_text and isinstance(value, bool | float) else ""
 
 

@@ -249,7 +249,7 @@ def is_verl_sampler(sampler_class: Callable[..., Any]) -> bool:
 
 
 class EpochSampler:
-    """Batches from a sampler that was written for verl, which yields single rows and is iterated anew for every epoch.
+    """Batches from a sampler that was written for verl, which yields single rows and is iterated again for every epoch.
 
     As in verl, its rows are cut into batches, and the incomplete last batch of an epoch is dropped. A row that is
     repeated in a batch is used once, because random numbers depend on the row, so that the responses would be equal.

@@ -26,8 +26,8 @@ _KEY = "data.mixing"
 
 
 class MixedOrder(BatchOrder):
-    """Batch order with shares (see `BatchOrder`). parts: rows of each part; shares: of the prompts, with sum 1. An
-    epoch has as many prompts as there are rows in total.
+    """Batch order with shares (see `BatchOrder`). parts: rows of each part; shares: each part's share of the prompts
+    (sum 1). An epoch has as many prompts as there are rows in total.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class MixedOrder(BatchOrder):
 
 
 def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: int, shuffle: bool) -> MixedOrder:
-    """Return the order of ``data.mixing``. weights: by data source, or by file (its path or name).
+    """Return the order of ``data.mixing``. weights: mapping from data source or file (path or name).
 
     Raises ConfigError for unused names, rows without a weight, and parts that are too small for their share.
     """

@@ -186,7 +186,8 @@ def encode_prompts(
 
 
 def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None:
-    """Raise DataError for a prompt with more images than ``most`` (``rollout.limit_images``). rows: of the store."""
+    """Raise DataError for a prompt with more images than ``most`` (``rollout.limit_images``). rows: rows of the
+    store."""
     over = [] if most is None else np.flatnonzero(store.num_images > most).tolist()
     if over:
         title = (
@@ -196,7 +197,7 @@ def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None
 
 
 def check_vocabulary(rows: Rows, store: PromptStore, encoder: ChatEncoder) -> None:
-    """Raise DataError for a prompt with a token outside of the model's vocabulary. rows: of the store."""
+    """Raise DataError for a prompt with a token outside of the model's vocabulary. rows: rows of the store."""
     size = encoder.model_vocab_size
     over = np.flatnonzero(store.values >= size) if size is not None else ()
     if len(over):

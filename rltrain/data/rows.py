@@ -276,7 +276,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null keys, at any depth. Null items of a list stay."""
+    """Return a value without null keys, at any depth. Null items of a list are kept."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -30,7 +30,7 @@ Map = tuple[str, ...]
 def generate(
     num_train: int, num_test: int, *, seed: int, sizes: Sequence[int], ice: float, instruction: str = INSTRUCTION
 ) -> Splits:
-    """Return the rows of both splits. Train maps repeat if there are no others.
+    """Return the rows of both splits. Train maps repeat if too few exist.
 
     Raises DataError if there are too few maps for ``num_test``, and ConfigError without gymnasium.
     """

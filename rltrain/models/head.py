@@ -30,9 +30,9 @@ class TokenLogProbs(NamedTuple):
     """Outputs of the head: log pi(label), entropy of pi, exact KL(pi || pi_ref), and sum over the vocabulary of pi^2.
 
     Each is [response tokens] in fp32, or None if not requested. The last has no gradient. The KL may be another
-    divergence (`ReferenceStates`). experts: of the tokens [tokens of samples, layers, experts per token], in the order
-    of `PackedInputs.by_sample`. balance_loss: load-balancing loss of the experts (scalar), if `PolicyModel.balance`
-    enabled it.
+    divergence (`ReferenceStates`). experts: experts of each token [tokens of samples, layers, experts per token], in
+    the order of `PackedInputs.by_sample`. balance_loss: load-balancing loss of the experts (scalar), if
+    `PolicyModel.balance` enabled it.
     """
 
     log_probs: Tensor

@@ -247,7 +247,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def source_dtype(config: PretrainedConfig, path: str | None = None) -> torch.dtype:
     """Return the dtype of the source checkpoint from its config, else the dtype of most numbers in its files.
 
-    path: of the checkpoint, or None to use only the config.
+    path: path of the checkpoint, or None to use only the config.
     """
     # Qwen3-VL's configs have it only for the decoder.
     named = (getattr(part, "dtype", None) for part in (config, config.get_text_config()))

@@ -92,7 +92,7 @@ def route(
 def pack_for_node(
     bundles: Sequence[Sequence[StoredRows]], objects: Mapping[Any, Batch | list[Any]]
 ) -> tuple[list[Batch | list[Any]] | int, ...]:
-    """Return each bundle as a list of pieces, and last their total bytes. objects: by reference."""
+    """Return each bundle as a list of pieces, followed by the total bytes. objects: references."""
     bundle_pieces = [[pick(part, objects[part.ref]) for part in bundle] for bundle in bundles]
     return (*bundle_pieces, sum(payload_bytes(piece) for pieces in bundle_pieces for piece in pieces))
 

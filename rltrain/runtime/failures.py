@@ -55,8 +55,8 @@ def explain(
 ) -> RltrainError:
     """Return the error that most likely caused the others: a death, else an exception, else a broken connection.
 
-    Among several, the lowest rank's. errors: by rank. place(ranks): describes them and their call. lost(seconds): ranks
-    and name of a node that is lost, or will be within that time.
+    Among several, the lowest rank's. errors: mapping from rank. place(ranks): describes them and their call.
+    lost(seconds): ranks and name of a node that is lost, or will be within that time.
     """
     rank = min(errors, key=lambda failed_rank: (_severity(errors[failed_rank]), failed_rank))
     error, where = errors[rank], place([rank])

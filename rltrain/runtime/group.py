@@ -147,8 +147,8 @@ class WorkerGroup:
     """Workers of a run.
 
     check(): called periodically while the driver waits for workers; its exceptions end the wait. before_end(): called
-    after an error if all processes live, before they are ended. environment: of the workers' processes (None:
-    `worker_environment` for the device and threads).
+    after an error if all processes live, before they are ended. environment: environment variables of the workers'
+    processes (None: `worker_environment` for the device and threads).
     """
 
     def __init__(

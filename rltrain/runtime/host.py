@@ -84,7 +84,7 @@ class _Host:
         return function(argument)
 
     def join(self, host: str, port: int, backend: str, num_nodes: int, key: bytes) -> None:
-        """Join the process group. host: with port 0 the file of the store. key: of the run, for `sign_objects`."""
+        """Join the process group. host: with port 0, the file of the store. key: the run's key for `sign_objects`."""
         sign_objects(key)
         use_interface(ray.util.get_node_ip_address(), num_nodes)
         torch.set_num_threads(self._threads)
@@ -96,7 +96,7 @@ class _Host:
         dist.init_process_group(backend, None, COLLECTIVE_TIMEOUT, self._world, self._rank, store)
 
     def build(self, worker: str, kwargs: dict[str, Any]) -> None:
-        """Build the worker ``module:Class``, with references in ``kwargs`` fetched."""
+        """Build the worker ``module:Class``; references in ``kwargs`` are fetched first."""
         module, _, name = worker.partition(":")
         # Ray resolves references that are arguments, but not inside a dictionary.
         fetched = {key: _fetch(value) for key, value in kwargs.items()}

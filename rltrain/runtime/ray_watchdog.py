@@ -93,8 +93,8 @@ class _Connection:
 class RayWatchdog(threading.Thread):
     """Watchdog thread.
 
-    connections: to raylet and GCS. session: folder of a Ray that ends with this process, else "". deadlines: for the
-    driver's work; see `require_heartbeat`. reads, kept: see `watch_ray`.
+    connections: connections to raylet and GCS. session: folder of a Ray that ends with this process, else "".
+    deadlines: for the driver's work; see `require_heartbeat`. reads, kept: see `watch_ray`.
     """
 
     def __init__(
@@ -197,9 +197,9 @@ _hanging = False
 def watch_ray(deadlines: Deadlines, local: bool, reads: bool = False, kept: Callable[[], str] = str) -> Iterator[None]:
     """Watch this node's raylet and the GCS inside the context; raise WorkerLost, at the latest at its end, if one died.
 
-    deadlines: of the driver, see `require_heartbeat`. local: this process has started Ray for itself only. reads: the
-    driver loads and prepares data, which may take long, so it does not count as hung while it is busy. kept: last line
-    of the error message (`Stop.kept`).
+    deadlines: the driver's deadlines, see `require_heartbeat`. local: this process has started Ray for itself only.
+    reads: the driver loads and prepares data, which may take long, so it does not count as hung while it is busy. kept:
+    last line of the error message (`Stop.kept`).
     """
     global _watchdog
     if _watchdog:  # an outer caller already watches

@@ -215,7 +215,7 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
             [_only(name, pick(replace(part, columns=(name,)), stored_object)) for part, stored_object in pairs]
         )
         places = np.concatenate([part.ids for part, _ in pairs])
-        # Rows are joined by object; sorting by position gives the order of the request.
+        # Rows are joined by object; sorting by position restores the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]
         if isinstance(column, Ragged) and len(column) < request.num_samples:
             # A sample without a value gets length 0, so the values are unchanged.

@@ -30,7 +30,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def search(num_models: int, score: Callable[[list[int]], float]) -> tuple[list[int], dict[str, object]]:
     """Return the selected models, best first, and the score of their average with all trials.
 
-    Each model is tried once, in order of score. score: of the average of some models; higher is better.
+    Each model is tried once, in order of score. score: returns the score of the average of some models; higher is
+    better.
     """
     scores = [score([number]) for number in range(num_models)]
     trials: list[dict[str, object]] = [{"models": [number], "score": value} for number, value in enumerate(scores)]

@@ -27,8 +27,9 @@ from rltrain.tools.evaluate.results import RESULT
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:
-    """Write the model of a checkpoint (for a run: its newest intact one) to a separate folder. dtype: of the weights;
-    None: unchanged (checkpoints of rltrain are then copied). Raises CheckpointError, ConfigError, DataError, DiskError.
+    """Write the model of a checkpoint (for a run: its newest intact one) to a separate folder. dtype: dtype of the
+    weights; None: unchanged (checkpoints of rltrain are then copied). Raises CheckpointError, ConfigError, DataError,
+    DiskError.
     """
     place = Path(name).expanduser()
     source = next((folder for folder in (place, place / "actor") if shard_files(folder)), None)

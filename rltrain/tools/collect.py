@@ -33,7 +33,7 @@ MOST_OF_A_FILE = 20 * 2**20
 _BINARY = (".parquet", ".pt", ".safetensors", ".npz")
 # A name and its value, as YAML, JSON, Python and shells write them.
 _NAMED = re.compile(r"([\w.-]+)[\"']?\s*[:=]\s*[\"']?([^\s\"',;&{}()\[\]]+)")
-# A name that begins a line, its value, and more indented lines after it, as in block scalars of YAML.
+# A name at the start of a line, its value, and further indented lines, as in YAML block scalars.
 _ENTRY = re.compile(
     r"(?m)^([ \t]*)((?:- )?[\"']?([\w.-]+)[\"']?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")"
     r"(\S.*(?:\n\1[ \t]+\S.*|\n[ \t]*(?=\n))*)$"

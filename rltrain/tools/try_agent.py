@@ -4,7 +4,7 @@
     rltrain agents try shop.py:Shop train.parquet                   # a class; turns are typed
     rltrain agents try agent.py:agent train.parquet --model MODEL   # formatted by the model's chat template
 
-A turn is the policy's text with its tool calls; a line --- ends it. Other settings are those of a run:
+A turn is the policy's text with its tool calls; a line --- ends it. Other settings are keys of a run:
 actor_rollout_ref.rollout.multi_turn.environment_kwargs='{most: 3}'. rltrain evaluate with these settings lets a model
 generate the turns. Exit code 0: the trajectory ended; 2: it failed, or nothing could be tried.
 """

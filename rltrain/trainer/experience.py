@@ -156,7 +156,7 @@ class Experience:
         else:
             values = known_number(samples, metric, self._cfg.reward.on_error)
         values = _without_failed(values, failed_of(samples), self._plan.answers_per_prompt)
-        if self._plan.answers_per_prompt < 2:  # there is nothing to compare, so all prompts stay, as in verl
+        if self._plan.answers_per_prompt < 2:  # there is nothing to compare, so all prompts are kept, as in verl
             return np.arange(len(values))
         # Any difference is a signal, however small, unless it is the rounding error of a sum.
         return np.flatnonzero(np.ptp(values, 1) > SCORE_ROUNDING * np.abs(values).max(1))

@@ -57,9 +57,9 @@ def loss_masks(
 ) -> dict[str, NDArray[np.bool_]]:
     """Return ``left_out`` [n], masked in the loss, and ``uncompared`` [n], also excluded from the baseline.
 
-    compares: the estimator compares the responses to a prompt, so a response that is left alone in its group is
-    excluded. mask_truncated: mask truncated responses. by_token: also exclude them from the baseline, because token
-    estimators weight it by the responses' gradients.
+    compares: the estimator compares the responses to a prompt, so the only remaining response of a group is excluded.
+    mask_truncated: mask truncated responses. by_token: also exclude them from the baseline, because token estimators
+    weight it by the responses' gradients.
     """
     failed = failed_of(samples)
     failed = failed | samples[c.TRUNCATED] if mask_truncated and by_token else failed

@@ -97,8 +97,8 @@ def make_plan(
 ) -> Plan:
     """Compute all counts. Raises ConfigError if a count does not divide evenly.
 
-    num_prompts: rows after filtering (None: unknown). num_too_long: rows that the filter removed. images: of the
-    prompts.
+    num_prompts: rows after filtering (None: unknown). num_too_long: rows that the filter removed. images: image sizes
+    of the prompts.
 
     Samples need not be divisible: passes are balanced over ranks by sample, and engines get whole prompts. The run ends
     after the epochs or ``trainer.total_training_steps``, whichever comes first; total_steps is 0 if neither is known.

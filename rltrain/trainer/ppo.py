@@ -188,7 +188,7 @@ class PPOTrainer:
         mini_batches = [ids[~zero_advantage[ids]] for ids in mini_batches]
         record.layouts["update_actor"] = layout = self._cut(samples, "update_actor", mini_batches)
         # As in verl the schedule starts with the first step that trains the actor. All optimizer steps of a step share
-        # one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
+        # one rate, so the schedule does not depend on `ppo_epochs` and the mini-batch size.
         first = max(1, plan.passes.first_actor_step)
         skipped = self._num_skipped_steps("actor")
         rate = learning_rate(step - first - skipped, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
@@ -236,7 +236,7 @@ class PPOTrainer:
         mini_batches = cut_prompts(plan, size, cfg.ppo_epochs, step, self.cfg.data.seed if cfg.shuffle else None)
         mini_batches = self._without_masked(samples, mini_batches)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        # Samples without advantage stay: they have returns, and the critic learns from them.
+        # Samples with zero advantage are kept, because they have returns from which the critic learns.
         record.layouts["update_critic"] = layout = self._cut(samples, "update_critic", mini_batches)
         skipped = self._num_skipped_steps("critic")
         rate = learning_rate(step - 1 - skipped, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
@@ -334,7 +334,7 @@ class PPOTrainer:
         tower has none (`tower_numbers`).
         """
         # Ratio of the two costs above. The actor's ratio is used for every pass: with a different critic model the
-        # balance is only an estimate, which costs time and changes no number.
+        # balance is only approximate, which costs time but does not change results.
         sizes, groups = self.model_sizes, samples[c.GROUP]
         pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
         work = Workload.of_groups(samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH], groups, pair_cost)

@@ -44,7 +44,7 @@ _BUSY_ENGINE = 128
 class Validation:
     """Generation and scoring of the validation prompts.
 
-    folder: of the run, for messages. on_phase(name): called at the start of a phase.
+    folder: the run folder, for messages. on_phase(name): called at the start of a phase.
     """
 
     _reads_images = False

@@ -282,7 +282,8 @@ class ActorRefWorker(Actor):
         return replace(share, measured=measured)
 
     def _teacher_loss(self, micro: Batch, divergence: Tensor | None) -> TeacherLoss | None:
-        """Return the teacher's part of the loss. divergence: from the forward pass, if the update runs the teacher."""
+        """Return the teacher's part of the loss. divergence: computed by the forward pass, if the update runs the
+        teacher."""
         cfg = self._cfg.distillation.distillation_loss
         if self._passes.exact_teacher:
             return TeacherLoss(cfg, divergence=divergence)

@@ -75,7 +75,7 @@ class RolloutWorker(Rollout):
     """Rollout role. Every method except `take_finished` and `abort` is called on all ranks.
 
     policy: the training weights. version: number of optimizer steps made on the weights. text_log_probs: the trainer's
-    log-probs of a text. rows: of the prompts, for multi-turn runs.
+    log-probs of a text. rows: rows of the prompts, for multi-turn runs.
     """
 
     def __init__(

@@ -112,7 +112,8 @@ def reward_terms(config: ScoringConfig, algorithm: AlgorithmConfig) -> Iterator[
 
 
 def asked_of_scorers(model: RewardModelConfig, algorithm: AlgorithmConfig, sampler: str) -> Iterator[str]:
-    """Yield errors for settings that read the numbers of a scorer, without a scorer. sampler: of the prompts."""
+    """Yield errors for settings that read the numbers of a scorer, without a scorer. sampler: the prompt sampler's
+    name."""
     metric = algorithm.filter_groups.metric
     asking = {
         f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.estimator.reward_terms,

@@ -197,7 +197,7 @@ def word_problems(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def name_problems(trainer: TrainerConfig) -> Iterator[str]:
-    """Yield errors for names that are no folder names, or that lead to the folder of another name."""
+    """Yield errors for names that are not valid folder names, or that resolve to another name's folder."""
     for part in ("project_name", "experiment_name"):
         name = getattr(trainer, part)
         parts = name.split("/")
@@ -214,7 +214,7 @@ def name_problems(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def profile_problems(trainer: TrainerConfig, phases: Sequence[str]) -> Iterator[str]:
-    """Yield errors for steps, phases and ranks that a run does not have. phases: of a step."""
+    """Yield errors for steps, phases and ranks that a run does not have. phases: the phases of a step."""
     last = trainer.total_training_steps
     for step in trainer.profile_steps or ():
         if step < 1 or (last is not None and step > last):

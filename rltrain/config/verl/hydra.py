@@ -1,6 +1,6 @@
 """Composition of YAML files with Hydra's ``defaults:`` lists, without Hydra.
 
-verl's recipes are such files. A list is composed as in Hydra. verl's stock files stand for verl's defaults, so they are
+verl's recipes are such files. A list is composed as in Hydra. verl's stock files contain verl's defaults, so they are
 not read. Not supported: ``override`` of a choice of an earlier file, and groups chosen on the command line.
 """
 
@@ -102,7 +102,7 @@ def flow(text: str) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a text on the command line; interpolations stay. Raises YAMLError or an OmegaConf error.
+    """Return the value of a text on the command line; interpolations are kept. Raises YAMLError or an OmegaConf error.
 
     Brackets and quotes are parsed as YAML. Everything else is read as in Hydra, not as in YAML 1.1, where 064 is 52,
     1:20 is 80 and " #1" is not part of a name.

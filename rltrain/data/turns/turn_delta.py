@@ -90,7 +90,7 @@ class TurnDelta:
         joined = "\n".join([*contents, *(str(message.get("name")) for message in messages)])
         if not self._ids or not self._mark.search(joined):
             return list(messages), {}
-        # Private-use characters, which no font and no template knows.
+        # Private-use characters, which fonts and templates do not use.
         border = next(chr(number) for number in range(0xE000, 0xF900) if chr(number) not in joined)
         texts: dict[str, str] = {}
 

@@ -199,10 +199,10 @@ def pays_to_share(prompt_length: Any, answer_length: Any) -> Any:
 def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
     """Pack ``prompt``, ``response``, ``response_mask`` into inputs. An empty batch packs to one dummy token.
 
-    With ``share``, samples of one prompt share its tokens: the prompt comes once, then the responses that attend to it,
-    with positions that continue from its end. The prompt's last state predicts the first token of each. The last token
-    of a response predicts nothing, so it is omitted. Only tokens of the policy (``response_mask``) have predictors and
-    labels.
+    With ``share``, samples of one prompt share its tokens: the prompt is placed once, then the responses that attend to
+    it, with positions that continue from its end. The prompt's last state predicts the first token of each. The last
+    token of a response predicts nothing, so it is omitted. Only tokens of the policy (``response_mask``) have
+    predictors and labels.
 
     The ``images`` of a prompt are packed once, and images of a response (``own_images``) with the response.
     ``routed_experts``, if present, follow the same layout. A shared prompt uses the rows of its first sample.
@@ -292,7 +292,7 @@ def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
 
 
 class _Laid:
-    """Builder of a row of segments. images: by prompt index; own_images: of responses."""
+    """Builder of a row of segments. images: mapping from prompt index; own_images: images of responses."""
 
     def __init__(self, images: Mapping[int, PromptImages], own_images: Sequence[PromptImages | None]) -> None:
         self.rows: list[Tensor] = []

@@ -86,8 +86,8 @@ def adopt(model: PreTrainedModel) -> None:
         net.forward = partial(_forward, net)
     if num_nets != expected:
         raise ConfigError(
-            f"{num_nets} of the {expected} recurrent layers of {type(model).__name__} are gated delta nets as rltrain "
-            "expects them. Try another version of transformers."
+            f"{num_nets} of the {expected} recurrent layers of {type(model).__name__} are supported gated delta nets. "
+            "Try another version of transformers."
         )
 
 

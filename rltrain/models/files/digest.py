@@ -48,7 +48,7 @@ def digest_of_files(files: Iterable[str | Path]) -> str:
 def digests_of_values(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the digest of every file that a value names: a path, FILE.py:NAME, or a list of these.
 
-    settings: by dotted key (`evaluate.models.flat`). The keys of the result are "content of KEY".
+    settings: values by dotted key (`evaluate.models.flat`). The keys of the result are "content of KEY".
     """
     digests = {}
     for key, value in settings.items():

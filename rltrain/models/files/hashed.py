@@ -95,7 +95,7 @@ class HashedFile(io.IOBase):
 
 
 class HashedFolder(FileSystem):
-    """Folder of a DCP checkpoint during writing. digests: of the files written so far."""
+    """Folder of a DCP checkpoint during writing. digests: digests of the files written so far."""
 
     def __init__(self) -> None:
         self.digests: Digests = {}

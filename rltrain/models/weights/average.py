@@ -118,7 +118,7 @@ def _names(key_mapping: KeyMapping) -> dict[str, str]:
 class Average:
     """Mean of ``parts`` with weights ``shares``, which sum to 1.
 
-    dtype: of floating-point entries, except the correction biases of routers. None: as in the first model. Raises
+    dtype: dtype of floating-point entries except routers' correction biases (None: as in the first model). Raises
     CheckpointError if the parts are not models of one kind.
     """
 

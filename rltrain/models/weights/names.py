@@ -57,7 +57,7 @@ class Weight(NamedTuple):
 def huggingface_name(name: str) -> str:
     """Return the name of a parameter or buffer of a `PackedModel` in the Hugging Face model without adapters.
 
-    The name of an adapter stays.
+    Names of adapters are kept.
     """
     name = name.removeprefix(_PREFIX)
     return name if ADAPTER in name else _BASE_LAYERS.sub(".", name)

@@ -151,7 +151,7 @@ def _is_label(letter: str, rest: str, is_further: bool) -> bool:
 
 
 def _place(stated: str, texts: Sequence[str]) -> int | None:
-    """Return the index of the choice that a text, or its part after "is", names; None if it names none or several."""
+    """Return the index of the choice whose text equals this text or its part after "is"; None for none or several."""
     yes_or_no = _YES_OR_NO.match(stated)  # "No, it is not."
     tries = [stated, _SAID.split(stated)[-1], *([yes_or_no[0]] if yes_or_no else [])]
     return next((place for text in tries if (place := _same(text, texts)) is not None), None)

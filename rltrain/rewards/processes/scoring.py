@@ -77,7 +77,7 @@ class Scoring:
         """Score the texts at ``positions`` [k] of a list (by reference) as responses to ``rows`` [k]."""
         rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         if rows.shape != positions.shape:
-            raise ValueError(f"{len(rows)} rows and {len(positions)} positions")
+            raise ValueError(f"{len(rows)} rows for {len(positions)} positions")
         for first in range(0, len(rows), self._answers_per_call):
             part = slice(first, first + self._answers_per_call)
             call = _Call(texts, rows[part], positions[part])

@@ -138,7 +138,7 @@ class RewardWorker:
         return self._scorer.take_counts() if isinstance(self._scorer, RemoteJudge | DeviceJudge) else Counter()
 
     def cancel_judging(self, batch: int) -> None:
-        """Stop waiting for the judge of a batch; its responses stay unscored."""
+        """Stop waiting for the judge of a batch; its responses are not scored."""
         if isinstance(self._scorer, RemoteJudge):
             self._scorer.cancel(batch)
 

@@ -61,7 +61,7 @@ class Notice(Callback):
 
     def _why_to_leave(self) -> str:
         left_s, notice_s = self._stop.left_s, self._stop.notice_s
-        # Half-updated weights belong to no step.
+        # Half-updated weights do not belong to any step.
         if notice_s is None or not self._in_step or self._updates_began is not None:
             return ""
         leaves = f"and trainer.stop_notice_s={notice_s:g} leaves {max(left_s, 0):.0f} s: it was left"

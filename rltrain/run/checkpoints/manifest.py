@@ -33,7 +33,7 @@ _SEEN_S, _POLL_S = 10.0, 0.1
 def write_manifest(folder: Path, step: int, digests: Mapping[str, str] | None = None, clock: Clock = SYSTEM) -> None:
     """Write the manifest of a checkpoint and sync all files to disk.
 
-    digests: by path, of files that were hashed while they were written. Other files are small and are read here. Raises
+    digests: by path, for files that were hashed during writing. Other files are small and are read here. Raises
     DiskError if a file with a digest is missing.
     """
     # The files are listed before the manifest exists, because it does not list itself. Without the syncs a power

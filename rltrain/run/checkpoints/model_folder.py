@@ -75,12 +75,12 @@ def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
 def whole_export(step: Path) -> Path:
     """Return the model folder in a checkpoint, after checking its files. Raises CheckpointError."""
     if problem := find_damage(step):
-        raise CheckpointError(f"{step} is damaged: {problem}. Take another step, or copy it again.")
+        raise CheckpointError(f"{step} is damaged: {problem}. Use another step, or copy this one again.")
     if not (step / EXPORT / "config.json").is_file():
         raise CheckpointError(
             f"{step} holds no model folder: its run did not export one (checkpoint.save_contents without "
             "hf_model). Name another step."
         )
     if problems := checksum_mismatches([entry for entry in large_files(step) if entry[0].parent.name == EXPORT]):
-        raise CheckpointError(f"{step} is damaged: {problems[0]}. Take another step, or copy it again.")
+        raise CheckpointError(f"{step} is damaged: {problems[0]}. Use another step, or copy this one again.")
     return step / EXPORT

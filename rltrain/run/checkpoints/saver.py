@@ -252,8 +252,8 @@ class Saver(Callback):
         """Complete the checkpoint, then remove older ones."""
         digests = {name: digest for part in written for name, digest in part.digests.items()}
         size = size_of(self._folder.commit(pending.folder, pending.step, digests))
-        # After the new one is in place. The checkpoint of trainer.resume_from_path stays, because the same command
-        # starts from it again.
+        # After the new one is in place. The checkpoint of trainer.resume_from_path is kept, because a rerun starts from
+        # it again.
         try:
             self._folder.prune(self._superfluous, self._cfg.trainer.resume_from_path)
         except (OSError, StorageError) as error:

@@ -81,7 +81,8 @@ class Section:
 
 
 def line_chart(title: str, lines: Sequence[Line], unit: str = "", x_label: str = "step", **settings: Any) -> Any:
-    """Return a line chart over steps (or ``x_label``), with values on hover. settings: of `bokeh.plotting.figure`."""
+    """Return a line chart over steps (or ``x_label``), with values on hover. settings: arguments of
+    `bokeh.plotting.figure`."""
     chart, drawn = _new_chart(title, unit, len(lines), **settings), []
     chart.xaxis.axis_label = None if x_label == "step" else x_label
     for line, colour in zip(lines, cycle(COLOURS), strict=False):

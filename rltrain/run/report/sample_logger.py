@@ -45,8 +45,8 @@ def keeps_samples(trainer: TrainerConfig) -> bool:
 class SampleLogger(Callback):
     """Callback that sends samples to the writer by reference.
 
-    Only the texts of ``log_val_generations`` come into this process. Each kind of error is logged once, and steps with
-    missing samples are listed at the end of the run.
+    Only the texts of ``log_val_generations`` are fetched into this process. Each kind of error is logged once, and
+    steps with missing samples are listed at the end of the run.
     """
 
     def __init__(self, cfg: TrainerConfig, folder: Path, writer: WriterProcess, tracker: Tracker) -> None:
@@ -190,7 +190,7 @@ def _narrow(values: NDArray[Any], *, exact: bool = True) -> NDArray[Any]:
         # Counts, lengths and ids are never negative.
         return values.astype(np.min_scalar_type(int(values.max())))
     if values.dtype == np.float64:
-        # A score beyond float32 becomes infinite, is then not equal, and stays float64.
+        # A score beyond float32 becomes infinite, and so differs and is stored as float64.
         with np.errstate(over="ignore"):
             small = values.astype(np.float32)
         return small if not exact or np.array_equal(small, values, equal_nan=True) else values

@@ -88,7 +88,8 @@ class Written:
 class SampleWriter:
     """Writer of the files of jobs. Texts may hold anything that a model, a scorer or a data file contains.
 
-    rows, prompts: by split. tokenizer: of the tokenizers package, to decode prompts (None: messages are shown).
+    rows, prompts: mappings by split. tokenizer: a tokenizer of the tokenizers package to decode prompts (None: messages
+    are shown).
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class SampleWriter:
         }
 
     def _decoded(self, split: str, row: int, **options: bool) -> str:
-        """Return the prompt as the model saw it, or its messages if there is no tokenizer."""
+        """Return the prompt as tokenized for the model, or its messages if there is no tokenizer."""
         if self._tokenizer is None:
             return "\n".join(f"{turn['role']}: {_text(turn['content'])}" for turn in self._rows[split][row].prompt)
         return self._tokenizer.decode(self._prompts[split].short(row).tolist(), **options)

@@ -295,7 +295,7 @@ def missing_package(logger: str) -> str | None:
 
 
 def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
-    """Yield the warnings that a run will give on its trackers at its start, without contacting a server."""
+    """Yield the warnings about trackers that a run will log at its start, without contacting a server."""
     for name in loggers:
         if package := missing_package(name):
             yield f"trainer.logger={name}: not installed here, so it is left out (pip install {package})"

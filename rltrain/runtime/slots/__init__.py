@@ -21,7 +21,7 @@ tools.py is called like this:
             text = outcome.error
         log = slot.take_printed()
 
-- Arguments are sent as pickles, and results come back as JSON: texts, numbers, lists and dicts. Even if a function
+- Arguments are sent as pickles, and results are returned as JSON: texts, numbers, lists and dicts. Even if a function
   compromises its process, this side only parses text. A result that is not JSON, or is longer than 1 MiB as JSON, is
   "rejected".
 - A function may be ``async``. Then `Slot.call_all` runs several calls concurrently, each with a separate deadline.

@@ -62,7 +62,7 @@ class Slot:
         return None if self._process is None else self._process.pid
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Outcome:
-        """Call the function ``name``. timeout_s: of this call, instead of the limits'.
+        """Call the function ``name``. timeout_s: timeout of this call, instead of the limits' timeout.
 
         Raises the service's error only if there is no such function.
         """

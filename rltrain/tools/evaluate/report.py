@@ -71,7 +71,7 @@ def _of_model(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _of_all(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the means over responses: a row per model, a column per source, and the average."""
     sources = list(dict.fromkeys(source for result in results for source in _parts(result)))
-    # The average comes last, even if the first model has few sources.
+    # The average is last, even if the first model has few sources.
     columns = [*(name for name in sources if name != _AVERAGE), *(name for name in sources if name == _AVERAGE)]
     name = main_figure(results[0])
     rows = [

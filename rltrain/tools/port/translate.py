@@ -45,12 +45,12 @@ class Ported:
     """A launch with rltrain's settings."""
 
     settings: dict[str, str] = field(default_factory=dict)
-    """rltrain's key -> the value as it is typed."""
+    """rltrain's key -> the value as typed."""
     comments: dict[str, list[str]] = field(default_factory=dict)
     """rltrain's key -> reasons."""
     decisions: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
-    """Settings that were left out because they change nothing."""
+    """Settings that were omitted because they have no effect."""
     lost: list[str] = field(default_factory=list)
     """Settings that could not be carried over, as key=value: reason."""
     to_do: list[str] = field(default_factory=list)
@@ -290,7 +290,8 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
 
 
 def _drop_our_defaults(ported: Ported) -> None:
-    """Remove settings that equal the default. A batch switch stays, because its presence decides how sizes are read."""
+    """Remove settings that equal the default. A batch switch is kept, because its presence determines how sizes are
+    read."""
     for key, text in list(ported.settings.items()):
         schema_key = all_keys().get(key)
         if (

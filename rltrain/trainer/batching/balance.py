@@ -7,7 +7,7 @@ Responses to one prompt in the same micro-batch share the prompt's tokens (`mode
 images. The images are encoded once, even if a response is too long to share the tokens. Keeping responses together
 saves work but leaves coarser chunks to balance; the cost model weighs both.
 
-With several nodes a chunk goes to a rank of the node that generated it, unless that makes the ranks less even. The
+With several nodes a chunk goes to a rank of the node that generated it, unless that makes the ranks less balanced. The
 generating node depends on timing, so two such runs are equal only up to rounding.
 """
 
@@ -225,7 +225,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         numbers = [prompt + answer, whole, *shared, rows, image_rows, image_cost, node]
         chunks.append(_Chunk([sample], key, *numbers))
     if work.nodes is not None:
-        # The node that stores most tokens of the chunk.
+        # The node that stores the most tokens of the chunk.
         most = [int(np.bincount(nodes[chunk.ids], work.answers[chunk.ids]).argmax()) for chunk in chunks]
         chunks = [chunk._replace(node=node) for chunk, node in zip(chunks, most, strict=True)]
     # The greedy rule of `_fill` needs the costliest chunks first; the small ones then even out the differences.
@@ -309,7 +309,7 @@ class _Bin:
 def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]] | None:
     """Fill ``count`` bins per rank, each with its node: costliest first, into the emptiest bin that fits (Graham 1969).
 
-    A chunk goes to a bin of its node if that stays within an even share. Returns None if a chunk fits nowhere.
+    A chunk is put into a bin of its node if this does not exceed an even share. Returns None if a chunk fits nowhere.
     """
     bins = {node: [_Bin() for _ in range(count * list(nodes).count(node))] for node in dict.fromkeys(nodes)}
     heaps = {node: [(0.0, number) for number in range(len(of_node))] for node, of_node in bins.items()}
@@ -318,8 +318,8 @@ def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBu
         heap = heaps.get(chunk.node)
         if heap and heap[0][0] + chunk.cost <= even and _place(chunk, bins[chunk.node], heap, budget):
             continue
-        # Among equally empty bins the chunk's node comes first. A bin with the maximum number of samples is not tried
-        # again, so a node may have no bins left.
+        # Among equally empty bins, those of the chunk's node are tried first. A bin with the maximum number of samples
+        # is not tried again, so a node may have no bins left.
         order = sorted((heaps[node][0][0], node != chunk.node, node) for node in heaps if heaps[node])
         if not any(_place(chunk, bins[node], heaps[node], budget) for *_, node in order):
             return None

@@ -117,7 +117,8 @@ def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bo
 
 
 def source_metrics(samples: Samples, sources: NDArray[np.object_], right: NDArray[np.float64]) -> Metrics:
-    """Return means by data source. sources, right [n]: source and accuracy per response. share: of all responses."""
+    """Return means by data source. sources, right [n]: source and accuracy per response. share: share of all
+    responses."""
     metrics: Metrics = {}
     values = {"score": samples[c.SCORE], "acc": right, "response_length": samples[c.RESPONSE_LENGTH]}
     values["clip_ratio"] = samples[c.TRUNCATED]

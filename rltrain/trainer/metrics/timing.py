@@ -55,9 +55,9 @@ def flops_metrics(
 ) -> Metrics:
     """Return ``perf/tflops/*`` (10^12 model FLOP/s per device) and ``perf/mfu/*`` (share of its bf16 peak, if known).
 
-    ``_prompts_repeated``: the prompt counts for each of its responses. costs: by phase, in tokens of the actor,
-    including attention and images. A token takes 2 FLOPs per weight in a forward pass and 6 in an update, without the
-    input embedding (Narayanan et al. 2021, appendix, halved for causality). Other roles use their model's weights and
+    ``_prompts_repeated``: the prompt counts for each of its responses. costs: costs by phase in actor tokens, including
+    attention and images. A token takes 2 FLOPs per weight in a forward pass and 6 in an update, without the input
+    embedding (Narayanan et al. 2021, appendix, halved for causality). Other roles use their model's weights and
     attention.
     """
     metrics: Metrics = {}

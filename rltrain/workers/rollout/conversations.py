@@ -304,7 +304,7 @@ class Conversations:
 def begun_conversations(batch: Batch, prompts: Sequence[NDArray[np.int32]], num_samples: int) -> list[Conversation]:
     """Return the conversations of partial responses. batch: `columns.ANSWER`, and ``slot`` (prompt index * n + sample).
 
-    prompts: by prompt index.
+    prompts: prompts by prompt index.
     """
     columns = [batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK, c.ROLLOUT_LOG_PROBS)]
     conversations = []

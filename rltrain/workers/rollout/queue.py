@@ -87,7 +87,7 @@ def abort(store: dist.Store) -> None:
 class JobQueue:
     """Jobs of one replica: first its dealt jobs, then jobs from the shared rest, one by one.
 
-    jobs: of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas in alternating
+    jobs: all jobs of the task, in starting order. The first ``num_dealt`` are dealt to the replicas in alternating
     directions; if that is all jobs, the assignment is deterministic. target_complete: stop when this many prompts are
     complete over all replicas, including the first ``num_required`` prompts. prepare: applied to jobs when they are
     taken, for example to load their images. can_end: stop after `abort`.

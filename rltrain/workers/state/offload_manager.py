@@ -226,7 +226,7 @@ class _OffloadableModel(_Offloadable):
 
     def __init__(self, model: nn.Module, device: Device, queue: Any) -> None:
         super().__init__(model, device, queue)
-        # The root comes first: it gathers embedding and head before any layer runs.
+        # The root is first, because it gathers embedding and head before any layer runs.
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         unit_of = {id(weight): number for number, unit in enumerate(units) for weight in unit.parameters()}
         self._names: list[list[str]] = [[] for _ in units]

@@ -136,7 +136,8 @@ def weigh(
 
 
 def _border_of_mean(keys: Tensor, largest: float) -> float:
-    """Return the smallest excluded key: with it the mean of the smallest keys exceeds ``largest``. keys: sorted."""
+    """Return the smallest excluded key: with it the mean of the smallest keys exceeds ``largest``. keys: sorted
+    keys."""
     means = keys.cumsum(0) / torch.arange(1, len(keys) + 1)
     over = keys[means > largest]
     return float(over[0]) if len(over) else math.inf

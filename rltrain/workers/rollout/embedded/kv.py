@@ -294,7 +294,7 @@ class KeyValues:
         return output.reshape(rows, 1, -1, value.shape[3])
 
     def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """Return 0 where a row sees a column (first the prompt's), else -inf: [rows, 1, 1, columns]."""
+        """Return the mask: 0 where a row attends to a column (the prompt's first), else -inf: [rows, 1, 1, columns]."""
         # Built once per step for all layers with the same window.
         name = kind.window, kind.chunk
         if name not in self._masks:

@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 class EndedTurn(NamedTuple):
-    """Turn that has ended. row: in the batch. tokens: all tokens after its prompt."""
+    """Turn that has ended. row: row in the batch. tokens: all tokens after the prompt."""
 
     row: int
     key: Key

@@ -39,7 +39,7 @@ def image_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 class ImageInput:
-    """Builder of image inputs for one engine. model_config: vLLM's; dtype: of the model."""
+    """Builder of image inputs for one engine. model_config: vLLM's model config. dtype: the model's dtype."""
 
     def __init__(self, model_config: Any, dtype: torch.dtype) -> None:
         from vllm.multimodal import MULTIMODAL_REGISTRY

@@ -35,7 +35,7 @@ def _agent(place: str) -> Callable[..., Any]:
 
 
 def _numbers(returned: Any) -> dict[str, float]:
-    """Convert an agent's return value to ``score`` and other numbers. Raises ValueError for other values."""
+    """Convert an agent's return value to ``score`` and other numbers. Raises ValueError for invalid values."""
     values = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
     try:
         return {str(name): float(value) for name, value in values.items()}

@@ -221,7 +221,7 @@ def open_image(image: Any) -> Any:
 
 def _to_8_bits(image: Any, kind: str | None) -> Any:
     """Convert 16-bit greys to 8 bits, because Pillow would make them white. kind: format of the file."""
-    # Older Pillow versions open a 16-bit PNG as "I".
+    # Older Pillow versions open 16-bit PNGs in mode "I".
     if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
         raise DataError(
             f"its grey values have 32 bits (Pillow's mode {image.mode!r}), so it is unknown which value is white: "

@@ -105,7 +105,8 @@ def _travel(
 
 
 def row_sizes(experts: Tensor, num_here: int, group: ProcessGroup) -> tuple[list[int], list[int], Tensor]:
-    """Return the rows for each rank, the rows from each rank, and the local expert index of each received row.
+    """Return the number of rows to each rank, the number from each rank, and the local expert index of each received
+    row.
 
     The host waits here, but only for the counts.
     """

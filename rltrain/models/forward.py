@@ -228,7 +228,7 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
     settings = config.to_dict()  # a config with heterogeneous layers raises when asked for one head size
     total = sum(parameter.numel() for parameter in policy.parameters())
     embedding = next(policy.model.get_input_embeddings().parameters())
-    output = policy.model.get_output_embeddings()  # a critic's decoder has none
+    output = policy.model.get_output_embeddings()  # a critic's decoder has no head
     tied = output is not None and embedding is next(output.parameters())
     head_size = settings.get("head_dim") or config.hidden_size // config.num_attention_heads
     experts = num_experts(config)

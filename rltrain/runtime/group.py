@@ -342,7 +342,7 @@ class WorkerGroup:
         rank_of = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=_STACKS_S)
         stacks = {rank_of[reference]: get(reference)[0] for reference in answered}
-        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a dead process has none
+        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a dead process has no stack
 
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
         """Write all stacks, end all workers, and return an error with the silent ranks, or else the late ones."""

@@ -79,7 +79,7 @@ def values_of(text: str) -> list[str]:
 
 def combinations(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return a name and the words of every run. Raises ConfigError if nothing is swept, or a value is empty."""
-    # As in a run, the last word with a key counts.
+    # As in a run, the last argument for a key takes precedence.
     given = {key: values_of(text) for key, _, text in (word.partition("=") for word in words)}
     swept = {key: values for key, values in given.items() if len(values) > 1}
     for key, values in swept.items():

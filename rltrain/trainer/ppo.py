@@ -183,7 +183,7 @@ class PPOTrainer:
         plan, cfg, step = self.plan, self.cfg.actor_rollout_ref.actor, record.step
         mini_batches = self._without_masked(samples, self._actor_mini_batches(step))
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        # Samples without gradient are dropped after the denominators were counted, so the loss is unchanged.
+        # Samples without a gradient are dropped only after counting the denominators, so the loss is unchanged.
         zero_advantage = self.advantages.zero_advantage(samples)
         mini_batches = [ids[~zero_advantage[ids]] for ids in mini_batches]
         record.layouts["update_actor"] = layout = self._cut(samples, "update_actor", mini_batches)

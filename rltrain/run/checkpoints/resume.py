@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from, and the progress of a run in its checkpoints.
+"""The checkpoint that a run starts from, and the progress stored in checkpoints.
 
 A resumed run must continue as if it had never stopped. So a checkpoint records the values that affect this, and a run
 with other values or training data is refused before any worker starts. The checkpoint also records the version of

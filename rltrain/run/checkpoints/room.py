@@ -108,7 +108,7 @@ def free_bytes(folder: Path) -> float:
     try:
         # In a dry run the run folder may not exist, so use the nearest existing parent.
         return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
-    except OSError:  # writing will fail if there is no room
+    except OSError:  # otherwise writing will fail
         return math.inf
 
 

@@ -18,7 +18,7 @@ from rltrain.common import logs
 
 log = logging.getLogger(__name__)
 
-# Metrics shown for a step, in this order. A narrow terminal omits the last ones.
+# Metrics shown for a step, in this order. On a narrow terminal the last ones are omitted.
 SHOWN = {
     "train/loss": "loss", "critic/score/mean": "score", "reward/error_rate": "reward_errors", "actor/kl_loss": "kl",
     "actor/reward_kl_penalty": "kl_in_reward", "response_length/mean": "length", "actor/entropy": "entropy",

@@ -79,7 +79,7 @@ class SampleLogger(Callback):
         due = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
         num_prompts = len(samples) // answers_per_prompt
         chosen = _spread(num_prompts, cfg.samples_max_prompts if due else 0)
-        # verl's format has all responses, so all texts are fetched then; `kept` selects the ones for the table.
+        # verl's format has all responses, so all texts are fetched then; `kept` selects texts for the table.
         prompts = np.arange(num_prompts) if data_dir else chosen
         if not len(prompts):
             return

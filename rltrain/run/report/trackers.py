@@ -219,7 +219,7 @@ class ClearML(Sink):
         self._task = Task.init(project_name=run.project, task_name=run.name, **options)
         self.run_id = self._task.id
         if goes_on:
-            self._task.set_initial_iteration(0)  # steps count from the first start
+            self._task.set_initial_iteration(0)  # steps are counted from the first attempt
         else:
             self._task.connect_configuration(run.config, name="rltrain")
         self._logger = self._task.get_logger()

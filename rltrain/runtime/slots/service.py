@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from rltrain.common.errors import ConfigError, RltrainError
 
-# Of JSON, per call.
+# Limit of a call's result as JSON.
 MAX_RESULT_BYTES = 1 << 20
 
 

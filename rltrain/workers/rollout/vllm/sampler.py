@@ -107,8 +107,9 @@ class CountedSampler(nn.Module):
         """Accept a draft token if it equals the token that would have been sampled. Replaces vLLM's rejection sampler.
 
         The acceptance rate equals that of rejection sampling with a deterministic draft (Leviathan et al. 2023), and
-        the response is the one without drafts. logits [per request its drafts and one more, vocabulary], not divided by
-        the temperature. Returns vLLM's SamplerOutput: -1 after the accepted drafts and the first rejected token.
+        the response is the same as without drafts. logits [per request its drafts and one more, vocabulary], not
+        divided by the temperature. Returns vLLM's SamplerOutput: -1 after the accepted drafts and the first rejected
+        token.
         """
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 

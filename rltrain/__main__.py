@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         typed = two if any(name.startswith(f"{command} ") for name in COMMANDS) else command
         sys.stderr.write(f"error: there is no command '{typed}'.{hint} See rltrain --help.\n")
         return 2
-    # argparse takes the name in its usage from here.
+    # argparse takes the program name in its usage text from here.
     sys.argv = [f"rltrain {command}", *rest]
     return importlib.import_module(module).main(rest)
 

@@ -82,7 +82,7 @@ def configured_tools(path: str) -> dict[str, ConfiguredTool]:
 def _tool(where: str, entry: Any) -> ConfiguredTool:
     name = entry.get("class_name") if isinstance(entry, dict) else None
     if not isinstance(name, str):
-        raise ConfigError(f"{where} has no class_name: the class of the tool, such as package.module.NAME.")
+        raise ConfigError(f"{where} has no class_name. Give the class of the tool, such as package.module.NAME.")
     config = entry.get("config") or {}
     if not isinstance(config, dict):
         raise ConfigError(f"{where}.config is {config!r:.80}; it must hold names and values, type: native among them.")

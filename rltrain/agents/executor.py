@@ -179,7 +179,7 @@ class Executor:
 
     def _send_turn(self, trajectory: Trajectory) -> None:
         if not self._pending:
-            self._last_reply = time.monotonic()  # without a pending turn the process is silent
+            self._last_reply = time.monotonic()  # without a pending turn the process sends nothing
         self._pending[trajectory.number] = trajectory
         if trajectory.number in self._started:
             self._send(("turn", trajectory.number, trajectory.turns[-1]))
@@ -189,7 +189,7 @@ class Executor:
             self._send(("start", trajectory.number, trajectory.start, turns, trajectory.messages, trajectory.rewards))
 
     def _send(self, request: tuple[Any, ...]) -> None:
-        # A dead process is noticed by the read. A process that received half a request fails at the next one.
+        # A dead process is noticed by the read. A process that received only part of a request fails at the next one.
         with suppress(OSError):
             self._process.channel.settimeout(self._silent_s)
             self._process.channel.sendall(pickle.dumps(request))

@@ -12,7 +12,7 @@ from rltrain.algorithms.shapes import PerResponse, ResponseInts, ResponseMask
 # verl's value, so that the same command gives equal results. A group of equal scores has a numerator of exactly 0
 # (`Groups.centred`), so its advantage is 0.
 STD_EPSILON = 1e-6
-# Scores are float64 sums, and the order of the terms changes the last bits: twelve digits are reliable.
+# Scores are float64 sums whose last bits depend on the order of the terms, so twelve digits are reliable.
 SCORE_ROUNDING = 2.0**-40
 
 

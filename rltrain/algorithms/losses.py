@@ -50,7 +50,7 @@ class LossShare:
 
 
 def _add(shares: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
-    # A micro-batch without samples, which keeps ranks in sync, has a loss and no parts.
+    # An empty micro-batch, which keeps ranks in sync, has a loss but no parts.
     return shares | {name: shares[name] + value if name in shares else value for name, value in others.items()}
 
 
@@ -83,7 +83,7 @@ def actor_loss(
     policy, and r reweights them to the policy (DeepSeek-AI 2025, V3.2, eq. 7).
     """
     of_policy = token_weights(aggregation, inputs.mask, denominators)
-    # As in verl, a policy loss with a fixed aggregation does not change that of entropy and KL.
+    # As in verl, a policy loss with a fixed aggregation does not change the aggregation of entropy and KL.
     per_token = token_weights(cfg.loss_agg_mode or TOKEN_MEAN, inputs.mask, denominators)
     shares, statistics, loss = dict[str, Tensor](), dict[str, Tensor](), inputs.log_probs.new_zeros(())
     if teacher is not None:

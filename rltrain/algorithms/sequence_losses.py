@@ -104,7 +104,7 @@ def misclassified(scores: PerResponse, labels: PerResponse, groups: ResponseInts
     """
     exponents = -(labels * scores).double() / cfg.policy_loss.real_tau
     _, sides = torch.stack([groups.double(), labels.double()]).unique(dim=1, return_inverse=True)
-    # The 1 of 1 + C is e^0.
+    # The term 1 in 1 + C is e^0.
     largest = exponents.new_zeros(len(scores)).scatter_reduce(0, sides, exponents, "amax")[sides]
     totals = torch.zeros_like(exponents).index_add(0, sides, (exponents - largest).exp())[sides]
     shares = (exponents - largest).exp() / ((-largest).exp() + totals) * (labels != 0)

@@ -4,10 +4,10 @@ Utilisation is only as accurate as the peak, and variants of a chip differ by a 
 separate row, and an unlisted name has no peak rather than that of a similar chip.
 
 Sources. NVIDIA: the data sheet of each card; a figure "with sparsity" is halved. H20, H20-3e, H800, A800 and L20 have
-no public data sheet from NVIDIA: server vendors' figures. Ascend: the files ``data/platform_config/<name>.ini`` of CANN
-8.1, FLOP/s = cores x 16^3 multiply-adds x 2 x clock (910B2: 24 cores of 1.8 GHz). Product names round up: "Atlas 800T
-A2 376T" includes the vector cores. Bandwidth is from the Atlas A2 and A3 product pages (a 910C has two dies, each a
-device of 1.6 TB/s).
+no public data sheet from NVIDIA, so server vendors' figures are used. Ascend: the files
+``data/platform_config/<name>.ini`` of CANN 8.1, FLOP/s = cores x 16^3 multiply-adds x 2 x clock (910B2: 24 cores of 1.8
+GHz). Product names round up: "Atlas 800T A2 376T" includes the vector cores. Bandwidth is from the Atlas A2 and A3
+product pages (a 910C has two dies, each a device of 1.6 TB/s).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _NPU = {
     # Weights in the NZ layout cannot be overwritten in place.
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
-# Ray session of a worker. It is part of the name of shared memory that may outlive the worker.
+# Ray session of a worker: part of the name of shared memory that may outlive the worker.
 SESSION = "RLTRAIN_SESSION"
 # Activations are allocated repeatedly, so malloc should keep the memory. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -283,7 +283,7 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
 
 def slot_environment() -> dict[str, str]:
     """Return the environment of a process for user functions. More threads or arenas would waste address space."""
-    # User variables override, but this machine's address never goes through a proxy.
+    # User variables take precedence, except that this machine's address never uses a proxy.
     own = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
     return few | os.environ | dict.fromkeys(("no_proxy", "NO_PROXY"), own)
@@ -336,7 +336,7 @@ def prepare_vllm(rank: int, world: int) -> None:
     }
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    # As torchrun would set them. The process group exists already, so the address is unused.
+    # The values that torchrun would set. The process group exists already, so the address is unused.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     # The newer runner, the default on GPUs, does not support a custom sampler.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"

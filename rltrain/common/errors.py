@@ -29,7 +29,7 @@ from typing import Any
 from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.secrets import masked_text
 
-# Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would occur again.
+# Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would recur.
 _NO_ANSWER = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ENETRESET, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
@@ -197,7 +197,7 @@ def lenient_output() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # Without `reconfigure` it was replaced by the program.
+        # Without `reconfigure`, the stream was replaced by the program.
         if isinstance(stream, SanitizedOutput) or not hasattr(stream, "reconfigure"):
             continue
         try:

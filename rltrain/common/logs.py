@@ -155,7 +155,7 @@ def session() -> Iterator[None]:
     An error that ends the block is also written to train.log.
     """
     global _session
-    if _session:  # the caller has opened one
+    if _session:  # the caller has already opened a session
         yield
         return
     _session = log_session = _Session()

@@ -173,7 +173,7 @@ def _import_file(path: Path) -> ModuleType:
         return module
     earlier_module = sys.modules.get(name)
     if earlier_module and earlier_module.__spec__ and earlier_module.__spec__.loader_state != path.stat().st_mtime_ns:
-        del sys.modules[name]  # it has changed, for example next to a notebook
+        del sys.modules[name]  # the file has changed, for example next to a notebook
     return importlib.import_module(name)
 
 

@@ -99,7 +99,7 @@ def masked_text(text: str) -> str:
         if pair.start() < end or not is_secret(name):
             continue
         before, first = text[max(pair.start() - 1, 0) : pair.start()], text[pair.end() : pair.end() + 1]
-        # "KEY=VALUE" of a usage text is not a secret; "?key=" of a URL and key="…" are.
+        # "KEY=VALUE" in a usage text is not a secret, but "?key=" in a URL and key="…" are.
         if name.lower() in ("key", "keys") and before not in ("?", "&") and first not in ("'", '"'):
             continue
         # A statement in a traceback has spaces, a metric's name has a slash, and a key of the configuration has a dot.

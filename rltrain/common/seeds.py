@@ -66,7 +66,7 @@ def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: i
     `_mix`.
     """
     with np.errstate(over="ignore"):
-        # SplitMix64 adds its increment before it mixes, so the number at position 0 belongs to increment 1.
+        # SplitMix64 adds its increment before mixing, so the number at position 0 uses increment 1.
         places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
         states = seeds[:, None] + places * GOLDEN
     # A float64 represents 53 bits exactly. With more bits, the largest numbers would be rounded up to 1.

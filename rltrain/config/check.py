@@ -44,7 +44,7 @@ _SPANNING = {
 }
 
 
-# Arguments of a tokenizer that are not the template's, with the reason why they are refused.
+# Tokenizer arguments that are not arguments of the template, with the reason why they are refused.
 _OF_TOKENIZER = {
     "add_generation_prompt": "it is always true, as the model is to answer", "tokenize": "it is decided here",
     "continue_final_message": "a new turn is always opened", "truncation": "see data.truncation",
@@ -64,7 +64,7 @@ def check(loaded: LoadedConfig) -> None:
 
 def broken_rules(loaded: LoadedConfig) -> list[str]:
     """Return one line for every rule that the config breaks."""
-    # Every rule must accept values that another rule refuses, because all of them run.
+    # All rules run, so each must tolerate values that another rule refuses.
     config = loaded.config
     trainer, actor, algorithm = config.trainer, config.actor_rollout_ref.actor, config.algorithm
     rules = [
@@ -142,7 +142,7 @@ def _each_key(config: Config) -> Iterator[str]:
                 yield f"{key.name}={as_text(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
             elif rules.plugin:
                 yield f"{key.name}={item}: give the file and the name in it, FILE.py:NAME."
-        # Scripts write 0 for unused keys, such as the alpha of no adapters.
+        # Scripts write 0 for unused keys, such as lora_alpha without adapters.
         section = key.name.rpartition(".")[0]
         unused = not value and not all(is_met(config, section, condition) for condition in rules.only_with)
         if isinstance(value, int | float) and not rules.within(value) and not unused:

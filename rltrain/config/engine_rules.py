@@ -93,8 +93,8 @@ def tail_problems(config: Config) -> Iterator[str]:
     tail = f"{_R}tail={rollout.tail}"
     if rollout.stops_early and config.algorithm.filter_groups.enable:
         yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
-    # With bypass_mode and ppo_clip, the loss takes its ratio against the policy that sampled the token, so each token
-    # is already weighted.
+    # With bypass_mode and ppo_clip, the ratio of the loss is relative to the policy that sampled the token, so each
+    # token is already weighted.
     weighted = (correction.bypass_mode and correction.loss_type == "ppo_clip") or correction.rollout_is == "token"
     if rollout.tail == "carry_over" and not weighted:
         yield (

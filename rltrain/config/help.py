@@ -134,7 +134,7 @@ def _keys_of(section: str) -> list[Key]:
 
 
 def _wrapped(line: str, indent: int) -> str:
-    # On a narrower terminal, a line would hold only a word or two.
+    # On a narrower terminal, a line would have only a word or two.
     width = max(shutil.get_terminal_size().columns, 40)
     if len(line) <= width:
         return line

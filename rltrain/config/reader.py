@@ -31,7 +31,7 @@ from rltrain.config.verl.references import repoint, target
 from rltrain.config.verl.table import releases_with, rows, sentence
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
-# Text keys that hold numbers.
+# Text keys whose values are numbers.
 _NUMBERS_AS_TEXT = (".rollout_is_threshold", ".rollout_rs_threshold")
 
 
@@ -231,7 +231,8 @@ class Reader:
                 elif ruling.applies:
                     keys_by_reason.setdefault((ruling.why, False), []).append(written)
             elif not (key in sections() and is_off(value)):
-                # An unknown key that is turned off does no harm. One that resembles a key of the schema is mistyped.
+                # An unknown key that is turned off does no harm, unless it resembles a key of the schema and so is
+                # mistyped.
                 if is_off(value) and (releases_with(written, key) or not similar_keys(key)):
                     keys_by_reason.setdefault(("unknown, and turned off", False), []).append(written)
                 else:

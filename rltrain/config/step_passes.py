@@ -243,8 +243,8 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         teacher=distillation.enabled and not distillation.compares_all,
         exact_teacher=distillation.compares_all,
         rewarded=rewarded,
-        # With bypass_mode and ppo_clip, the ratio of the loss is taken against the engine; additional weights would
-        # count the difference twice.
+        # With bypass_mode and ppo_clip, the ratio of the loss is relative to the engine; additional weights would count
+        # the difference twice.
         importance_weights=bool(correction.rollout_is) and (_reinforces(config) or not correction.bypass_mode),
         rejects=bool(correction.rollout_rs),
         policy_loss=policy_loss,
@@ -297,8 +297,8 @@ def _learns_entropy(config: Config) -> bool:
 def _skips_zero_advantage(config: Config) -> bool:
     """Return whether samples with zero advantage have no gradient, so that the update may skip them."""
     actor = config.actor_rollout_ref.actor
-    # KL, entropy bonus, teacher and load balancing have a gradient in every sample; whitening changes a 0; and the
-    # tokens with high entropy and the load of experts are determined over all samples.
+    # KL, entropy bonus, teacher and load balancing have a gradient in every sample; whitening makes a 0 nonzero; and
+    # high-entropy tokens and expert loads are determined over all samples.
     needs_all = (
         actor.use_kl_loss,
         _learns_entropy(config),
@@ -363,11 +363,11 @@ def needs_all_old_log_probs(config: Config) -> list[str]:
         # The mean weight of the batch scales every optimizer step.
         "algorithm.rollout_correction.rollout_is_batch_normalize": bool(correction.rollout_is)
         and correction.rollout_is_batch_normalize,
-        # A selection over the mini-batch.
+        # A token selection over the mini-batch.
         f"{_A}policy_loss.loss_mode": loss.selects or loss.weighs_groups,
         f"{_A}top_entropy_quantile": config.learns_from_rewards and actor.top_entropy_quantile < 1,
         f"{_A}adaptive_entropy.target_entropy": actor.adaptive_entropy.enabled,
-        # Load balancing of replayed experts.
+        # Load balancing with replayed experts.
         f"{_A}router_aux_loss_coef": bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2",
         # In the second epoch a sample may be on another rank.
         f"{_A}ppo_epochs": actor.ppo_epochs > 1,

@@ -56,7 +56,7 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
     """
     name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
     dataset, count = _dataset(data, files, tokenizer, max_rows)
-    # For a class that does not take max_samples. Others have already limited their rows.
+    # For a class that does not take max_samples. Other classes have already limited their rows.
     numbers = draw_rows(count, max_rows, data.seed if data.shuffle else None)
     folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
     records = (_record(dataset, row, data, name, folder) for row in numbers.tolist())

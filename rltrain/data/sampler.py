@@ -65,7 +65,7 @@ class SolveRateSampler:
         """Return the next rows that are likely to be informative."""
         chosen: dict[int, None] = {}
         skipped: dict[int, None] = {}
-        # From any cursor, this range contains one whole epoch, so every row has been considered before skipped ones are
+        # From any cursor, this range contains one whole epoch, so every row was considered before skipped rows are
         # used.
         for _ in range(2 * self._order.num_rows):
             # A cursor over rows instead of draws, because the number of skipped rows is not known in advance. So the

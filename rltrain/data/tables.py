@@ -159,7 +159,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
     # Page checksums turn a flipped bit into an error instead of a wrong value.
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
         check_schema(path, source.schema_arrow, keys)
-        # Unused columns would only fill Ray's object store.
+        # Drop unused columns, which would only fill Ray's object store.
         names, columns = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
         table = source.read(columns=[name for name in names if name in columns])
     return Table(
@@ -238,7 +238,7 @@ def draw_rows(total: int, most: int, seed: int | None) -> np.ndarray:
         return np.arange(total)
     if seed is None:
         return np.arange(most)
-    # As in `BatchOrder`: rows are sorted by raw numbers, whose stream NumPy guarantees.
+    # As in `BatchOrder`, rows are sorted by raw numbers, because NumPy guarantees their stream.
     return np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:most])
 
 

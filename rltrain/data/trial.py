@@ -34,7 +34,7 @@ def problem_in_fork(
 
     work: returns the size of its result, which may be at most ``most``. Its exceptions are ignored, because they will
     be raised here too. memory_bytes: limit beyond the current memory of this process. Raises MemoryError if the host
-    runs out of memory, not this limit.
+    itself runs out of memory.
     """
     with warnings.catch_warnings():
         # Python 3.12 warns about a fork with threads. This fork takes no lock that a thread may hold.

@@ -19,7 +19,7 @@ INSTRUCTION = (
     "into a hole. Each turn, say one move: left, down, right or up."
 )
 _MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-# Consecutive duplicate maps after which the search for new ones stops.
+# Number of consecutive duplicate maps after which the search for new ones stops.
 _PATIENCE = 200
 # With less ice, or on a larger map, hardly any map has a path, and the generator retries until one has.
 _LEAST_ICE, _MAX_SIZE = 0.6, 16

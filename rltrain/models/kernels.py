@@ -163,7 +163,7 @@ def _eps(module: Any) -> float:
 def _norm(module: Any) -> Fused | None:
     trial, x = copy.copy(module), _numbers(2, len(module.weight))
     trial._parameters = {"weight": nn.Parameter(_numbers(len(module.weight)), requires_grad=False)}
-    # Gemma's families multiply by 1 + weight, which half precision would round, so they stay unchanged.
+    # Gemma's families multiply by 1 + weight, which half precision would round, so they are not replaced.
     return _norm_forward if _agree(type(module).forward(trial, x), rms_norm(x, trial.weight, _eps(module))) else None
 
 

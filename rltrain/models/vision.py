@@ -128,7 +128,7 @@ def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tup
     features = output.pooler_output
     # Qwen families return a tensor per image, others a single [tiles, tokens, hidden].
     features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
-    # One tensor of all images (transformers 5.5), or one per image.
+    # One tensor for all images (transformers 5.5), or one per image.
     deep = getattr(output, "deepstack_features", None) or ()
     return features, [
         layer_features if isinstance(layer_features, Tensor) else torch.cat(list(layer_features))

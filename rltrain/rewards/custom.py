@@ -79,7 +79,7 @@ class RewardFunction:
 def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return
     arguments = dict.fromkeys(custom.arguments) | custom.kwargs
     where = f"{custom.name}{signature} in {custom.path!r}"

@@ -1,7 +1,7 @@
 """Construction of a trainer, for the command line and for `rltrain.build`.
 
-Settings are read, checked and planned before anything is started or written; `start_run` does the rest. Tests that need
-no Ray call `make_trainer` with a worker group of the test.
+Settings are read, checked and planned before anything is started or written; `start_run` does the rest. Tests without
+Ray call `make_trainer` with their own worker group.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
 
     Raises ConfigError if the experiment has changed and the run has no explicit name.
     """
-    # Starting from weights only is a new run, with nothing to compare. An evaluation makes no step.
+    # A start from weights only is a new run, with nothing to compare. An evaluation has no training steps.
     if start.folder is None or start.weights_only or loaded.config.trainer.val_only:
         return []
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in changed_settings(start.folder.parent, loaded)}

@@ -46,8 +46,8 @@ from rltrain.run.scorers import check_columns
 from rltrain.run.splits import Data, encode_split, load_data, splits_of
 from rltrain.trainer.plan import ImageSizes, Plan, make_plan
 
-# Rows per split that are read and tokenised as in a run, and rows whose answers the built-in scorers grade. `python -m
-# rltrain.data_preprocess.lint` reads all rows.
+# Rows per split that are read and tokenised as in a run, and rows whose ground truths the built-in scorers grade.
+# `python -m rltrain.data_preprocess.lint` reads all rows.
 MOST_ROWS, _GRADED_ROWS = 20_000, 100
 
 
@@ -85,7 +85,7 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
     problems = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in result.problems)
     refused = f"a run would refuse: {count(len(problems), 'problem')}"
     lacking = [loaded.as_written(too_large, follow=False)] if too_large else []
-    # A run does not check this: it takes seconds, and it is only an estimate.
+    # A run does not check this, because it takes seconds and is only an estimate.
     for title, lines in ((refused, list(problems)), ("a run would run out of memory", lacking)):
         if lines:
             parts.append("\n  ".join([title, *(line.replace("\n", "\n    ") for line in lines)]))
@@ -215,7 +215,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
-    # Reversed, so that for a source in both splits the training row, which is then last, is used.
+    # Reversed, so that for a source in both splits the training row is last, and so used.
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # The scorer runs in this process, because the pool would need Ray.
@@ -234,7 +234,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
                 printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
                 lines.append(f"{short(source)!r}, {how}: {_said(score)} ({seconds:.2f} s){printed}")
             if custom and not firsts and isinstance(scorer, ScoringSlot):
-                scorer.prepare("")  # an import and a signature need no row
+                scorer.prepare("")  # import and signature are checked without a row
         finally:
             scorer.close()
         if not judges:  # with a judge, a column may come from the judge

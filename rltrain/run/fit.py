@@ -201,7 +201,7 @@ class Trainer(Callback):
             with self._saved_on_error(ppo, saver, step):
                 val_metrics = {} if stop.requested else self._validate()
             metrics |= val_metrics
-            # An interrupted validation returns nothing.
+            # An interrupted validation returns no metrics.
             untested = not val_metrics
             try:
                 saver.best.observe(step, val_metrics)
@@ -218,8 +218,8 @@ class Trainer(Callback):
     @contextmanager
     def _saved_on_error(self, ppo: PPOTrainer, saver: Saver, step: int) -> Iterator[None]:
         """Save ``step``, the newest step, if generation or scoring fails in the body."""
-        # The progress before the step, because a step draws prompts and adapts the KL coefficient before a reward can
-        # fail.
+        # Uses the progress before the step, because a step draws prompts and adapts the KL coefficient before a reward
+        # can fail.
         before = ppo.progress
         try:
             yield

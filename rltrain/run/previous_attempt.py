@@ -40,7 +40,7 @@ def archive_outputs(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = Fa
     starts with a validation of ``step``. Raises DiskError or StorageError if a file cannot be moved.
     """
     anew = anew or not step
-    # Step 0 has only a validation, which a run from step 0 always repeats.
+    # Step 0 consists only of a validation, which a run from step 0 always repeats.
     first = {"train": step + 1, "val": step + 1 - (validates or not step)}
     with disk_errors(run):
         aside = _free(run)
@@ -126,7 +126,7 @@ def append_last_line(file: Path, step: int, metrics: dict[str, float]) -> None:
     """Append the line of ``step`` if it is missing because the run was killed between checkpoint and line."""
     if metrics and not any(_step_of(line) == step for line in _lines(file)):
         with disk_errors(file), file.open("a", encoding="utf-8") as lines:
-            # A newline in front too, because the kill may have cut a line off.
+            # Prefixed by a newline, because the kill may have cut a line off.
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
 

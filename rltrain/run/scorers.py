@@ -77,7 +77,7 @@ def check_columns(
         if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:
             columns.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
     for key, name in columns:
-        # A failed score has no names: the ground truth need not look like a response.
+        # A failed score has no names of numbers; the ground truth need not have the form of a response.
         missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
         if missing:
             have = ", ".join(["score", *sorted(missing[0].extras)])

@@ -288,8 +288,8 @@ def reserve(cfg: ClusterConfig, device: Device, within_s: float = _RESERVE_S) ->
     if not cluster_address(cfg) and (have := int(ray.cluster_resources().get(name, 0))) < per_node:
         raise ConfigError(f"trainer.n_gpus_per_node={per_node}, but the local Ray has {have} {name} slots.")
     bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, name: 1.0}
-    # One group per node keeps consecutive ranks on one node. The ranks of an engine replica and of a sequence-parallel
-    # group are consecutive, and they communicate most.
+    # One group per node keeps consecutive ranks on one node, because ranks of an engine replica or a sequence-parallel
+    # group are consecutive and communicate most.
     groups = [placement_group([dict(bundle)] * per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)]
     try:
         _wait_for(groups, cfg, name, within_s)
@@ -336,7 +336,7 @@ def lost_node(nodes: Collection[str], wait_s: float) -> tuple[str, str]:
 def ray_logs() -> str:
     """Return the folder of Ray's logs on this node. Its path is the same on all nodes."""
     node: Any = ray._private.worker._global_node
-    # With ray:// this process is not on a node of the cluster.
+    # With ray://, this process does not run on a node of the cluster.
     return node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs"
 
 

@@ -74,7 +74,7 @@ class Handle(Generic[_Result]):
         self._references = references
         self._first_rank = first_rank
         self._since = since
-        # Results by rank so far; pending references, each with its rank.
+        # Results so far by rank; pending references with their ranks.
         self._results: dict[int, Any] = {}
         self._waiting: dict[Any, int] = {
             rank_references[-1]: first_rank + place for place, rank_references in enumerate(references)

@@ -213,7 +213,7 @@ def watch_ray(deadlines: Deadlines, local: bool, reads: bool = False, kept: Call
     try:
         yield
     except Exception as error:
-        # Ray's exceptions for it do not name the cause.
+        # Ray's exceptions do not show that this is the cause.
         if (isinstance(error, RltrainError) and not isinstance(error, WorkerError)) or not lost(_POLL_S):
             raise
         raise WorkerLost(f"{watch.message}\n{kept()}".strip()) from error
@@ -300,7 +300,7 @@ def stop_ray() -> None:
     _hanging = leaving.is_alive()
     if _hanging:
         log.warning("ray.shutdown did not return within %d s", _SHUTDOWN_S)
-        atexit.unregister(ray.shutdown)  # it would wait for this call
+        atexit.unregister(ray.shutdown)  # cleanup would wait for this call
 
 
 def hanging() -> bool:

@@ -102,7 +102,7 @@ def _secret_values(texts: Iterable[tuple[Path, str]]) -> list[str]:
     values: set[str] = set()
 
     def add(name: str, value: str, *, sure: bool) -> None:
-        # In free text, short values and plain words would match everywhere.
+        # Short values and plain words would match everywhere in free text.
         least = 6 if sure else 8
         lines = {line.strip().strip("'\",") for line in value.splitlines()} if is_secret(name, value) else set()
         values.update(line for line in lines if len(line) >= least and (sure or not line.isalpha()))

@@ -44,7 +44,8 @@ _NAMES = (
     "trainer.validation_data_dir", "env.command", "env.folder", "env.host", "env.hosts",
 )  # fmt: skip
 _BATCHES = 10
-# Quantiles of Student's t at 97.5 % for 1 to 9 degrees of freedom. For more, the last one is too wide by at most 15 %.
+# Quantiles of Student's t at 97.5 % for 1 to 9 degrees of freedom. For more, the last value is too large by at most 15
+# %.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _HEAD = ("metric", "line", "steps", "first", "last", "best", "mean", "difference [95 %]", "paired over")
 

@@ -13,7 +13,7 @@ from rltrain.commands import COMMANDS, converters
 from rltrain.common.errors import command
 from rltrain.config.schema.keys import all_keys
 
-# zsh takes matches by compadd, bash from COMPREPLY. A key ends with = and no space.
+# zsh gets matches by compadd, bash from COMPREPLY. A key ends with = and no space.
 _SCRIPT = """\
 _rltrain() {{
     local first cur place found=""

@@ -34,7 +34,7 @@ _ORDERS = {
     "most_turns": "most turns of the policy first",
     "failed_tools": "responses whose tool calls failed, were unreadable or not run; most of them first",
 }
-# Column and direction of the orders that sort.
+# Sort column and direction of each order.
 _SORTED_BY = {
     "worst": ("score", True), "best": ("score", False), "longest": ("response_length", False),
     "most_turns": ("num_turns", False), "failed_tools": ("_errors", False),

@@ -162,8 +162,8 @@ def make_plan(
 def _reward_workers(config: Config) -> int:
     """Return the number of scoring processes. Assumes equal cores on all nodes; waiting for a server needs no core."""
     nodes, reward = config.trainer.nnodes, config.reward
-    # Affinity and quota instead of `os.cpu_count`, which in a container counts the cores of the whole machine. One core
-    # per device is reserved for its worker.
+    # By affinity and quota, because in a container `os.cpu_count` returns the cores of the whole machine. One core per
+    # device is reserved for its worker.
     spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
     in_each_node = 1 if reward.is_elsewhere else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
     most = min(_MOST_REWARD_WORKERS, reward.judge.max_concurrency) if reward.judge.url else _MOST_REWARD_WORKERS

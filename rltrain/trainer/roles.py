@@ -327,8 +327,8 @@ class RewardModel(_Remote):
 
     def score(self, split: str, samples: Samples, at_once: int | None = None) -> np.ndarray:
         """Return a score per response [n], ``at_once`` per call (None: all). Ranks get about equally many tokens."""
-        # The reward model may use another tokenizer, so the policy's lengths only estimate the work, and its workers
-        # cut their micro-batches themselves.
+        # The reward model may use another tokenizer, so the policy's lengths are only an estimate of the work, and its
+        # workers form their micro-batches themselves.
         lengths, at_once = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], at_once or max(1, len(samples))
         scores = np.zeros(len(samples))
         for first in range(0, len(samples), at_once):

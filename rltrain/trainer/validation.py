@@ -99,7 +99,8 @@ class Validation:
             return None
         samples, scores, num_samples = answered
         samples.update(scores)
-        # A validation subtracts no penalty from the score, so `score` and `reward` are equal; verl calls it reward.
+        # In a validation no penalty is subtracted from the score, so `score` and `reward` are equal; verl calls it
+        # reward.
         hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
         # Without penalty or another score the rule's score equals the reward.
         hidden |= set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
@@ -230,7 +231,7 @@ def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str,
     binary = np.isin(values[~np.isnan(values)], (0.0, 1.0)).all()
     for k in _sizes(n):
         pairs = {"best": _expected_best(values, k), "worst": _expected_best(-values, k)}
-        # The worst of v is minus the best of -v; the second moment has no sign.
+        # The worst of v is minus the best of -v; the second moment is the same.
         pairs["worst"] = (-pairs["worst"][0], pairs["worst"][1])
         if k in votes:
             shares = np.where(np.isnan(values), 0.0, votes[k])

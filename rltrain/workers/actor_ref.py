@@ -339,7 +339,7 @@ class ActorRefWorker(Actor):
         old = [self._old(micro).values for micro in having]
         log_probs, old_log_probs, own = (torch.cat([empty, *parts]) for parts in (current, old, advantages))
         inputs = PolicyLossInputs(log_probs, old_log_probs, own, mask)
-        # Compare by identity: equal mini-batches occur in every epoch.
+        # Compared by identity, because equal mini-batches occur in every epoch.
         number = [other is mini for other in task.mini_batches].index(True)
         seeds = task.noise_seed, number
         add_batch_level_selection(having, inputs, seeds, mini.denominators, self._entry, self._actor_cfg)
@@ -355,7 +355,7 @@ class ActorRefWorker(Actor):
                 self.policy, actor_spec(self._cfg, self._device).load_config(), chat_encoder(self._cfg)
             )
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
-        # Full weights are gathered between devices, because hosts exchange bytes many times more slowly. After an
+        # Full weights are gathered between devices, because exchange between hosts is many times slower. After an
         # update the shards are on the device. Otherwise they are onloaded as for a pass; the next sync would do this
         # anyway.
         if (task.export or self._model_cfg.uses_lora) and not self.offloader.is_here(self.policy):

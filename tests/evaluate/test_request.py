@@ -99,7 +99,9 @@ def test_a_run_says_how_it_validates_unless_the_command_does(tiny_model, arithme
     (tmp_path / "second" / "config.yaml").write_text("data: {max_response_length: 8}")
     words = [f"model={run},{tmp_path / 'second'}", data, "custom_reward_function.path=reward.py"]
     others = [f"{ANSWERS}.do_sample=True", f"{ANSWERS}.temperature=0.5"]
-    with pytest.raises(ConfigError, match=r"data.max_response_length is 9 in the run of .* and 8 in that of .*second"):
+    with pytest.raises(
+        ConfigError, match=r"data.max_response_length is 9 in the run of .* but 8 in the run of .*second"
+    ):
         _ = read(*words, *others).run_settings
     assert "data.max_response_length" in read(*words, *others, "data.max_response_length=8").run_settings
 

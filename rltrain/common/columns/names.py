@@ -61,7 +61,7 @@ RESPONSE_LENGTH = _add("response_length", PER_SAMPLE, "int64", "rollout", "balan
 POLICY_TOKENS = _add("policy_tokens", PER_SAMPLE, "int64", "rollout: sum of the mask", "advantages, metrics")
 LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "rollout; less rejected, left out", "denominators, estimators")
 TRUNCATED = _add("truncated", PER_SAMPLE, "bool", "rollout", "metrics, files")
-# Only with tools. num_turns: turns of the policy; the others count calls.
+# Only with tools. num_turns: turns of the policy; the other columns count calls.
 NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_RUN = OF_TURNS = tuple(
     _add(name, PER_SAMPLE, "int64", "rollout", "metrics, files")
     for name in ("num_turns", "tool_calls", "tool_errors", "tool_timeouts", "unreadable_calls", "calls_not_run")

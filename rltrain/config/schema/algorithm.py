@@ -141,7 +141,7 @@ class RolloutCorrectionConfig:
             if found is None:
                 raise ValueError(f"'{name}' is not a rule")
             over, measure = found.groups()
-            # k1 has a sign, and its largest value says nothing about tokens that differ in the other direction.
+            # k1 is signed, so its largest value does not cover tokens that differ in the other direction.
             if (over, measure) == ("seq_max", "k1"):
                 raise ValueError("seq_max needs k2 or k3")
             low, high = bounds(limit)

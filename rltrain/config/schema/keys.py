@@ -94,7 +94,7 @@ def similar_keys(name: str) -> list[str]:
     keys = {candidate.rpartition(".")[2]: candidate for candidate in inside if candidate.rpartition(".")[0] == section}
     near = [keys[match] for match in difflib.get_close_matches(leaf, keys, n=2, cutoff=0.8)]
     below = [candidate for candidate in inside if candidate.endswith(f".{leaf}")]
-    # The start of the name was omitted or mistyped, and the rest exists.
+    # The start of the name was omitted or mistyped, but the rest exists.
     whole = [candidate for candidate in all_keys() if section and candidate.endswith(f".{name}")]
     sections_like = difflib.get_close_matches(section, sections(), n=2, cutoff=0.85)
     whole += [candidate for like in sections_like if (candidate := f"{like}.{leaf}") in all_keys()]

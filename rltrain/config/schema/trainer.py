@@ -31,7 +31,7 @@ VALIDATES = {"data.val_files": "data.val_files is not set"}
 _BY_METRIC = {"keep_best": "trainer.keep_best is not set"}
 
 _TRAIN, _VAL = "trainer.rollout_data_dir", "trainer.validation_data_dir"
-# Names in the run folder that the run moves, counts or removes.
+# File names in the run folder that the run moves, counts or removes.
 _OF_THE_RUN = (
     ".", "samples", "tensorboard", "logs", "incidents", "objects", "global_step_*", "damaged_global_step_*",
     "earlier_*", "evaluation_*",
@@ -251,7 +251,7 @@ def folder_problems(trainer: TrainerConfig, validates: bool) -> Iterator[str]:
         return
     run = _real(trainer.default_local_dir)
     for setting, name in named.items():
-        # The first part below the run folder: all files in a checkpoint are removed with it.
+        # The first path component below the run folder, because all files in a checkpoint are removed with it.
         inside = os.path.relpath(_real(name), run).split(os.sep)[0]
         if any(fnmatch(inside, pattern) for pattern in _OF_THE_RUN):
             yield (

@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 _WORDS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.DOTALL)
 # First characters of values that are parsed as YAML, not by Hydra's rules.
 OPENINGS = ("{", "[", "'", '"')
-# Words of a switch, on and off in turn.
+# Words for on and off, alternating.
 SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _WORDS_WITH_A_VALUE = {
     "": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False,
@@ -151,7 +151,7 @@ def stock(name: str) -> Tree | None:
 
 
 def named(config_path: str | None, config_name: str | None, config_dir: str | None = None) -> Tree:
-    """Return the settings that Hydra's flags of these names select. Raises ConfigError.
+    """Return the settings selected by Hydra's flags with these names. Raises ConfigError.
 
     A stock file of verl need not exist.
     """

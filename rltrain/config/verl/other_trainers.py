@@ -13,7 +13,7 @@ from typing import Any
 
 from rltrain.config.verl.table import rows
 
-# Keys with the name of a run or the path of its code, and the text before a recipe's name in them.
+# Keys with a run's name or code path, and the text before a recipe's name in their values.
 _NAMES = {
     "trainer.project_name": "(?<![a-z])", "trainer.experiment_name": "(?<![a-z])",
     "custom_reward_function.path": "recipe[./]", "data.custom_cls": "recipe[./]",

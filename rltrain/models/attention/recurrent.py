@@ -232,7 +232,7 @@ def _convolve(
     if max(lengths) == 1:
         row = torch.cat([before.to(channels.dtype), channels[:, None]], 1)
         return _filtered(row, weights, activation)[:, 0], row[:, 1:]
-    # Prepend each segment's past, so that one unpadded convolution serves the row.
+    # Prepend each segment's past, so that a single unpadded convolution suffices for the row.
     where, out, last = _laid(tuple(lengths), width, channels.device)
     row = torch.cat([before.to(channels.dtype).flatten(0, 1), channels]).index_select(0, where)
     kernel = _fused_convolution() if _on_cuda(row) else None
@@ -247,7 +247,7 @@ def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
     """Map row [..., n, channels] to [..., n - width + 1, channels]. Sums are in fp32, as in kernels."""
     filters = weights.filters.float().mT
     length = row.shape[-2] - len(filters) + 1
-    # Products, because not every device has a depthwise convolution.
+    # Explicit products, because not every device has a depthwise convolution.
     convolved = sum(row.narrow(-2, first, length).float() * tap for first, tap in enumerate(filters))
     convolved = convolved if weights.bias is None else convolved + weights.bias
     return ACT2FN[activation](convolved.to(row.dtype))

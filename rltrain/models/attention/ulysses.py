@@ -200,7 +200,7 @@ def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
     """Gather values [total, ...] of all tokens of the row from the slices of the ranks, without a gradient."""
     if group is None:
         return values
-    # As bytes: indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
+    # As bytes, because indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
     own = values.contiguous().view(torch.uint8)
     slices = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(slices, own, group=group)

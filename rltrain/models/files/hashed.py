@@ -46,8 +46,8 @@ class HashedFile(io.IOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # torch writes a tensor in forty pieces, most of them a few bytes. Writing each one separately would take the
-        # GIL from the step for longer than everything else that is done for a tensor.
+        # torch writes a tensor in forty pieces, most of them a few bytes. Writing each separately would hold the GIL
+        # for longer than everything else for a tensor.
         if len(self._few) + len(view) <= _BUFFER:
             self._few += view
             return len(view)

@@ -101,7 +101,7 @@ class Export:
             task = "image-text-to-text" if takes_images(self._config) else "text-generation"
             head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
             (folder / "README.md").write_text(head + card, encoding="utf-8")
-        # Skipped if nothing has changed, because loading a large tokenizer takes the GIL from the step for a second.
+        # Skipped if nothing has changed, because loading a large tokenizer holds the GIL for a second.
         files = sorted(file for file in folder.iterdir() if file.suffix in COPIED_SUFFIXES)
         looked_at = [shapes, *((file.name, xxhash.xxh3_128(file.read_bytes()).digest()) for file in files)]
         problems = [] if looked_at == self._fine else find_problems(folder, encoder, shapes, sees=sees)
@@ -242,7 +242,7 @@ def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
         with safe_open(file, "pt") as weights:
             names = weights.keys()
             stored_shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-    # transformers may write weights under older names and split differently. Then only the number of elements must
+    # transformers may write weights under older names and split differently, so then only the number of elements must
     # match.
     if stored_shapes != shapes and sum(map(prod, stored_shapes.values())) != sum(map(prod, shapes.values())):
         wrong = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))

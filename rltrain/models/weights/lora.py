@@ -267,7 +267,8 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         if experts := _target_experts(model, lora):
             wanted = [wish for wish in names_of(wanted) if not any(is_of(wish, name) for name in experts)]
         chosen = matching(f"{lora.section}.target_modules", wanted, linear)
-        # A vision tower often has the same layer names as the decoder, but q_proj means the decoder's.
+        # A vision tower often has the same layer names as the decoder, but a name such as q_proj refers to the
+        # decoder's.
         chosen = set(_below(language_model(model), model, chosen)) or chosen
     if lora.exclude_modules:
         # A pattern may be meant for other models, for example with a vision tower.

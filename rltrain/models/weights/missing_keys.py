@@ -19,7 +19,7 @@ from rltrain.common.logs import count
 from rltrain.models.files.entries import Entries
 from rltrain.models.weights.key_mapping import KeyMapping
 
-# Parts that wrappers add to names, anywhere and at the beginning.
+# Parts that wrappers add to names: anywhere, and at the beginning.
 _WORDS = (
     r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module|base_model\.model|base_layer|"
     r"original_module|modules_to_save\.default|module)\."

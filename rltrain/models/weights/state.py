@@ -50,7 +50,7 @@ def load_training_state(
             moments(optimizer, parameter)  # DCP loads into existing tensors
     state, saved = training_state(packed, optimizer, loss_scale), read_metadata(folder).state_dict_metadata
     for name in _biases(packed):
-        # If the folder has no biases, they are unchanged from model.path.
+        # If the folder has no biases, the biases of model.path are kept.
         if f"model.{name}" not in saved:
             del state["model"][name]
     notes = [] if texts_alone else _settle_tower(packed, state, folder)
@@ -81,7 +81,7 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
             "images, or actor_rollout_ref.actor.freeze_vision_tower=True, or it trains adapters. A new run starts from "
             f"all of these weights with actor_rollout_ref.model.path={Path(folder).with_name('huggingface')}."
         )
-    if not missing or missing != names & state["model"].keys():  # the load reports other missing weights
+    if not missing or missing != names & state["model"].keys():  # DCP reports other missing weights
         return []
     if "optimizer" in state:
         raise CheckpointError(

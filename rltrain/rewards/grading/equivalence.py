@@ -136,7 +136,7 @@ def _same_numbers(answer: str, truth: str, plain: str, right: str, tolerance: Fr
         formula.value(_no_percent(text)) if exact is None else exact
         for exact, text in zip(literal, (answer, truth), strict=True)
     ]
-    # "60^\circ" is 60, and a third of pi; both are tried if the values are not literally numbers.
+    # "60^\circ" may be 60 or a third of pi; both are tried if the values are not literally numbers.
     if values[0] is None or values[1] is None:
         return None
     is_same = _close(values[0], values[1], "%" in answer, "%" in truth, tolerance)
@@ -281,7 +281,7 @@ def _same_parts(answer: str, truth: str, same: Same) -> bool | None:
     if ours_in != theirs_in and (ours_in, theirs_in) != ("", "()"):
         return False
     if ours_in != theirs_in or (not theirs_in and bool(_in_order(ours)) != bool(_in_order(theirs))):
-        # Unknowns on one side only: x=1, y=2 is the point (1,2).
+        # If only one side has unknowns: x=1, y=2 is the point (1,2).
         ordered = [_in_order(parts) or parts for parts in (ours, theirs)]
         return (ours_in == theirs_in or bool(_in_order(ours))) and all(map(same, *ordered))
     return all(map(same, ours, theirs)) if theirs_in else _matched(ours, theirs, same)

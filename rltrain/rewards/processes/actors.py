@@ -147,7 +147,7 @@ class RewardWorkers:
         unresponsive = [number for number in late if not stacks[number]]
         place, stacks_file = self._describe(unresponsive or late, phase), self.watch.hung()
         for number in unresponsive:
-            # SIGKILL, because Ray asks a process to end itself, and a stopped process ignores that.
+            # SIGKILL, because Ray requests the process to exit, which a stopped process ignores.
             with suppress(ray.exceptions.RayError, ProcessLookupError, PermissionError):
                 pid, node = ray.get(self._identities[number], timeout=0)
                 if node == socket.gethostname():

@@ -23,7 +23,7 @@ _TEST_S = 4.0
 _SHARE_OF_DEADLINE = 0.8
 # Seconds that this takes on a busy machine; at most half of a short deadline is reserved.
 _LEAST_REST_S = 1.5
-# About the time that an interpreter needs to start; with less left a test cannot pass.
+# Approximate start time of an interpreter; with less time left a test cannot pass.
 _LEAST_S = 0.05
 
 

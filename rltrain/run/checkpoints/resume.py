@@ -270,7 +270,7 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     then = {_FREEZE: False, **({_CRITIC: now[_CRITIC]} if _CRITIC in now else {})} | record["frozen"]
     # Keys of both sides: LoRA keys exist only in runs with adapters.
     keys = sorted((now.keys() | then.keys()) - (set() if images else set(_OF_IMAGES)))
-    if cfg.trainer.val_only:  # an evaluation makes no step; only the model must be the same
+    if cfg.trainer.val_only:  # an evaluation does not train, so only the model must be the same
         keys = [key for key in keys if key.startswith("actor_rollout_ref.model.")]
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
     digest, _, described = record["dataset"].partition(" ")
@@ -296,7 +296,7 @@ def frozen_values(cfg: Config) -> dict[str, Any]:
     # The data position is counted in rounds of this many prompts.
     rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
     values |= {"prompts per round": rounds or cfg.data.train_batch_size}
-    # A moving reference is in the checkpoint, and a change of its keys would be another experiment.
+    # A moving reference is in the checkpoint, and changing its keys would be a different experiment.
     moving = {key: get(cfg, key) for key in _MOVING_KEYS}
     values |= {"data.mixing": dict(cfg.data.mixing)} if cfg.data.mixing else {}
     values |= moving if moving[_MOVING_KEYS[0]] and has_reference(cfg) else {}

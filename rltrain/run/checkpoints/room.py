@@ -71,7 +71,7 @@ def missing_room(
     steps = steps_saved(cfg, first_step, total_steps, steps_per_epoch)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
     keep += keep >= 1 and cfg.keep_best is not None
-    # The newest is written before the oldest is removed. Existing checkpoints already take room, so only the growth up
+    # The newest is written before the oldest is removed. Existing checkpoints already use space, so only the growth up
     # to the limit counts.
     more = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
     free = free_bytes(folder)

@@ -191,7 +191,7 @@ def forecast(
     if "sync" in phases or ("gen" in phases and not engine):
         writing = _Writing.of_policy(cfg, plan, device)
         parts, weights = _load(cfg, device, roles["actor"], writing.dtype)
-        # Compared with all resident memory: the mask is not part of their activations.
+        # Compared with all resident memory, because the mask is not part of a pass's activations.
         peaks["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
         if "gen" in phases and not engine:
             peaks["gen"] += _generation(writing, device, roles["actor"], weights, peaks["gen"], device_bytes)

@@ -35,7 +35,7 @@ _LIMITS = {
     "num_dense_layers": 1, "num_layers_per_stack": 2,
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-# Periods with which the layer type changes.
+# Periods of layers after which the layer type changes.
 _PERIODS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "no_rope_layer_interval")
 _MOST_LAYERS = 8
 _MOST_WEIGHTS = 40_000_000

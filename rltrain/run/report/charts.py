@@ -41,7 +41,7 @@ _THEME = {
 }
 _TEMPLATE = Path(__file__).with_name("page.html")
 _HEIGHT, _LEGEND_ROW = 230, 16
-# Noisy lines need visible points, but in a long line they would merge into a band.
+# Noisy lines need visible points, which in a long line would merge into a band.
 _MOST_MARKED = 40
 
 

@@ -37,13 +37,13 @@ MOST_KEPT = 10_000
 _BACKOFF = Backoff(1.0, 300.0)
 # After this many failures in a row, the tracker counts as down.
 _DOWN_AFTER = 3
-# An entry that failed this often while others succeeded is dropped.
+# An entry that failed this many times while others succeeded is dropped.
 _GIVE_UP_AFTER = 5
 # Seconds that the end of a run waits for trackers, and the end of a failed run.
 CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 # File with the id of the run in each tracker.
 IDS_FILE = "tracking.json"
-# Key in that file of a generated run name.
+# Key of a generated run name in that file.
 _NAME = "run_name"
 
 
@@ -165,7 +165,7 @@ class Sender(threading.Thread):
                 with self._changed:
                     self._waiting.pop(send, None)
         with self._changed:
-            # Attempts count only if another entry was sent, because then the entry itself is refused.
+            # An attempt counts only if another entry was sent, because then the entry itself was refused.
             for send in failed if len(failed) < len(entries) else []:
                 if send in self._waiting:
                     self._waiting[send] += 1
@@ -226,7 +226,7 @@ class Tracker(Callback):
     def _make(self, name: str, run: RunInfo) -> Sink:
         sink = TRACKERS[name](run)
         if sink.run_id:
-            # Trackers run in threads, and the last written file must hold all ids.
+            # Trackers run in threads, and the file that is written last must contain all ids.
             with self._ids_lock:
                 self._ids[name] = sink.run_id
                 temporary = self._ids_file.with_suffix(".tmp")

@@ -116,7 +116,7 @@ def _kept(run: Path) -> Lengths:
 
     files = sorted((run / "samples").glob("train_*.parquet"))
     columns = ["step", "row", "prompt_length", "response_length"]
-    # The first step counts like any other: warm-up of engines and files does not change lengths.
+    # The first step is included, because warm-up of engines and files does not affect lengths.
     samples = [pd.read_parquet(file, columns=columns) for file in files]
     if not samples:
         raise DataError(f"--lengths {run}: this run has saved no responses (samples/train_*.parquet). {_WAY_OUT}")

@@ -32,12 +32,12 @@ def head_token(file: Path | None) -> str:
     if named := first_set("RAY_AUTH_TOKEN_PATH"):
         return _token_of(Path(named), "RAY_AUTH_TOKEN_PATH points to it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # An existing token, even an unreadable one, is used by other clusters of this user.
+    # An existing token, even an unreadable one, may be used by other clusters of this user.
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with suppress(FileExistsError), open(os.open(path, exclusive, 0o600), "w", encoding="utf-8") as opened:
         opened.write(f"{secrets.token_hex(32)}\n")
     with suppress(OSError):
-        path.chmod(0o600)  # Ray's command leaves the mode to the umask
+        path.chmod(0o600)  # Ray's command creates it with the umask's mode
     return _token_of(path, "remove it, and a new one is created")
 
 

@@ -212,7 +212,7 @@ def _finish(store: KVStore | None, code: int) -> None:
     with suppress(ConnectionError):
         if store:
             store.put(END, code)
-            # The head itself has not left.
+            # Except the head itself.
             SYSTEM.poll(lambda: sum(node.is_in for node in store.nodes()) <= 1, _LEAVE_S, _POLL_S)
 
 

@@ -97,15 +97,15 @@ class Supervisor:
                 return 130 if self._stop_signal == signal.SIGINT else _AGAIN
 
     def _attempt(self) -> Attempt:
-        with suppress(OSError):  # without the file only the cause is unknown
-            # Temporary folders may be cleaned up after some days.
+        with suppress(
+            OSError
+        ):  # without the file only the cause is unknown Temporary folders may be cleaned up after some days.
             self._file.parent.mkdir(exist_ok=True)
             self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
-            # In another session, because a terminal would also send Ctrl-C to the run, which `_forward_signal` does
-            # already.
+            # In a new session, because a terminal would also send Ctrl-C to the run, as `_forward_signal` already does.
             self._child = child = os.posix_spawnp(
                 self._command[0], self._command, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
             )
@@ -184,7 +184,7 @@ class Supervisor:
         try:
             if self._folder:
                 with open(self._folder / "attempts.jsonl", "a", encoding="utf-8") as file:
-                    # Including earlier attempts that ended before the run had a folder.
+                    # Includes earlier attempts that ended before the run had a folder.
                     file.writelines(json.dumps(asdict(end)) + "\n" for end in self._attempts[self._num_written :])
                 self._num_written = len(self._attempts)
         except OSError as error:

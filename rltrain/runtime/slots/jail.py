@@ -246,7 +246,7 @@ def landlock(folder: str) -> int:
     if (abi := _call(_LANDLOCK_CREATE, None, 0, 1)) <= 0:
         return 0
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
-    # TCP from ABI 4 on; abstract sockets and signals from ABI 6 on.
+    # TCP since ABI 4; abstract sockets and signals since ABI 6.
     handled = struct.pack("QQQ", files, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = _call(_LANDLOCK_CREATE, handled, len(handled), 0)
     rights = dict.fromkeys(_SYSTEM, _READ_FILE) | dict.fromkeys(_library(), _READ_FILE | _READ_FOLDER)
@@ -282,7 +282,7 @@ def seccomp(denied_calls: str = _DENIED, conditions: tuple = _CONDITIONS) -> boo
     load, equal, at_least, give, mask = 0x20, 0x15, 0x35, 0x06, 0x54
     refuse = (give, 0, 0, 0x50000 | 1)  # EPERM
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
-    if column == 0:  # numbers of the x32 interface
+    if column == 0:  # system call numbers of the x32 interface
         program += [(at_least, 0, 1, 0x40000000), refuse]
     for call in _NO_SUCH_CALL:
         program += [(equal, 0, 1, call[column]), (give, 0, 0, 0x50000 | 38)]

@@ -49,8 +49,8 @@ def impose(limits: Limits) -> None:
     if limits.memory_mb:
         size = limits.memory_mb << 20
         with suppress(OSError, ValueError):
-            # Address space, because Linux ignores RLIMIT_RSS. Both hard and soft, so that a function cannot raise it
-            # again (root can).
+            # Address space, because Linux ignores RLIMIT_RSS. Hard and soft limit, so that a function cannot raise it
+            # again (unless it is root).
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
@@ -61,7 +61,7 @@ def kill_tree(pid: int) -> None:
     """
     send([pid], signal.SIGSTOP)  # a stopped process cannot fork
     kill_below(pid)
-    with suppress(ProcessLookupError, PermissionError):  # macOS refuses for a process that has ended
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses this for a process that has ended
         os.killpg(pid, signal.SIGKILL)
 
 

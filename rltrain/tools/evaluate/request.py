@@ -49,8 +49,8 @@ class Request:
             for name in sorted((first.keys() | other.keys()) - own):
                 if first.get(name) != other.get(name):
                     raise ConfigError(
-                        f"{name} is {_said(first, name)} in the run of {runs[0].named} and {_said(other, name)} in "
-                        f"that of {model.named}: set it in the command, so that all models have the same."
+                        f"{name} is {_said(first, name)} in the run of {runs[0].named} but {_said(other, name)} in "
+                        f"the run of {model.named}. Set it in the command, so that all models use the same value."
                     )
         return (runs[0].run_settings or {}) if runs else {}
 

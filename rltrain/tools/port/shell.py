@@ -172,12 +172,13 @@ def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]]
 
 def expected_variables(text: str, others: str = "") -> list[str]:
     """Return the variables that a script uses without a default and that neither it nor one of the ``others`` sets."""
-    # A comment begins a word. Text in single quotes is searched too, because it is often run later.
+    # "#" starts a comment only at the beginning of a word. Text in single quotes is searched too, because it is often
+    # run later.
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)
     used = re.findall(r"\$(?:\{#?)?([A-Za-z_]\w*)", text)
     text = f"{text}\n{others}"
     used += [name for sum_ in re.findall(r"\$?\(\((.*?)\)\)", text) for name in re.findall(r"[A-Za-z_]\w*", sum_)]
-    # With a default, or checked before use: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
+    # Uses with a default or a check: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
     optional = set(re.findall(r"\$\{([A-Za-z_]\w*):?[-=+]", text))
     optional |= set(re.findall(r"-[nvz]\s+\"?\$?\{?([A-Za-z_]\w*)", text))
     assigned = set(re.findall(r"(?<![\w$.{-])([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=", text))

@@ -261,7 +261,7 @@ def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
         why = "verl's default; where the model fits one device, 1 (the default here) is quicker"
         put(_R + "tensor_model_parallel_size", "2", why)
     clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
-    # An unknown loss may read them.
+    # A custom loss may read them.
     reads = POLICY_LOSSES.get(ported.settings.get(LOSS_KEY, "vanilla"), LossTraits()).reads
     bounded = reads is None or "clip_ratio_low" in reads
     if clip in ported.settings and parsed_or_text(ported.settings[clip]) != 0.2 and bounded:
@@ -282,7 +282,7 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
         )
     key, usual = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))
     folder = str(parsed_or_text(ported.settings.get(key, "null")) or usual)
-    named = key in ported.settings and "${" not in folder  # by other keys it is the default
+    named = key in ported.settings and "${" not in folder  # if other keys are set, this is the default
     if named or has_verl_checkpoints(Path(usual)):
         folder = folder if named else usual
         why = f"was {folder}, where verl's checkpoints lie: a run resumes only from its own"

@@ -210,7 +210,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         if last is not None and key == last.key and len(last.ids) < size:
             pays = not (shares and last.prompt_tokens)
             tokens, rows = last.tokens + answer + pays * prompt, last.rows + own_rows
-            # If a prompt's images exceed the budget by themselves, smaller chunks would not encode them less often.
+            # If a prompt's images alone exceed the budget, smaller chunks do not help.
             fits = rows <= (budget.max_rows or math.inf) or rows == image_rows
             if fits and tokens <= (budget.max_tokens or math.inf):
                 last.ids.append(sample)
@@ -263,7 +263,7 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
 def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]]:
     """Return the fewest bins per rank, at least ``count``, that hold all chunks: doubling strides, then bisection."""
     too_few, stride = count - 1, 1
-    # This terminates: with as many bins as chunks, every chunk finds an empty bin, which accepts any chunk.
+    # This terminates, because with as many bins as chunks every chunk finds an empty bin, which accepts any chunk.
     while (filled := _fill(chunks, count, nodes, budget)) is None:
         too_few, count, stride = count, count + stride, 2 * stride
     while count - too_few > 1:

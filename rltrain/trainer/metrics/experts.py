@@ -13,8 +13,8 @@ from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
 
-# A single step may not use an expert by chance. It counts as dead after _IDLE_STEPS steps in a row without tokens, if
-# its earlier share predicts at least _TOKENS_MISSED tokens for that time (probability by chance: 1 in 5e8).
+# In a single step an expert may be unused by chance. It counts as dead after _IDLE_STEPS steps in a row without tokens,
+# if its earlier share predicts at least _TOKENS_MISSED tokens for that time (probability by chance: 1 in 5e8).
 _IDLE_STEPS, _TOKENS_MISSED = 5, 20
 # The load counts as uneven if MaxVio, for _GROWN_STEPS steps in a row, is _TIMES_GROWN times its mean over the first
 # steps and at least _LEAST_GROWTH above it (1: the busiest expert has the tokens of one more expert).

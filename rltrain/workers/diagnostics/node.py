@@ -100,7 +100,7 @@ def probe_node(probe: NodeProbe) -> NodeReport:
 
 def connect(addresses: Sequence[tuple[str, int]]) -> list[float | str]:
     """Return the seconds to connect to each (address, port), or an error text."""
-    # With a firewall every connection takes the full timeout.
+    # Behind a firewall every connection attempt takes the full timeout.
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(_check_port, addresses))
 

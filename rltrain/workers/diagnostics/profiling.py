@@ -16,7 +16,7 @@ from rltrain.workers.interface.roles import Profiled
 
 # Number of rows in a table, longest kernels first.
 _SHOWN = 25
-# CPU events that compute or communicate; the others are labels around them.
+# CPU events that compute or communicate; all other events are labels around them.
 _OPERATORS = ("aten::", "c10d::", "gloo:")
 
 

@@ -39,7 +39,7 @@ class TaskImages:
         return self._read.get(prompt_index)
 
     def prepare(self, jobs: Sequence[Job]) -> list[Job]:
-        """Add images to the jobs whose prompts have some."""
+        """Add images to the jobs whose prompts have images."""
         started = time.perf_counter()
         self._num_running.update(job.prompt_index for job in jobs)
         seeing = {job.prompt_index for job in jobs if self._store.num_images[self._rows[job.prompt_index]]}

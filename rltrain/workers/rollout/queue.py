@@ -183,7 +183,7 @@ class JobQueue:
         )
 
     def _count(self, key: str) -> int:
-        # `get` would wait for a missing counter. Adding 0 grows the file of a file store with each call.
+        # `get` would wait for a missing counter. Adding 0 would enlarge the file of a file store with each call.
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
 

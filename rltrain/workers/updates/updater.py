@@ -94,8 +94,8 @@ class Updater:
                 self._model.set_requires_gradient_sync(number == len(micros))
             share = loss(micro)
             # FSDP averages gradients over the ranks, but the denominators are already global, so undo the average.
-            # Ranks that share sequences have the same loss, and each holds a part of its gradient. Ranks that share
-            # matrices hold the whole gradient.
+            # Ranks that share sequences have the same loss, and each has a part of its gradient. Ranks that share
+            # matrices have the whole gradient.
             (share.loss * (dist.get_world_size() / self._model.tensor_size * scale)).backward()
             shares.append(replace(share, loss=share.loss.detach()))
         return reduce(add, shares)

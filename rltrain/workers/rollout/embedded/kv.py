@@ -32,7 +32,7 @@ Ints = NDArray[np.int64]
 Call = tuple[int, int]
 # Memory of `KeyValues` relative to its rows at full length, for growth and for rows of ended responses.
 ROOM = 1.3
-# Prompt width grows in steps of this many tokens, because each new width copies the existing prompts.
+# Prompt width grows in steps of this many tokens, because each change copies the existing prompts.
 _PROMPT_STEP = 32
 # Queries of a long prompt's chunk are masked in parts of this size.
 _QUERIES = 512
@@ -369,7 +369,7 @@ def _enlarged(pair: Pair, count: int, width: int) -> Pair:
     have, _, columns, _ = pair.keys.shape
     if have >= count and columns >= width:
         return pair
-    # A quarter more, so that adding prompts one by one does not copy everything every time.
+    # A quarter more, so that not every added prompt requires a copy.
     count = have if have >= count else max(count, have + have // 4)
     larger = Pair(*(tensor.new_zeros(count, tensor.shape[1], max(columns, width), tensor.shape[3]) for tensor in pair))
     for new, old in zip(larger, pair, strict=True):

@@ -102,7 +102,7 @@ class SGLangRollout:
         }
         if device.is_cpu:
             arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
-            # Room for all sequences that can run at once, instead of a share of the machine's memory.
+            # Memory for all sequences that can run at once, instead of a share of the machine's memory.
             arguments["max_total_tokens"] = rollout.max_num_seqs * length
         # On the CPU the engine's processes fetch weights from the members, which only accept this key.
         current = multiprocessing.current_process()

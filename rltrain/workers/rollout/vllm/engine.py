@@ -96,7 +96,8 @@ class VLLMRollout:
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
-            # By default vLLM returns log-probs before the temperature; these are `CountedSampler`'s, after it.
+            # By default vLLM returns log-probs before applying the temperature; these are from `CountedSampler`, after
+            # it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
             "hf_overrides": split_by_owner(config, settings.model.override)

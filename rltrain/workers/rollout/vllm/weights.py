@@ -75,7 +75,7 @@ class WeightLoader:
             else:
                 model.load_weights(self._named(weights))
         finally:
-            del model.load_weights  # restore the method of its class
+            del model.load_weights  # restores the method of the class
         if missing:
             raise SyncError(
                 f"vLLM's {type(model).__name__} did not get {len(missing)} of its weights from the trainer: "

@@ -76,7 +76,7 @@ def missing_room(
     more = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
     free = free_bytes(folder)
     if steps and free < size:
-        return f"there is no room for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
+        return f"there is no disk space for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
     if steps and free < more * size:
         best = ", trainer.keep_best" if cfg.keep_best else ""
         rule = f"as trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best} keeps and one while it is written"

@@ -193,7 +193,7 @@ class SanitizedOutput:
 def lenient_output() -> None:
     """Escape characters that standard output and error cannot encode, and convert both to `SanitizedOutput`.
 
-    By default Python raises, so that a model's text would end the program.
+    By default Python raises an error, so a model's text could end the program.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -106,7 +106,7 @@ class _Host:
         self._worker = kind(**fetched)
 
     def run(self, call: Call[Any]) -> Any:
-        """Run the call on its role. A Request argument becomes a Batch, a list of references its objects."""
+        """Run the call on its role. A Request becomes a Batch, and a list of references a list of objects."""
         protocol = getattr(sys.modules[call.method.__module__], call.role)
         # By base class, not isinstance, which compares method names of a Protocol, and actor and critic share several.
         role = next(candidate for candidate in self._worker.roles if protocol in type(candidate).__mro__)

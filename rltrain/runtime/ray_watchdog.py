@@ -2,11 +2,12 @@
 
 Problem: a driver is not notified when its raylet or GCS dies. Calls block until Ray ends the process below Python, with
 exit code 1 and without any handler. Choice: a thread holds a connection to each of the two, which the kernel closes
-when the peer dies. The driver checks it during waits (`raise_if_lost`), Ray is no longer called (`unless_lost`), and if
-the main thread is stuck in native code, the thread ends the process. The same thread ends a driver that hangs in
-storage or in user code. Ray's library may still end the process, so an error is reported before any part of Ray is shut
-down, and another process repeats the report after this process has ended (`cleanup_after_exit`). Left out: Ray on other
-nodes, whose loss Ray reports; the Ray of a client driver (ray://); and a driver that hangs while it holds the GIL.
+when the peer dies. The driver checks for a loss while it waits (`raise_if_lost`) and then no longer calls Ray
+(`unless_lost`). If the main thread is stuck in native code, the watchdog's thread ends the process. The same thread
+ends a driver that hangs in storage or in user code. Ray's library may still end the process, so an error is reported
+before any part of Ray is shut down, and another process repeats the report after this process has ended
+(`cleanup_after_exit`). Left out: Ray on other nodes, whose loss Ray reports; the Ray of a client driver (ray://); and a
+driver that hangs while it holds the GIL.
 """
 
 from __future__ import annotations

@@ -172,9 +172,9 @@ class ActorRefWorker(Actor):
     def text_log_probs(self, text: EncodedPrompt) -> Tensor:
         """Return log pi(token) at temperature 1 of all tokens but the first, or of the tokens after the last image.
 
-        The forward pass is the update's: the text is packed after another text, and its second half is also a response
-        that shares its prompt. The comparison with an engine therefore also detects models that mix the samples of a
-        packed row.
+        The forward pass is the same as in the update: the text is packed after another text, and its second half is
+        packed again as a response that shares a prompt. The comparison with an engine therefore also detects models
+        that mix the samples of a packed row.
         """
         self.policy.eval()
         tokens, images = torch.tensor(text.tokens), text.images

@@ -175,7 +175,7 @@ def _rounds(
 def _with_others(
     advance: Advance, projected: Projected, weights: Weights, plan: AttentionPlan, group: ProcessGroup
 ) -> Tensor:
-    """Compute `_by_plan` if each rank holds a slice of the tokens: each rank computes all tokens for its heads."""
+    """Like `_by_plan`, if each rank holds a slice of the tokens: each rank computes all tokens for its heads."""
     ranks, rank = group.size(), group.rank()
     numbers = torch.stack([projected.step, projected.decay], -1)
     parts = [tensor.transpose(0, 1)[None] for tensor in (*projected[:3], numbers)]

@@ -101,7 +101,7 @@ class RewardWorkers:
             )
 
     def node_of(self, worker: int) -> int:
-        """Return the index of a worker's place, which identifies its node."""
+        """Return the index of the place of a worker, which identifies its node."""
         return worker % self._num_places
 
     @property
@@ -110,7 +110,7 @@ class RewardWorkers:
         return [worker for worker in self.workers for _ in range(self._lanes)]
 
     def cancel_judging(self, batch: int) -> None:
-        """Let all workers stop waiting for the judge of a batch."""
+        """Make all workers stop waiting for the judge of a batch."""
         for worker in self.workers:
             worker.cancel_judging.options(concurrency_group=_CONTROL).remote(batch)
 

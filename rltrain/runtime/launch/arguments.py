@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers among arguments and variables, with their defaults."""
+    """Arguments and variables that are numbers, with their defaults."""
 
     RANK: int = key(-1, least=0)
     NNODES: int = key(0, least=1)

@@ -190,7 +190,7 @@ def _processes() -> Iterator[Path]:
 
 
 def _ancestors() -> set[int]:
-    """Return this process and its ancestors, which terminating the cluster must spare."""
+    """Return this process and its ancestors, which must survive when the cluster is terminated."""
     pids = {pid := os.getpid()}
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])

@@ -363,7 +363,7 @@ def _inside(folder: str, roots: tuple[str, ...]) -> Any:
 
 def _run(code: str, function: str | None, arguments: list, nowhere: int) -> None:
     names: dict[str, Any] = {"__name__": "__main__" if function is None else "answer"}
-    # Tests by function name are from sites that import these names for the solver, and responses use List in
+    # Tests that call a function by name are from sites that import these names for the solver, so responses use List in
     # annotations.
     exec("from typing import *", names)
     program = compile(code, "answer.py", "exec")

@@ -53,8 +53,7 @@ def pass_of(values: Floats, k: int) -> Floats:
 
 
 def majority_of(values: Floats, votes: NDArray[Any], ks: Sequence[int], seed: int = SEED) -> dict[int, Floats]:
-    """Return the expected value [p] of the majority text of k responses   (Wang et al. 2023, self-consistency), for
-    every k.
+    """Return for every k the expected value [p] of the most frequent of k texts   (Wang et al. 2023, self-consistency).
 
     votes: texts [p, n]. Ties are averaged. If k is n, all responses are counted; otherwise the mean over 500 seeded
     subsets of k is taken.

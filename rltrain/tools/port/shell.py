@@ -155,7 +155,7 @@ def _launches(answer: dict[str, Any]) -> list[list[str]]:
 
 
 def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]], traced: list[list[str]]) -> bool:
-    """Insert the variable's placeholder where a setting is exactly its number.
+    """Replace a setting by the variable's placeholder if it equals the number assumed for it.
 
     Return True if anything else changed with the number.
     """

@@ -1,7 +1,7 @@
 """Translation of verl's settings. Each decision leaves a comment or a line about the part that was not carried over.
 
 `load_config` knows verl's names and meanings: every setting is tried alone, and its message becomes the comment. The
-table here covers only settings of other backends, which it rejects, that have the same meaning under FSDP2.
+table here has only settings of other backends that `load_config` rejects but that have the same meaning under FSDP2.
 """
 
 from __future__ import annotations

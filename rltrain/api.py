@@ -234,7 +234,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
 
 @contextmanager
 def _pictured(run_trainer: Trainer, stop: Stop) -> Iterator[None]:
-    """Write the report page after a run that has made steps, even if it failed, unless a signal leaves no time."""
+    """Write the report page of a run that has finished a step, even if it failed, unless a signal leaves no time."""
     before = run_trainer.num_steps
     try:
         yield

@@ -86,7 +86,7 @@ class CheckpointError(RltrainError):
 
 
 class NonFiniteError(RltrainError):
-    """A loss, gradient or reward is NaN or infinite. No optimizer step was made from it."""
+    """A loss, gradient or reward is NaN or infinite. No optimizer step was taken with it."""
 
     exit_code = 70
 

@@ -120,7 +120,7 @@ def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:
     """Yield keys of sizes that no pass of the run uses, with the setting that is used instead."""
     used = _used(config)
     deciding = {decide(config, keys)[1] for keys in used.values()}
-    # The update is always made, and keys of a pass that is not made have a separate note.
+    # The update always runs, and keys of a pass that does not run have a separate note.
     for keys in used.values():
         switch, (_, key) = get(config, keys.switch), decide(config, keys)
         setting = f"{keys.switch} is not set" if switch is None else f"{keys.switch}={switch}"

@@ -54,7 +54,7 @@ def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
-        # The first reason wins, so general reasons are last. A deciding size matters only in a pass that is made.
+        # The first reason wins, so general reasons are last. A deciding size matters only in a pass that runs.
         for key, why in source(loaded):
             # No note for 0, because scripts disable a KL in all places.
             off = key.endswith(_OFF_AT_ZERO) and get(loaded.config, key) == 0

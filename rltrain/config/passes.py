@@ -1,7 +1,7 @@
 """Passes of a step that run on devices, and the roles whose models compute them, one table row each.
 
 Timers, budgets, offloading, the memory forecast, metrics and messages all use this table, so a new pass is added once.
-The name of a pass is the name of its timer. `StepPasses` decides which passes a run makes.
+The name of a pass is the name of its timer. `StepPasses` decides which passes a run needs.
 """
 
 from __future__ import annotations

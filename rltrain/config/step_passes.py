@@ -199,7 +199,7 @@ class StepPasses:
         )
 
     def makes(self, name: str, num_mini_batches: int) -> bool:
-        """Return whether a step makes the pass ``name``."""
+        """Return whether a step runs the pass ``name``."""
         if name == "old_log_prob":
             return self.old_log_probs == "all" or (self.old_log_probs != "none" and num_mini_batches > 1)
         # The reference may be the actor without its adapters.

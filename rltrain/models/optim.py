@@ -77,8 +77,8 @@ class LossScale:
     """Loss scale for gradients in float16, in which numbers below 6e-8 are 0 (Micikevicius et al. 2018, section 3.2).
 
     It starts, halves and doubles like torch.amp.GradScaler. GradScaler is not used, because its ranks decide
-    independently, after an additional device sync. Here a number reduced over all ranks decides whether a step is made,
-    as for every other dtype. All values are powers of two, so scaling loses no precision.
+    independently, after an additional device sync. Here a number reduced over all ranks decides whether a step is
+    taken, as for every other dtype. All values are powers of two, so scaling loses no precision.
     """
 
     FIRST, LOWEST, HIGHEST = 2.0**16, 1.0, 2.0**24

@@ -46,8 +46,8 @@ def build(
     """Return a trainer with data read, workers running and models loaded. Raises RltrainError.
 
     callbacks: objects in addition to ``trainer.callbacks``. stop: the signals received so far, if the caller already
-    handles signals. notes: notes on the settings, which are logged. If an earlier run in the same folder has made all
-    steps, nothing is started.
+    handles signals. notes: notes on the settings, which are logged. If an earlier run in the same folder has finished
+    all steps, nothing is started.
     """
     stop = stop or Stop()
     cfg = loaded.config

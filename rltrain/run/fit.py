@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class Trainer(Callback):
-    """A run that `rltrain.build` has started: make single steps, or `fit` all of them.
+    """A run that `rltrain.build` has started: run single steps, or all of them with `fit`.
 
     Use it as a context manager or call `close`: this finishes the trackers and stops scorers, workers, and Ray if
     `build` has started it. config: the settings. plan: the numbers derived from the settings. ppo: the algorithm with
-    its roles. num_steps: steps made so far, including earlier runs. callbacks: observers of the run.
+    its roles. num_steps: finished steps, including earlier runs. callbacks: observers of the run.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Trainer(Callback):
 
     @property
     def ppo(self) -> PPOTrainer:
-        """The algorithm. Raises ConfigError in an evaluation, and if all steps were made before."""
+        """The algorithm. Raises ConfigError in an evaluation, and if all steps were finished before."""
         return self._started[0]
 
     @property
@@ -84,7 +84,7 @@ class Trainer(Callback):
         return self._ppo, self._saver
 
     def step(self) -> Metrics:
-        """Make the next step of the plan. Return its metrics, which are also sent to the trackers."""
+        """Run the next step of the plan. Return its metrics, which are also sent to the trackers."""
         ppo, _ = self._started
         metrics = self._make(ppo, self.num_steps + 1)
         self.num_steps += 1
@@ -120,7 +120,7 @@ class Trainer(Callback):
         return self.folder / f"global_step_{self.num_steps}"
 
     def fit(self) -> bool:
-        """Make all remaining steps, with validation and saving. Return False if a signal stopped the run."""
+        """Run all remaining steps, with validation and saving. Return False if a signal stopped the run."""
         if self.num_steps >= self.plan.total_steps and not self._pending_validation:
             return True
         with listen(self._stop), require_heartbeat(), self._stop.telling():
@@ -142,7 +142,7 @@ class Trainer(Callback):
 
     def _fit(self, ppo: PPOTrainer, saver: Saver) -> bool:
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
-        # Steps that the caller made with `step` are not in a checkpoint yet.
+        # Steps that the caller ran with `step` are not in a checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
         done, untested = first_step, self._pending_validation
         # Nothing is unsaved here, so a signal ends the validation at once.
@@ -179,7 +179,7 @@ class Trainer(Callback):
             saver.finish()
         if stalled := "" if stop.requested else saver.best.stalled():
             log.info("%s", stalled)
-        # Without its last validation a run is not finished, even with all steps made.
+        # Without its last validation a run is not finished, even after its last step.
         return bool(stalled) or (done == total and not untested)
 
     def _keep_and_test(self, ppo: PPOTrainer, saver: Saver, metrics: Metrics) -> bool:

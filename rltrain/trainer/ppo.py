@@ -247,14 +247,14 @@ class PPOTrainer:
         self._skipped("critic", results[0].num_made, record, skipped, counts)
 
     def _num_skipped_steps(self, role: str) -> int:
-        """Return the number of earlier steps in which ``role`` made no optimizer step, and its schedule did not
+        """Return the number of earlier steps in which ``role`` took no optimizer step, so that its schedule did not
         advance."""
         return int(self._metrics.get(f"{role}/steps_held", 0))
 
     def _skipped(
         self, role: str, num_made: int, record: StepRecord, skipped: int, counts: Sequence[Denominators]
     ) -> None:
-        """Log optimizer steps that were not made. Raises NonFiniteError if there are too many.
+        """Log skipped optimizer steps. Raises NonFiniteError if there are too many.
 
         skipped: `_num_skipped_steps` before the update. counts: loss tokens per mini-batch.
         """

@@ -74,8 +74,8 @@ Open = dict[tuple[int, int], Conversation]
 class RolloutWorker(Rollout):
     """Rollout role. Every method except `take_finished` and `abort` is called on all ranks.
 
-    policy: the training weights. version: number of optimizer steps made on the weights. text_log_probs: the trainer's
-    log-probs of a text. rows: rows of the prompts, for multi-turn runs.
+    policy: the training weights. version: number of optimizer steps so far. text_log_probs: the trainer's log-probs of
+    a text. rows: rows of the prompts, for multi-turn runs.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from rltrain.trainer.plan import ImageSizes, Plan
 
 
 def describe(plan: Plan, config: Config) -> str:
-    """Return the plan as text. An evaluation makes no step and uses only the policy and a reward model."""
+    """Return the plan as text. An evaluation has no steps and uses only the policy and a reward model."""
     trains = plan.passes.trains
     rows = [
         *([("algorithm", _algorithm(plan, config))] if trains else []),

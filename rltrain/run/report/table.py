@@ -154,7 +154,7 @@ def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
     """Return a warning if no response scored above 0, or all scored the same; else ""."""
     scores = pd.DataFrame(lines).reindex(columns=["critic/score/min", "critic/score/max"])
     least, most = scores["critic/score/min"].min(), scores["critic/score/max"].max()
-    # A negative maximum alone is no warning, because a reward model may return only negative scores.
+    # A negative maximum alone causes no warning, because a reward model may return only negative scores.
     if pd.isna(most) or most not in (least, 0):
         return ""
     return f"{f'every response earned {most:g}' if most == least else 'no response earned more than 0'}; {_look(run)}"

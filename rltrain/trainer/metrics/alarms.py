@@ -82,7 +82,7 @@ class Alarms:
         return {"reward/equal_steps": float(self._equal_steps)}
 
     def empty(self, role: str, counts: Sequence[Denominators]) -> Metrics:
-        """Warn of mini-batches without a loss token, for which `Updater` makes no optimizer step."""
+        """Warn of mini-batches without a loss token, for which `Updater` takes no optimizer step."""
         number = sum(not count.tokens for count in counts)
         if number:
             log.warning(

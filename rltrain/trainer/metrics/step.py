@@ -155,10 +155,10 @@ def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right
 def update_metrics(
     results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], counted: NDArray[np.int64], prefix: str
 ) -> Metrics:
-    """Sum over ranks, divide token sums by ``tokens``, and average over the optimizer steps that were made.
+    """Sum over ranks, divide token sums by ``tokens``, and average over the optimizer steps that were taken.
 
-    tokens, counted [mini-batches]: tokens whose gradient was computed, and tokens that count in the loss. A mini-batch
-    with counted = 0 makes no optimizer step. prefix: added to names without one.
+    tokens, counted [mini-batches]: tokens whose gradient was computed, and tokens that count in the loss. There is no
+    optimizer step for a mini-batch with counted = 0. prefix: added to names without one.
     """
     metrics: Metrics = {}
     # The gradient norm covers the shards of all ranks, so every rank has the same value; likewise for `skipped`.

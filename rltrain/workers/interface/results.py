@@ -51,7 +51,7 @@ class UpdateNumbers:
 
     @property
     def num_made(self) -> int:
-        """Number of optimizer steps made, including mini-batches without a loss token."""
+        """Number of optimizer steps, including mini-batches without a loss token."""
         return len(self.skipped) - int(self.skipped.sum() + self.overflowed.sum())
 
 

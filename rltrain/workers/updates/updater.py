@@ -51,7 +51,7 @@ class OptimStep(NamedTuple):
 
 
 class Updater:
-    """Optimizer of ``model``. ``num_steps``: number of optimizer steps made.
+    """Optimizer of ``model``. ``num_steps``: number of optimizer steps so far.
 
     ``loss_scale``: None unless forward and backward run in float16.
     """

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     # Two words first, so that `rewards try` is not parsed as a command `rewards`.
     two = " ".join(words[:2])
     command, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
-    if helps:  # of a converter the name comes first
+    if helps:  # for a converter the name comes first
         rest = [*rest, "--help"] if command == "data" else ["--help", *rest]
     if command in REMOVED:
         sys.stderr.write(f"error: {REMOVED[command]}\n")
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         typed = two if any(name.startswith(f"{command} ") for name in COMMANDS) else command
         sys.stderr.write(f"error: there is no command '{typed}'.{hint} See rltrain --help.\n")
         return 2
-    # argparse takes the name in its usage from here.
+    # argparse takes the program name in its usage text from here.
     sys.argv = [f"rltrain {command}", *rest]
     return importlib.import_module(module).main(rest)
 

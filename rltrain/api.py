@@ -1,8 +1,8 @@
 """Training from Python, and the part of the command after its settings are read.
 
 Workers and scorers are other processes, which cannot access the objects of a script. So code given as an object is
-written into the run folder and named in the configuration (`with_code`), and from there on a run from Python and one
-from the command are the same. Callbacks stay objects, because they run in the caller's process.
+written into the run folder and named in the configuration (`with_code`); from there on, runs from Python and from the
+command line are the same. Callbacks stay objects, because they run in the caller's process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # Forms of a run's settings: a loaded configuration, a mapping (nested, or with dotted keys), key=value arguments, or a
 # YAML file.
 Settings = LoadedConfig | Mapping[str, Any] | Sequence[str] | str | Path
-# User code: a function or class, or FILE.py:NAME; and the keys that the arguments stand for.
+# User code: a function or class, or FILE.py:NAME; and the keys of these arguments.
 Code = Callable[..., Any] | str
 _CODE = {
     "reward": "custom_reward_function.path",
@@ -98,7 +98,7 @@ def train(
     """
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
-    # Outside of the main thread this changes no handlers, so a run may also be started from a thread.
+    # Outside of the main thread no handlers are changed, so a run may also be started from a thread.
     with listen() as stop:
         try:
             folder = run(loaded, check_settings(loaded), stop, objects)
@@ -152,7 +152,7 @@ def evaluate(config: Settings, *, reward: Code | None = None, callbacks: Sequenc
 
 
 def read(config: Settings) -> LoadedConfig:
-    """Return the loaded configuration from any of its forms. Raises ConfigError."""
+    """Return the loaded configuration, given in any of its forms. Raises ConfigError."""
     if isinstance(config, LoadedConfig):
         return config
     if isinstance(config, Mapping):
@@ -161,9 +161,8 @@ def read(config: Settings) -> LoadedConfig:
 
 
 def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
-    """Return the configuration with the names of the user's code.
-
-    An object is written into the run folder, because all processes can read it there.
+    """Return the configuration with the names of the user's code. Objects are written into the run folder, where all
+    processes can read them.
     """
     changes: dict[str, Any] = {}
     for argument, value in code.items():
@@ -171,8 +170,8 @@ def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
             continue
         name = value if isinstance(value, str) else save_object(argument, value, _folder(loaded) / "objects")
         if argument == "reward":
-            # A reward function has two keys, as in verl. Split from the right, because a path may contain a colon and a
-            # name cannot.
+            # A reward function has two keys, as in verl. Split from the right, because a path may contain a colon, but
+            # a name cannot.
             path, _, function = name.rpartition(":")
             changes |= {_CODE[argument]: path, "custom_reward_function.name": function}
         else:
@@ -183,7 +182,7 @@ def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
 def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[LoadedConfig, list[Any]]:
     """Add callbacks given by name to the configuration. Return it with the other callbacks.
 
-    Objects stay as they are, because callbacks run only in this process.
+    Objects are kept, because callbacks run only in this process.
     """
     names = [callback for callback in callbacks if isinstance(callback, str)]
     if names:
@@ -219,8 +218,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         run_trainer = put_together(loaded, stop, callbacks)
         with _pictured(run_trainer, stop), run_trainer:
             finished = run_trainer.fit()
-        # Raised after the `with`, once everything has ended in order: inside it, workers would be killed as after an
-        # error.
+        # Raised after the `with`, because inside it workers would be killed as after an error.
         if not finished:
             raise stop.interrupted()
         try:
@@ -236,7 +234,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
 
 @contextmanager
 def _pictured(run_trainer: Trainer, stop: Stop) -> Iterator[None]:
-    """Write the report page after a run that has made steps, even if it failed, unless a signal leaves no time."""
+    """Write the report page of a run that has finished a step, even if it failed, unless a signal leaves no time."""
     before = run_trainer.num_steps
     try:
         yield

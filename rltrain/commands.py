@@ -76,7 +76,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # It has been executed already, and keeps its name.
+        # It has already been executed, and keeps its name.
         module.__spec__ = self._own_spec
 
     def get_code(self, fullname: str) -> CodeType:

@@ -26,10 +26,10 @@ from rltrain.common.stop import Stop, listen
 from rltrain.config.help import help_text
 from rltrain.run.program import ESTIMATE_FLAGS
 
-# Seconds that Python and packages may take to exit after the run.
+# Maximum seconds for Python and packages to exit after the run.
 _LEAVE_S = 60
 _left: list[int] = []  # the exit code, after the run
-# Hydra's flags, which users of verl know: flags that name files, and others -> what to do instead.
+# Hydra's flags, which verl users may type: flags for files, and others -> replacement.
 _NAMING = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
 _HYDRA = {
     ("--cfg", "-c"): "--print-config prints the configuration",
@@ -48,10 +48,10 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     lenient_output()
     code = _main(argv, program or _run)
     report_to_supervisor(ended=code)
-    # Looked up instead of imported: if it is not imported there is no tracker, and --help need not load it.
+    # Looked up, not imported: if it is not loaded there is no tracker, and --help need not load it.
     tracking, watchdog = map(sys.modules.get, ("rltrain.run.report.tracking", "rltrain.runtime.ray_watchdog"))
-    # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a Ray that is gone or does
-    # not respond, and report that as a failure.
+    # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a cluster that is gone or
+    # hangs, and report that as a failure.
     _flush()
     if (tracking and tracking.hanging()) or (watchdog and (watchdog.lost() or watchdog.hanging())):
         os._exit(code)
@@ -62,7 +62,7 @@ def leave(code: int) -> NoReturn:
     """End this process, even if a thread of a callback or tracker never ends.
 
     Exit handlers of packages run. Modules are not torn down, because that takes more than a second, and a remaining
-    thread of a library may crash in it, which would look like a killed run.
+    library thread may crash during it, which would look like a killed run.
     """
     _left.append(code)
     late = threading.Timer(_LEAVE_S, os._exit, [code])
@@ -99,7 +99,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
                 report_to_supervisor(error=masked_text(f"{type(raised).__name__}: {raised}"))
                 raise
         report_to_supervisor(error=str(raised), passing=raised.passing)
-        # The run's output must precede the error, even if both go to one file.
+        # The run's output must precede the error if both go to the same file.
         _flush()
         with suppress(OSError):
             sys.stderr.write(_message(raised))
@@ -107,7 +107,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
 
 
 def _message(error: RltrainError) -> str:
-    """Return the terminal output for an error. A run that was stopped is not an error."""
+    """Return the terminal output for an error. A stopped run is not an error."""
     first = "" if isinstance(error, Interrupted) else "error: "
     return first + "\n       ".join(str(error).splitlines()) + "\n"
 
@@ -174,7 +174,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
     Problems are returned so that they are reported together with problems of the settings.
     """
-    # --help is defined here, because it takes a section. With abbreviations a mistyped flag would do something else.
+    # --help is defined here, because it takes a section. Abbreviations are off, because a mistyped flag could match
+    # another one.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION")
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
@@ -206,7 +207,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         for word in words
         if word.startswith("-")
     ]
-    # Bytes that are invalid in the locale's encoding become halves of surrogate pairs.
+    # Bytes that are invalid in the locale's encoding become lone surrogates.
     arguments.problems += [
         f"{sanitize(word)}: the marks in it are bytes that are no text in the encoding of this locale "
         f"({sys.getfilesystemencoding()}). Write it in that, or set PYTHONUTF8=1 where it is UTF-8."
@@ -228,5 +229,5 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    atexit.register(_end)  # before packages register their handlers: the first one is called last
+    atexit.register(_end)  # before packages register their handlers, because the first one is called last
     leave(main())

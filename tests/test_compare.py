@@ -139,7 +139,7 @@ def test_bad_input_is_one_sentence(make, compare, tmp_path):
         ([run, tmp_path / "nothing"], "does not exist. Give the run folder"),
         ([run, empty], "has no step in its metrics.jsonl"),
         ([run, late], "a and b have no step in common"),
-        ([run, run], "one run is named twice"),
+        ([run, run], "a run is named twice"),
         ([run, broken], "config.yaml cannot be read"),
         ([run], "is one run. Give two or more"),
     ):

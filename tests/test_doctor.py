@@ -26,7 +26,7 @@ def _measure(rank: int, world: int) -> None:
     worker._filled = lambda size, value: torch.full((size,), value + (rank == 2))
     speeds = np.fmax.reduce([worker.p2p_bandwidth(2**10, turn) for turn in range(world)])
     assert (speeds == 0).tolist() == [other == 2 != rank for other in range(world)]
-    with pytest.raises(WorkerError, match=f"rank {rank}: a collective has returned wrong numbers"):
+    with pytest.raises(WorkerError, match=f"rank {rank}: a collective returned wrong values"):
         worker.collectives(2**10)
 
 

@@ -91,7 +91,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
             "model.lora_rank=4 model.target_modules=[q_prj]",
             "no linear layer below the head matches 'q_prj'. Did you mean q_proj",
         ),
-        ("algorithm.gdpo_reward_keys=[style] algorithm.adv_estimator=gdpo", "returns no number of that name"),
+        ("algorithm.gdpo_reward_keys=[style] algorithm.adv_estimator=gdpo", "does not return a number of that name"),
         ("model.override_config.layer_types=[full_attention,conv]", "has layers of kind conv"),
         ("model.enable_gradient_checkpointing=99", "gradient_checkpointing=99: the model has"),
         ("model.override_config.mine=1", "mine: Qwen3Config has no such"),
@@ -137,7 +137,7 @@ def test_a_model_whose_numbers_cannot_be_checked_needs_a_key(dry, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     save_tiny_tokenizer(tmp_path / "model")
     path = {"actor_rollout_ref__model__path": str(tmp_path / "model")}
-    untried = "whether its numbers are right was not tried, as no small copy of it runs (TypeError: topk"
+    untried = "its outputs could not be checked: a small copy of it does not run (TypeError: topk"
     message = refused(dry, **path)
     assert untried in message
     assert "or set trainer.allow_unchecked_models=True and compare its log-probs yourself." in message
@@ -162,7 +162,7 @@ def test_a_tokenizer_that_is_not_the_model_s_is_known(dry, made, tmp_path):
     assert "row 0: token " in found
     config = json.loads((tmp_path / "few/config.json").read_text())
     (tmp_path / "few/config.json").write_text(json.dumps(config | {"pad_token_id": 15}))
-    assert "config.json says pad_token_id=15, and the model has 8 tokens" in refused(dry, **few)
+    assert "config.json has pad_token_id=15, but the model has 8 tokens" in refused(dry, **few)
     critic = {"algorithm__adv_estimator": "gae", "critic__model__path": tmp_path / "few"}
     (tmp_path / "few/config.json").write_text(json.dumps(config))
     assert "knows 8 tokens, and the policy writes 20. Use a model" in refused(dry, **critic)
@@ -390,7 +390,7 @@ def test_classes_that_verl_would_load_are_tried(dry, tmp_path):
         ({"data.custom_cls.path": "pkg://no.such"}, "No module named 'no'"),
         ({"+data.number": 0}, "no usable row in data.custom_cls"),
         ({"+data.sampler.step": 2}, "an epoch of it has 1 batches, and one of the data 3"),
-        ({"+data.sampler.step": 5}, "an epoch names 3 different rows, fewer than data.train_batch_size=4"),
+        ({"+data.sampler.step": 5}, "an epoch yields 3 different rows, fewer than data.train_batch_size=4"),
     ],
 )
 def test_what_is_wrong_with_such_classes_is_shown(dry, tmp_path, changes, words):

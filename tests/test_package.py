@@ -142,6 +142,6 @@ def test_nothing_is_imported_through_the_links_at_the_top():
     for name in ("trainer.plan", "workers.interface.tasks", "data_preprocess.common"):
         done = python("-c", f"import {name}", cwd=ROOT)
         assert done.returncode == 1
-        assert f"ImportError: import rltrain.{name.partition('.')[0]}: through the link" in done.stderr
+        assert f"ImportError: import rltrain.{name.partition('.')[0]}: importing through the symlink" in done.stderr
     done = python("-m", "data_preprocess.gsm8k", "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -81,7 +81,7 @@ def test_a_callback_that_raises_is_told_once_and_the_run_goes_on(tmp_path, caplo
     assert "mine.py:Mine" in caplog.text
 
 
-@pytest.mark.parametrize(("returned", "said"), [("3", "not 3"), ("{'a': 2}", "a is a metric already")])
+@pytest.mark.parametrize(("returned", "said"), [("3", "not 3"), ("{'a': 2}", "a is already a metric")])
 def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
     found = callbacks(tmp_path, f"def Mine(step, metrics): return {returned}")
     assert found.on_step(Answered(1, {"a": 1.0}, SAMPLES, 1)) == {"callbacks/errors": 1.0}

@@ -90,7 +90,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_made_and_the_same_command_g
     assert made("data.seed=1,2,3", "trainer.total_training_steps=7")[2] == ["seed=1", "seed=2", "seed=3"]
     code, text, begun = made("data.seed=1,2,3", "actor_rollout_ref.actor.optim.lr=0.5")
     assert (code, begun) == (2, [])
-    assert "seed=1 is a finished run of this sweep with other settings" in text
+    assert "seed=1 is a finished run of this sweep with different settings" in text
 
 
 def test_a_signal_ends_the_sweep(made):

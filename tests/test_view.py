@@ -97,7 +97,7 @@ def test_what_is_not_there_is_said(run, tmp_path, capsys):
     (run / "samples" / "train_000010.parquet").write_bytes(b"half")
     with pytest.raises(DataError, match="cannot be read"):
         read_samples(run)
-    with pytest.raises(DataError, match="no responses of validation"):
+    with pytest.raises(DataError, match="no responses from validation"):
         read_samples(tmp_path / "other", split="val")
 
 

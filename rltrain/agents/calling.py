@@ -13,15 +13,15 @@ from typing import Any
 from rltrain.agents.content import Content, content_of, is_image, with_images
 from rltrain.agents.threads import in_thread
 
-# Raised into an event loop, these would end it, or leave its waiters without a result.
+# In an event loop these would end it, or leave its waiters without a result.
 _ENDS_LOOPS = (SystemExit, KeyboardInterrupt, StopIteration)
 
 
 async def call_user(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Call a user's function: an ``async`` one on the event loop, any other in a thread.
 
-    Raises the function's exception; instead of one that would end the event loop, such as SystemExit, a RuntimeError
-    that names it.
+    Raises the function's exception, or a RuntimeError in place of exceptions that would end the event loop, such as
+    SystemExit.
     """
 
     def blocking() -> Any:
@@ -48,7 +48,7 @@ _JSON = (str, float, int, bool, list, dict, types.NoneType)
 def convert_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, converted to the function's type hints.
 
-    Raises TypeError that names an argument that is missing, unknown or of another type.
+    Raises TypeError that names a missing, unknown or wrongly typed argument.
     """
     try:
         signature = inspect.signature(function)
@@ -71,7 +71,7 @@ def convert_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -
 def _convert(value: Any, hint: Any, reads: bool = True) -> Any:
     """Return a JSON value, converted to a type hint. Raises ValueError if it has another type.
 
-    reads: a string for another type is read as JSON. Hints of types that JSON does not have accept every value.
+    reads: a string for another type is read as JSON. Hints for non-JSON types accept every value.
     """
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
@@ -97,7 +97,7 @@ def convert_result(returned: Any) -> dict[str, Any]:
     ``metrics``.
 
     returned: a text; an image, or a list of images and texts; another dictionary or list, which becomes JSON; verl's
-    ToolResponse; or a tuple of (any of them, reward, metrics), whose last two may be left out or None. Raises TypeError
+    ToolResponse; or a tuple of (any of them, reward, metrics), whose last two may be omitted or None. Raises TypeError
     for a longer tuple or a video, and ValueError for a reward that is not a finite number or an unreadable image.
     """
     parts = returned if isinstance(returned, tuple) else (returned,)
@@ -120,7 +120,7 @@ def _content(response: Any) -> Content:
     if any(map(is_image, response if isinstance(response, list) else [response])):
         return content_of(response) or ""
     if getattr(response, "video", None):
-        # Of verl's ToolResponse; a dictionary's keys are the user's.
+        # From verl's ToolResponse; a dictionary's keys are the user's.
         raise TypeError("the tool returned videos, which are not in this version: it must return text or images.")
     if hasattr(response, "text"):
         images = getattr(response, "image", None)

@@ -1,7 +1,7 @@
 """The agent's view of a conversation with the policy: request a turn, add messages, request the next turn.
 
-Nothing can be taken back, so that the tokens of a trajectory stay the sampled ones. If an agent is restarted because
-its process died, it gets its previous turns again: `Chat.reply` returns them at once.
+Nothing can be undone, so that the tokens of a trajectory are the sampled ones. If an agent is restarted because its
+process died, `Chat.reply` returns its previous turns again at once.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Result = TypeVar("Result")
-# Log fields of a result: its call's arguments (JSON) and seconds. Neither policy nor agent sees them.
+# Log fields of a result: arguments (JSON) and seconds of its call. Policy and agent do not see them.
 _LOG_FIELDS = ("arguments", "seconds")
-# A call that blocks the event loop must not use up the time of the others, so the time is counted in pieces.
+# Time is counted in small steps, so that a call that blocks the event loop does not use up the time of others.
 _BEATS = 20
 
 
 class Over(Exception):
-    """The trajectory has had its last turn: no tokens are left, or the maximum number of turns is reached."""
+    """Raised after the last turn of a trajectory: no tokens are left, or the maximum number of turns is reached."""
 
 
 class CallTimeout(Exception):
@@ -50,7 +50,7 @@ class CallTimeout(Exception):
 
 
 class TrajectoryFailed(Exception):
-    """The trajectory cannot continue, through no fault of the policy."""
+    """The trajectory failed for a reason other than the policy."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class Turn:
     """One error message per tool call that could not be parsed."""
     reasoning: str = ""
     finish: Literal["stop", "length", "turns"] = "stop"
-    """Finish reason: ended by itself, at the length limit, or by itself at the turn limit. Only "stop" allows another
-    turn."""
+    """Finish reason: normal end, length limit, or normal end at the turn limit. Only "stop" allows another turn."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class TurnLimits:
     timeout_s: float
     """Seconds per call."""
     trajectory_timeout_s: float | None
-    """Seconds of a trajectory, without the time that it waits for the policy."""
+    """Seconds of a trajectory, without waiting for the policy."""
     max_parallel_calls: int
     max_result_length: int
     """Characters."""
@@ -195,10 +194,11 @@ class Chat:
         return self._address(self)
 
     async def reply(self) -> Turn:
-        """Return the next turn of the policy. The first replies to the row's prompt. Raises `Over` if there is none.
+        """Return the next turn of the policy. The first turn replies to the row's prompt. Raises `Over` if there is
+        none.
 
-        Raises TrajectoryFailed if a restarted agent adds other messages than before, and if the agent calls it again
-        while the turn of a cancelled call is still pending: the policy would not see messages that were added since.
+        Raises TrajectoryFailed if a restarted agent adds different messages than before, or if it is called while the
+        turn of a cancelled call is still pending, because the policy would not see messages added since.
         """
         if self.turns:
             await self._request_turn()
@@ -278,7 +278,7 @@ class Chat:
     async def answer_calls(self, turn: Turn, results: Mapping[int, str] | None = None) -> None:
         """Run the calls of a turn concurrently, and add their results in the order of the calls.
 
-        The error of a call becomes its result. Each call that is not run, or cannot be parsed, gets one too. results:
+        The error of a call becomes its result. Calls that are not run, or cannot be parsed, get a result too. results:
         results of calls that a library has already run, by index of the call.
         """
         counts = self._new.counts
@@ -331,7 +331,7 @@ class Chat:
             return f"Error: no result after {self._limits.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool is the user's code
             counts[c.TOOL_ERRORS] += 1
-            # The log gets the frames, the policy only the last line.
+            # The frames are logged; the policy gets only the last line.
             print(f"the tool {call.name!r} raised:\n{user_traceback(error)}")  # noqa: T201 - its prints are its log
             return f"Error: {user_traceback(error).strip().splitlines()[-1]}"
         self.reward(result["reward"])
@@ -362,7 +362,7 @@ async def with_timeout(awaitable: Awaitable[Result], timeout_s: float) -> Result
         for _ in range(_BEATS):
             done, _ = await asyncio.wait({task}, timeout=timeout_s / _BEATS)
             if done:
-                if task.cancelled():  # by itself: a cancelled trajectory ends at the wait
+                if task.cancelled():  # not by the user: a cancelled trajectory ends here
                     raise RuntimeError("the tool cancelled its own call")
                 return task.result()
         raise CallTimeout
@@ -378,7 +378,7 @@ def without_log_fields(messages: Sequence[Message]) -> list[Message]:
 def _as_text(arguments: dict[str, Any]) -> str:
     try:
         return json.dumps(arguments, ensure_ascii=False, default=str)
-    except (TypeError, ValueError):  # from a call format of the user
+    except (TypeError, ValueError):  # from a user's call format
         return repr(arguments)
 
 

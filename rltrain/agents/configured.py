@@ -1,8 +1,8 @@
 """Tools of a YAML file in verl's format: a list of classes with ``create``, ``execute`` and ``release``.
 
-One object of each class serves all trajectories of a process and identifies them by the name that ``create`` returns.
-Unlike in verl, which creates and releases around every call, a trajectory creates once, with its first call, and
-releases at its end; so a tool's state lasts from call to call. As in verl, ``calc_reward`` is never called: rewards
+One object of each class serves all trajectories of a process, identified by the name that ``create`` returns. Unlike in
+verl, where every call is enclosed by create and release, a trajectory calls ``create`` before its first call and
+``release`` at its end, so a tool keeps its state between calls. As in verl, ``calc_reward`` is never called: rewards
 come from ``execute`` and from scorers.
 """
 
@@ -82,7 +82,7 @@ def configured_tools(path: str) -> dict[str, ConfiguredTool]:
 def _tool(where: str, entry: Any) -> ConfiguredTool:
     name = entry.get("class_name") if isinstance(entry, dict) else None
     if not isinstance(name, str):
-        raise ConfigError(f"{where} has no class_name: the class of the tool, such as package.module.NAME.")
+        raise ConfigError(f"{where} has no class_name. Give the class of the tool, such as package.module.NAME.")
     config = entry.get("config") or {}
     if not isinstance(config, dict):
         raise ConfigError(f"{where}.config is {config!r:.80}; it must hold names and values, type: native among them.")
@@ -138,7 +138,7 @@ class ConfiguredSession:
         if not hasattr(tool, "create"):
             return uuid4().hex
         create = tool.create
-        # Older classes name the arguments that they read, newer ones read them from create_kwargs.
+        # Older classes declare their arguments, newer ones read them from create_kwargs.
         named = {name: value for name, value in kwargs.items() if name in inspect.signature(create).parameters}
         created = await call_user(create, **_accepted(create, {"create_kwargs": kwargs}), **named)
         return created[0] if isinstance(created, tuple | list) else created
@@ -162,8 +162,8 @@ class ConfiguredSession:
 async def _once(creations: _Creations, name: str, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Return the result of ``make``, shared by all callers.
 
-    A cancelled caller leaves the running ``make`` to the next one, which would otherwise start over and also be late. A
-    failed ``make`` is repeated.
+    If a caller is cancelled, ``make`` keeps running for the next caller, which would otherwise start over and time out
+    too. A failed ``make`` is repeated.
     """
     if name not in creations:
         creations[name] = task = asyncio.ensure_future(make())

@@ -15,7 +15,7 @@ from rltrain.common.images import begins_as_image, data_address
 Part = dict[str, str]
 Content = str | list[Part]
 _HOLDERS = ("image", "image_url", "bytes", "path")
-# Of all images between two turns, in base64.
+# Maximum base64 bytes of all images between two turns.
 MOST_IMAGE_BYTES = 16 << 20
 NO_IMAGES = (
     "an image, but this run accepts none between turns. If the model reads images, set "
@@ -26,7 +26,7 @@ NO_IMAGES = (
 def is_image(value: Any) -> bool:
     """Return True if a value can only be an image: a Pillow image, the bytes of a file, or a part of type image."""
     if isinstance(value, Mapping):
-        # A dictionary of that type without an image is an ordinary dictionary.
+        # A dictionary with that type but without an image is an ordinary dictionary.
         return value.get("type") in ("image", "image_url") and any(value.get(name) is not None for name in _HOLDERS)
     return begins_as_image(value) if isinstance(value, bytes) else callable(getattr(value, "getbands", None))
 
@@ -46,7 +46,7 @@ def content_of(value: Any) -> Content | None:
 
 
 def with_images(images: Any, text: str) -> Content:
-    """Return image parts followed by a text. images: a list or one, in any form that a row accepts."""
+    """Return image parts followed by a text. images: one image or a list, in any form that a row accepts."""
     listed = list(images) if isinstance(images, list | tuple) else [images]
     parts = [image if is_image(image) else {"type": "image", "image": image} for image in listed]
     return _parts([*parts, *([text] if text else [])])

@@ -1,8 +1,8 @@
 """A local server that offers the policy under OpenAI's API, for agents of any library.
 
-A library sends the whole conversation with every request. But a trajectory is one conversation to which tokens are only
-appended. So the beginning of a request is compared with the previous messages, and the rest is added. Not included:
-several conversations per trajectory, and sampling parameters, which the run sets.
+A library sends the whole conversation with every request. But a trajectory is one append-only conversation. So the
+beginning of a request is compared with the previous messages, and the rest is appended. Not included: several
+conversations per trajectory, and sampling parameters, which the run sets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rltrain.agents.http import HttpError, Request, Response
 
 _OVER = "trajectory_over"
 _MODEL = "policy"
-# Fields that a request may have because they have no effect. Fields that change the form of a reply are accepted only
-# with the values that are supported (`_ONLY`). Any other field would be a sampling parameter.
+# Request fields that are allowed because they have no effect. Fields that change the form of a reply are accepted only
+# with supported values (`_ONLY`). All other fields are sampling parameters.
 _WITHOUT_EFFECT = {
     *("messages", "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
     *("safety_identifier", "service_tier", "store", "stream", "stream_options", "tools", "user"),
@@ -99,8 +99,8 @@ class _Conversation:
     async def reply(self, request: Mapping[str, Any], *, again: bool) -> tuple[Message, str]:
         """Return the next turn as a message, and its finish_reason.
 
-        again: the library retries, because its first request may have been lost. Raises HttpError, and the exceptions
-        of `Chat.reply`.
+        again: whether this is a retry of a request that may have been lost. Raises HttpError, and the exceptions of
+        `Chat.reply`.
         """
         if self._reply and self._reply.done() and self._reply.exception():
             return self._reply.result()  # its exception is permanent
@@ -116,7 +116,7 @@ class _Conversation:
             results = self._results(added)
             self._messages, self._last_request = normalised, normalised
             self._reply = asyncio.ensure_future(self._next(added, results))
-        # A library that disconnects does not cancel the turn.
+        # A disconnect does not cancel the turn.
         return await asyncio.shield(self._reply)
 
     def _check_tools(self, tools: Sequence[Any]) -> None:
@@ -131,7 +131,8 @@ class _Conversation:
                 400,
                 "other_tools",
                 f"the request has the tools {', '.join(names)}, but the prompt of the policy shows {shown}. They are "
-                "the tools of rollout.multi_turn.function_tool_path, tool_config_path and environment: give the same.",
+                "the tools of rollout.multi_turn.function_tool_path, tool_config_path and environment: pass the same "
+                "tools.",
             )
 
     def _added(self, normalised: Sequence[_PlainMessage]) -> Sequence[_PlainMessage]:
@@ -178,7 +179,7 @@ class _Conversation:
             for message in added[len(results) :]:
                 chat.add("user", message.content)
         turn = await chat.reply()
-        # No library represents calls that are unreadable or name an unknown tool, so the policy gets their errors here.
+        # Libraries cannot represent unreadable calls or unknown tools, so their errors are returned to the policy here.
         while turn.finish == "stop" and chat.tools and (turn.calls or turn.problems) and not self._shown(turn):
             await chat.answer_calls(turn)
             turn = await chat.reply()
@@ -208,7 +209,7 @@ def _id(turn: int, place: int) -> str:
 
 
 class Endpoint:
-    """The server of a process. It listens on 127.0.0.1 and a free port from the first `address` on."""
+    """The server of a process. After the first `address` call it listens on 127.0.0.1 and a free port."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._lock = loop, Lock()
@@ -313,7 +314,7 @@ def _completion(fields: Mapping[str, Any], message: Message, finish: str) -> Res
     if not fields.get("stream"):
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
         return Response.of({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
-    # A turn is only known at its end, so the stream has one chunk.
+    # A turn is known only at its end, so the stream has one chunk.
     calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls", ()))]
     delta = {**message, **({"tool_calls": calls} if calls else {})}
     choices: list[list[dict[str, Any]]] = [
@@ -330,7 +331,7 @@ def _completion(fields: Mapping[str, Any], message: Message, finish: str) -> Res
 def ended_by_endpoint(error: BaseException) -> bool:
     """Return True if an agent was ended by the endpoint's "no turn follows", inside a library's exception.
 
-    An error that was raised while that one was handled, and does not name it as its cause, is the agent's.
+    An error raised while handling that one, without naming it as its cause, is the agent's.
     """
     return any(_OVER in str(cause) for cause in _causes(error))
 

@@ -1,7 +1,7 @@
 """User classes with an instance per trajectory: tools with state, or an environment with ``step``.
 
 The class has ``__init__(**environment_kwargs)``, and optionally ``reset(row, seed)``, ``score()`` and ``close()``. Its
-public methods are tools (only the ones marked by `rltrain.tool`, if any); or it has ``step(text)`` and no tools.
+public methods are tools (if any are marked by `rltrain.tool`, only these); or it has ``step(text)`` and no tools.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def methods_of(place: str, kind: type) -> dict[str, ToolFunction]:
         if marked:
             raise ConfigError(
                 f"{where}: step gets the model's whole turn, so {', '.join(marked)} would never be called. Remove "
-                "step, or the marks."
+                "step, or the decorators."
             )
         return {}
     if not methods:

@@ -1,9 +1,7 @@
-"""An executor: one process that runs many trajectories concurrently, and their recovery when it dies.
-
-A tool may hold the interpreter's lock, end its process or use up its memory, but the other trajectories of the process
-must continue unaffected. So the process is replaced, and each trajectory restarts in the new one with its previous
-turns (`Chat`). Trajectories that were active at the crash are run one by one: the one that ends a second process alone
-is at fault and fails.
+"""Executor: one process that runs many trajectories concurrently, and their recovery when it dies. A tool may hold the
+interpreter's lock, end its process or use up its memory, but other trajectories of the process must not be affected. So
+the process is replaced, and each trajectory restarts in the new one with its previous turns (`Chat`). Trajectories that
+were active at the crash are run one by one; one that ends a process again is at fault and fails.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess
 from rltrain.runtime.slots.service import MAX_RESULT_BYTES
 
 _PING_S = 1.0
-# Seconds beyond the limit of a call, for the process itself.
+# Seconds for the process itself, in addition to the time limit of a call.
 _SILENT_S = 5.0
 _MOST_STARTS = 4
-# Of one message of a trajectory.
+# Maximum bytes of one message of a trajectory.
 _MOST_LINE_BYTES = MAX_RESULT_BYTES + MOST_IMAGE_BYTES
 
 
@@ -43,7 +41,7 @@ class Trajectory:
     number: int
     start: TrajectoryStart
     turns: list[Turn | None] = field(default_factory=list)
-    """None after the last turn."""
+    """Turns so far; None after the last turn."""
     messages: list[list[Message]] = field(default_factory=list)
     """The messages after each turn."""
     rewards: list[list[float]] = field(default_factory=list)
@@ -62,7 +60,7 @@ class TrajectoryMessage:
     line: dict[str, Any]
     """``request`` (messages for the policy), ``end`` (the trajectory's numbers) or ``failed`` (the reason).
 
-    The first two come with ``counts`` and ``rewards``.
+    The first two include ``counts`` and ``rewards``.
     """
 
 
@@ -87,7 +85,7 @@ class Executor:
         self._printed, self._printing = Printed(), Lock()
         self._started: set[int] = set()
         self._pending: dict[int, Trajectory] = {}
-        # Trajectories to run alone, trajectories that wait until then, and the one that runs alone now.
+        # Trajectories to run alone, trajectories that wait meanwhile, and the one that is running alone.
         self._suspects: deque[Trajectory] = deque()
         self._later: deque[Trajectory] = deque()
         self._alone: Trajectory | None = None
@@ -115,7 +113,7 @@ class Executor:
         self._orders.put(order)
         with self._waking:
             if self._wake is not None:
-                with suppress(BlockingIOError):  # the pipe is full of wake-ups already
+                with suppress(BlockingIOError):  # the pipe is already full of wake-ups
                     os.write(self._wake, b".")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -145,7 +143,7 @@ class Executor:
         self._stuck_s = 0.0
 
     def _execute_orders(self) -> bool:
-        """Execute the queued orders. Return False at the order to end."""
+        """Execute the queued commands. Return False at the command to end."""
         with suppress(Empty):
             while True:
                 order = self._orders.get_nowait()
@@ -171,7 +169,7 @@ class Executor:
             self._alone = None
 
     def _next_suspect(self) -> None:
-        if not self._is_ready:  # nothing reads yet, and a request would fill the socket
+        if not self._is_ready:  # nothing reads yet, so a request could fill the socket
             return
         while not self._alone and self._suspects and not self._pending:
             self._alone = self._suspects.popleft()
@@ -181,7 +179,7 @@ class Executor:
 
     def _send_turn(self, trajectory: Trajectory) -> None:
         if not self._pending:
-            self._last_reply = time.monotonic()  # without a pending turn the process is silent
+            self._last_reply = time.monotonic()  # without a pending turn the process sends nothing
         self._pending[trajectory.number] = trajectory
         if trajectory.number in self._started:
             self._send(("turn", trajectory.number, trajectory.turns[-1]))
@@ -191,7 +189,7 @@ class Executor:
             self._send(("start", trajectory.number, trajectory.start, turns, trajectory.messages, trajectory.rewards))
 
     def _send(self, request: tuple[Any, ...]) -> None:
-        # A dead process is noticed by the read. A process that received half a request fails at the next one.
+        # A dead process is noticed by the read. A process that received only part of a request fails at the next one.
         with suppress(OSError):
             self._process.channel.settimeout(self._silent_s)
             self._process.channel.sendall(pickle.dumps(request))
@@ -230,7 +228,7 @@ class Executor:
             return b""
 
     def _has_stuck_calls(self) -> bool:
-        """Return True if cancelled calls keep running: threads that never end take time from all others."""
+        """Return True if cancelled calls keep running, because threads that never end slow down all others."""
         return self._stuck_s > (self._silent_s if self._pending else 0)
 
     def _handle_line(self, text: bytearray) -> bool:
@@ -263,7 +261,7 @@ class Executor:
             ended = how or self._process.end()[0]
             self._process.close()
         self._failed_starts += not self._is_ready
-        if self._failed_starts > _MOST_STARTS:  # some may be signals from outside
+        if self._failed_starts > _MOST_STARTS:  # some deaths may be due to external signals
             raise _Unusable(f"tools, environments and agents cannot be started: the agent{ended}")
         lost = list(self._pending.values())
         self._start()

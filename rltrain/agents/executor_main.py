@@ -1,8 +1,8 @@
 """The process of an executor: an event loop in which every trajectory is a task.
 
-Requests arrive as pickles. Replies are sent as lines of JSON, which the other side only parses. A request is
-``("start", number, TrajectoryStart, turns, messages, rewards)``, ``("turn", number, Turn or None)``,
-``("close", number)`` or ``("ping",)``.
+Requests arrive as pickles. Replies are lines of JSON, which the other side only parses. A request is ``("start",
+number, TrajectoryStart, turns, messages, rewards)``, ``("turn", number, Turn or None)``, ``("close", number)`` or
+``("ping",)``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Trajectory:
     chat: Chat | None = None
     task: asyncio.Task[None] | None = None
     busy_s: float = 0.0
-    """Seconds of work, without the time that it waits for the policy."""
+    """Seconds of work, without waiting for the policy."""
     waits: bool = False
 
 
@@ -126,7 +126,7 @@ class _Trajectories:
                     self._report(number, {"failed": f"not done after {limit:g} s (multi_turn.trajectory_timeout_s)"})
 
     async def _run(self, number: int, trajectory: _Trajectory, start: TrajectoryStart, past: tuple[Any, ...]) -> None:
-        """Run a trajectory. past: turns, the messages after each, and their rewards."""
+        """Run a trajectory. past: turns, and the messages and rewards after each."""
 
         def request(new: NewMessages) -> None:
             trajectory.waits = True
@@ -134,7 +134,7 @@ class _Trajectories:
 
         opening = asyncio.ensure_future(self.toolbox.open(start.row, start.seed))
         try:
-            # Shielded, because the instance that a thread creates would otherwise be lost and never closed.
+            # Shielded, because otherwise the instance that a thread creates would be lost and never closed.
             session = await with_timeout(asyncio.shield(opening), self.turn_limits.timeout_s)
             session.names = [name for name in session.names if name in start.tools]
             chat = trajectory.chat = Chat(

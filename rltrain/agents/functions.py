@@ -41,14 +41,14 @@ class ToolFunction:
         """The name that the model sees."""
         mark = mark_of(self.function) or Mark(None, None)
         written = self._written(mark.schema)["function"]["name"] if mark.schema is not None else None
-        # Not the function's __name__: that of a wrapped function may be the wrapper's.
+        # Not the function's __name__, which for a wrapped function may be the wrapper's.
         return mark.name or written or self.own_name
 
     @cached_property
     def schema(self) -> dict[str, Any]:
         """JSON, as chat templates show it. Raises ConfigError for a function without types or docstring.
 
-        Created on demand: it imports transformers, which processes that call tools do not need.
+        Created on demand, because it imports transformers, which tool processes do not need.
         """
         mark = mark_of(self.function) or Mark(None, None)
         if mark.schema is not None:
@@ -82,14 +82,16 @@ def tools_of(place: str) -> dict[str, ToolFunction]:
 
 
 def _registered(module: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a module that an installed verl has registered, because its decorator leaves no mark."""
+    """Return the functions of a module that are registered with an installed verl, because its decorator leaves no
+    mark."""
     registry = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
     own = [entry for entry in registry.values() if entry.fn.__module__ == module]
     return {entry.fn.__name__: tool(name=entry.name, schema=entry.tool_schema)(entry.fn) for entry in own}
 
 
 def tools_by_name(where: str, functions: Mapping[str, Callable[..., Any]]) -> dict[str, ToolFunction]:
-    """Return functions by the names that the model sees. functions: by their names in the file. where: the setting.
+    """Return functions by the names that the model sees. functions: mapping from names in the file. where: the setting,
+    for messages.
 
     Raises ConfigError if two have the same name.
     """
@@ -116,7 +118,7 @@ def _inferred(where: str, function: Callable[..., Any]) -> dict[str, Any]:
         )
     try:
         return as_json(where, get_json_schema(function))
-    except Exception as error:  # transformers raises several kinds, for missing types, docstrings, arguments
+    except Exception as error:  # transformers raises several types of errors
         raise ConfigError(f"{where}: {error}. {_ADVICE}") from error
 
 

@@ -1,9 +1,9 @@
 """Subset of HTTP/1.1 for libraries that call a model: sequential requests with a Content-Length.
 
 Requests may come from any process of this machine. Therefore sizes and waits are bounded, and the body of a request
-that is rejected by its headers is not stored. Until a request with a valid key, a connection may be idle only for
-seconds and ends with the first rejected request, and the oldest of too many such connections is closed, so that they
-do not exhaust the file descriptors.
+that is rejected by its headers is not stored. Before a request with a valid key, a connection may be idle only for
+seconds and is closed at the first rejected request. If there are too many of these connections, the oldest is closed,
+so that file descriptors are not exhausted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
-# A kept-alive connection may be idle for long, but a started request may not.
+# A kept-alive connection may be idle for a long time, but not within a request.
 _IDLE_S, _REQUEST_S, _UNADMITTED_S = 3600.0, 60.0, 10.0
 _MAX_UNADMITTED = 64
 _LINGER_S = 1.0
@@ -27,9 +27,8 @@ _unadmitted: dict[asyncio.StreamWriter, None] = {}
 
 
 class HttpError(Exception):
-    """Error response to a request: HTTP ``status``, ``code`` for programs, ``text`` for people.
-
-    ``leaves_body``: an unread body follows on the connection.
+    """Error response to a request: HTTP ``status``, machine-readable ``code``, and ``text``. ``leaves_body``: an unread
+    body follows on the connection.
     """
 
     def __init__(self, status: int, code: str, text: str, *, leaves_body: bool = False) -> None:
@@ -77,7 +76,8 @@ async def serve(
 ) -> None:
     """Serve the requests of a connection until it ends. reader: its limit must be `MAX_HEAD_BYTES`.
 
-    admit: raises HttpError before a body is read. answer: takes request and body, and may raise HttpError.
+    admit: raises HttpError to reject a request before its body is read. answer: handles request and body; may raise
+    HttpError.
     """
     keep_alive = True
     _unadmitted[writer] = None
@@ -174,7 +174,7 @@ async def _write(writer: asyncio.StreamWriter, response: Response, keep_alive: b
         f"Content-Type: {response.kind}",
         f"Content-Length: {len(response.body)}",
         f"Connection: {'keep-alive' if keep_alive else 'close'}",
-        # A rejected request would be rejected again, but libraries retry up to three times.
+        # A retry would be rejected too, but libraries retry up to three times.
         *(["x-should-retry: false"] if response.status >= 400 else []),
     ]
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + response.body)

@@ -35,7 +35,7 @@ def _agent(place: str) -> Callable[..., Any]:
 
 
 def _numbers(returned: Any) -> dict[str, float]:
-    """Convert an agent's return value to ``score`` and other numbers. Raises ValueError for other values."""
+    """Convert an agent's return value to ``score`` and other numbers. Raises ValueError for invalid values."""
     values = {} if returned is None else returned if isinstance(returned, dict) else {"score": returned}
     try:
         return {str(name): float(value) for name, value in values.items()}
@@ -46,7 +46,7 @@ def _numbers(returned: Any) -> dict[str, float]:
 
 
 async def answer_turns(chat: Chat, session: Session, limits: TurnLimits) -> None:
-    """Reply until the policy calls no tool, or the environment is done. Raises `Over` if no turn follows."""
+    """Reply until the policy calls no more tools, or the environment is done. Raises `Over` if no turn follows."""
     while True:
         turn = await chat.reply()
         if (turn.calls or turn.problems) and session.names:
@@ -60,7 +60,7 @@ async def answer_turns(chat: Chat, session: Session, limits: TurnLimits) -> None
 async def _is_done(chat: Chat, turn: Turn, session: Session, limits: TurnLimits) -> bool:
     step = getattr(session.environment, "step", None)
     if step is None or turn.finish == "length":
-        return True  # half a turn is not a move
+        return True  # a truncated turn is not a move
     returned = await with_timeout(call_user(step, turn.text), limits.timeout_s)
     try:
         observation, reward, done = returned

@@ -20,7 +20,7 @@ def tool(function: Any = None, /, *, name: str | None = None, schema: Any = None
     """Mark a function as a tool. Unmarked functions of the same file or class are then not tools.
 
     ``@tool``, ``@tool("name")`` or ``@tool(name=..., schema=...)``: the name that the model sees, if not the
-    function's, and the JSON schema, if it is not to be made from types and docstring.
+    function's, and the JSON schema, if not generated from types and docstring.
     """
     if not callable(function):
         return lambda marked: _marked(marked, Mark(name or function, schema))

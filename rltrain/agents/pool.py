@@ -1,4 +1,4 @@
-"""All executors of an engine. A trajectory stays in the executor where it began, which has its state."""
+"""All executors of an engine. A trajectory stays in its first executor, which has its state."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ExecutorPool:
     def __init__(self, sources: ToolSources, turn_limits: TurnLimits, limits: Limits, number: int) -> None:
         self._messages: SimpleQueue[TrajectoryMessage | str] = SimpleQueue()
         self._executors = [Executor(sources, turn_limits, limits, self._messages) for _ in range(number)]
-        # The threads hold no reference to this object, so they can end with it.
+        # The threads have no reference to this object, so that they end with it.
         finalize(self, _end, self._executors).atexit = False
         self._trajectories: dict[int, tuple[Trajectory, Executor]] = {}
         self._load: Counter[int] = Counter()
-        # Never reused, so that late messages of a closed trajectory are ignored.
+        # Numbers are never reused, so that late messages of closed trajectories are ignored.
         self._numbers = count()
 
     def start(self, start: TrajectoryStart, turn: Turn) -> int:

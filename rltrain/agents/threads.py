@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-# Threads are started on demand: each waiting call of a trajectory has one.
+# Threads are started on demand, one per waiting call.
 _MOST_THREADS = 1024
 # The address space of a process is bounded, and a thread takes 8 MB of it by default.
 _STACK_BYTES = 1 << 20
-# TrajectoryStart time of calls that were cancelled but whose threads cannot be ended.
+# Start time of cancelled calls whose threads cannot be ended.
 _abandoned: dict[Future[Any], float] = {}
 
 

@@ -1,7 +1,8 @@
 """The tools of a run from all sources, and the tools of a trajectory.
 
-Functions of a file, verl's YAML file and methods of a class are one list of names to the model. A `Toolbox` loads them,
-in any process. A `Session` belongs to one trajectory: an instance of the class, and the state of the YAML file's tools.
+Functions of a file, tools of verl's YAML file and methods of a class form one list of names for the model. A `Toolbox`
+loads them, in any process. A `Session` is for one trajectory: an instance of the class, and the state of the YAML
+file's tools.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Toolbox:
                     key = FUNCTIONS if tools is self.functions else ENVIRONMENT
                     raise ConfigError(
                         f"{key}={place}: the tool {name!r} runs programs that the model wrote. Read "
-                        f"{shipped('docs/security.md')}, then set {_ALLOW}=True, or leave the tool out."
+                        f"{shipped('docs/security.md')}, then set {_ALLOW}=True, or remove the tool."
                     )
 
     async def open(self, row: dict[str, Any], seed: int) -> Session:
@@ -156,7 +157,8 @@ class Session:
     async def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call a tool. Return ``content``, ``reward`` (default 0) and ``metrics``.
 
-        Calls may run concurrently. Raises LookupError for a tool that the row does not have, and the tool's exceptions.
+        Calls may run concurrently. Raises LookupError for a tool that is not available in the row, and the tool's
+        exceptions.
         """
         box = self._toolbox
         if name not in self.names:

@@ -1,8 +1,8 @@
 """Stubs for names of verl that tool files import, if the package verl is not installed.
 
-A file written for verl imports a decorator, a base class and schema records, and nothing else of the package. So that
-it works unchanged, small replacement classes are importable under these names while such a file is loaded and while its
-tools may be called. If verl is installed, its classes are used.
+A tool file written for verl only imports a decorator, a base class and schema records. So that it works unchanged,
+small replacements are importable under these names while the file is loaded and while its tools may be called. If verl
+is installed, its classes are used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Record:
     """A few fields by name; missing ones are None."""
 
     _records: ClassVar[dict[str, Any]] = {}
-    """Field -> record class of its value; a list [class]: of the values of its dictionary."""
+    """Field -> record class of its value; [class]: record class of the values of its dictionary."""
 
     def __init__(self, **fields: Any) -> None:
         for name, value in fields.items():

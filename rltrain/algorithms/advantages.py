@@ -1,8 +1,8 @@
-"""Advantage estimators: how much better than expected a response, a turn or a token was.
+"""Advantage estimators for responses, turns and tokens.
 
 An *outcome* estimator returns one number per response and runs on the driver, which has the rewards of all samples. A
-*turn* estimator returns one number per turn of the policy and also runs there. A *token* estimator returns one number
-per token and runs on the workers that store the tokens; whitening needs the whole batch and is applied later from its
+*turn* estimator returns one number per turn of the policy and runs there too. A *token* estimator returns one number
+per token and runs on the workers that store the tokens. Whitening needs the whole batch, so it is applied later from
 moments.
 """
 
@@ -27,7 +27,7 @@ from rltrain.config.schema.declarations import ESTIMATOR_KEY, EstimatorTraits, d
 
 @dataclass(frozen=True)
 class OutcomeInputs:
-    """Inputs of an outcome estimator: one number per response, all [n]."""
+    """Inputs of an outcome estimator, all [n]: one number per response."""
 
     scores: PerResponse
     """Reward of the response."""
@@ -102,8 +102,8 @@ def outcome_estimator(
 ) -> Callable[[OutcomeEstimator], OutcomeEstimator]:
     """Declare a custom estimator ``(OutcomeInputs, AlgorithmConfig) -> [n]``: one advantage per response.
 
-    compares: it compares the samples of a group, so a run with one sample per prompt is rejected. greedy_baseline: it
-    gets ``baselines``, for which a greedy response to every prompt is also generated.
+    compares: the estimator compares the samples of a group, so a run with one sample per prompt is rejected.
+    greedy_baseline: it gets ``baselines``: the reward of an additional greedy response to every prompt.
     """
     return partial(declared, traits=EstimatorTraits(compares=compares, greedy_baseline=greedy_baseline))
 
@@ -113,8 +113,8 @@ def token_estimator(
 ) -> Callable[[TokenEstimator], TokenEstimator]:
     """Declare a custom estimator ``(TokenInputs, AlgorithmConfig) -> TokenAdvantages``: one advantage per token.
 
-    values: it gets ``values`` of a critic, which is trained on its ``returns``. greedy_baseline: it gets ``baselines``,
-    for which a greedy response to every prompt is also generated. whitens: its advantages are whitened over the batch.
+    values: it gets ``values`` of a critic, which is trained on its ``returns``. greedy_baseline: it gets ``baselines``:
+    the reward of an additional greedy response to every prompt. whitens: its advantages are whitened over the batch.
     sum_pi_squared: it gets ``log_probs``, ``sum_pi_squared`` and ``groups``, with all samples of a group in one call.
     """
     traits = EstimatorTraits(
@@ -140,8 +140,8 @@ def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     """
     assert inputs.values is not None
     values = inputs.values.values
-    # Rows hold only policy tokens, so text of others between them is skipped, not discounted. The roll moves the first
-    # value of the next row to the last token of a row, where V is 0.
+    # Rows contain only policy tokens, so context tokens between them are skipped, not discounted. The roll moves the
+    # first value of the next row to the last token of a row, where V is 0.
     following = torch.where(inputs.values.from_end == 0, torch.zeros_like(values), values.roll(-1))
     deltas = inputs.rewards.values + cfg.gamma * following - values
     advantages = suffix_sums(inputs.rewards.like(deltas), cfg.gamma * cfg.lam)
@@ -189,7 +189,7 @@ def optimal_token_baseline(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAd
     def summed(values: Tensor) -> Tensor:
         return torch.zeros(size, dtype=values.dtype).index_add(0, place, values)[place]
 
-    # Minus the smallest return at t, so that equal returns have advantages of exactly 0.
+    # Subtract the smallest return at t, so that equal returns have an advantage of exactly 0.
     start = torch.full((size,), torch.inf, dtype=returns.values.dtype)
     above = returns.values - start.scatter_reduce(0, place, returns.values, "amin")[place]
     baseline = summed(above * energy) / summed(energy).clamp(min=1e-8)
@@ -246,8 +246,8 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     lengths = inputs.lengths.to(inputs.scores.dtype)
     baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1) * ~groups.alone
     difference = inputs.scores - baseline
-    # As in `Groups.centred`: a weighted mean of equal scores may have a rounding error, also if the responses with
-    # other scores have weight 0.
+    # As in `Groups.centred`: a weighted mean of equal scores may have a rounding error, even if responses with other
+    # scores have weight 0.
     none = groups.flat(inputs.scores) | (difference.abs() <= groups.rounding(inputs.scores))
     return torch.where(none, 0.0, difference)
 
@@ -294,7 +294,7 @@ def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
 def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = alpha (r_i - mean of group), alpha = responses / responses with nonzero reward   (GPG as in verl).
 
-    The paper counts the responses of groups with a gradient instead, see `gpg_paper`.
+    The paper counts responses in groups with a gradient instead (`gpg_paper`).
     """
     earning = int((inputs.scores.abs() > (0.0 if inputs.rounding is None else inputs.rounding)).sum())
     centred = Groups(inputs.groups, inputs.rounding).centred(inputs.scores)
@@ -364,9 +364,9 @@ def gigpo(inputs: TurnInputs, cfg: AlgorithmConfig) -> Ragged:
     """Compute A_it = A_i + omega A'_it: GRPO over a group, and over its turns in one state   (Feng et al. 2025, GiGPO).
 
     A_i compares the rewards of responses. A'_it compares R_it = sum_{k >= t} gamma^(k - t) r_ik with the returns of all
-    turns in the group that have the same context (anchor states); it is 0 for the only turn in its state. omega is
-    ``gigpo.step_advantage_w``. With ``norm_adv_by_std_in_grpo=False`` neither is divided by a standard deviation. A
-    response that returns to a state is compared with itself, which is a bias, as in the paper.
+    turns in the group that have the same context (anchor states); it is 0 if a turn is the only one in its state. omega
+    is ``gigpo.step_advantage_w``. With ``norm_adv_by_std_in_grpo=False`` neither is divided by a standard deviation. A
+    response that returns to a state is compared with itself, which introduces a bias, as in the paper.
     """
     returns = suffix_sums(inputs.rewards, cfg.gamma)
     state_of_turn = torch.stack([inputs.groups[returns.row_ids], inputs.states.values])

@@ -1,7 +1,7 @@
 """Aggregation of token losses, with denominators of the whole global mini-batch.
 
-Problem: a mean per micro-batch depends on the micro-batches. Choice: every mode is a weighted sum over tokens, and its
-denominators are counted over the mini-batch, so any split into micro-batches and ranks gives the same sum.
+Problem: a mean per micro-batch depends on how micro-batches are formed. Choice: every mode is a weighted sum over
+tokens whose denominators are counted over the mini-batch, so any split into micro-batches and ranks gives the same sum.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over a global mini-batch: loss tokens, sequences and groups that have one; and the divisor of -norm."""
+    """Counts over a global mini-batch: loss tokens, sequences and groups with loss tokens; and the divisor of the -norm
+    mode."""
 
     tokens: int
     sequences: int
-    # Constant for a run. The padded width, verl's default, would change the loss from batch to batch.
+    # Constant for a run. verl's default, the padded width, would change the loss from batch to batch.
     loss_scale_factor: int
     groups: int = 1
 

@@ -1,8 +1,8 @@
 """Rollout correction: mismatch between the policies of engine and trainer, importance weights and rejection.
 
-w = pi_train / pi_engine of a sampled token, before the update. Importance weights correct the expectation, truncated to
-bound the variance (Espeholt et al. 2018, V-trace; Yao et al. 2025, TIS); rejection masks tokens or responses that are
-too far off.
+w = pi_train / pi_engine of a sampled token, before the update. Importance weights correct the expectation, and are
+truncated to bound the variance (Espeholt et al. 2018, V-trace; Yao et al. 2025, TIS). Rejection masks tokens or
+responses with too large a mismatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def importance_weights(log_ratio: Ragged, cfg: RolloutCorrectionConfig) -> Ragge
     """Return the weight of every token, from log w.
 
     ``rollout_is=token``: w. ``sequence``: the product of w over the response, for each of its tokens. A single
-    threshold truncates from above; with two, weights outside become 0 (IcePop).
+    threshold truncates from above; with two thresholds, weights outside become 0 (IcePop).
     """
     logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
     weights = logs.values.clamp(-_LOG_BOUND, _LOG_BOUND).exp()
@@ -67,7 +67,7 @@ def keeps(mask: Ragged, log_probs: PerToken, engine: PerToken, advantages: PerTo
     """Return False for bad tokens of responses that the policy has moved away from   (DeepSeek-AI 2025, V3.2, eq. 9).
 
     These have A < 0 and mean_t(log pi_engine - log pi) > threshold, over the loss tokens of the response. All [tokens];
-    the engine's log-probs are from the policy that sampled.
+    the engine's log-probs are from the policy that sampled the tokens.
     """
     gap = mask.like((engine - log_probs) * mask.values).sum() / mask.sum().clamp(min=1)
     return (mask.broadcast(gap).values <= threshold) | (advantages >= 0)
@@ -102,7 +102,7 @@ def compare(
     log_ratio = train.like(train.values - engine.values)
     moments = mismatch(train, engine)
     moments |= correction(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
-    # Carried tokens also differ by the updates since; that must not trigger the alarm on the engine's gap.
+    # Carried-over tokens also differ by later updates, which must not trigger the alarm on the engine's gap.
     return moments if carried is None else moments | {"gap": fresh_gap(train, engine, carried)}
 
 
@@ -115,7 +115,7 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
     log_ratio = train.like((train.values - engine.values).double())
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
     train_prob, engine_prob = (log_probs.values.double().exp() for log_probs in (train, engine))
-    # A response without tokens has no perplexity; its mean of 0 would count as 1.
+    # A response without tokens has no perplexity, but its mean of 0 would count as 1.
     has_tokens = train.lengths > 0
     train_log_ppl, engine_log_ppl = (-log_probs.mean()[has_tokens].double() for log_probs in (train, engine))
     products = log_ratio.sum()[has_tokens].clamp(-_LOG_BOUND, _LOG_BOUND)
@@ -139,7 +139,7 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
 
 
 def fresh_gap(train: Ragged, engine: Ragged, carried: ResponseInts) -> Moments:
-    """Return the gap of tokens from the current policy: after the first ``carried`` [n] of each row."""
+    """Return the gap of tokens from the current policy: all after the first ``carried`` [n] tokens of each row."""
     fresh = train.positions >= carried[train.row_ids]
     return Moments.of((train.values - engine.values)[fresh].abs())
 
@@ -154,7 +154,7 @@ def correction(
         logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
         quantities["is"] = weights.values
         quantities["is_high"] = logs.values > math.log(high)
-        # Truncation does not change low weights; they are counted below the reciprocal threshold.
+        # Truncation does not change low weights, so weights below the reciprocal threshold are counted instead.
         quantities["is_low"] = logs.values < math.log(low or 1 / high)
         if cfg.rollout_is == "sequence":
             # All tokens of a response have its weight, so a mean over tokens would weight long responses more.

@@ -1,8 +1,8 @@
 """Distillation: divergence of the policy from a teacher at every token, and its loss (Agarwal et al. 2024, GKD).
 
 Notation: p the policy's distribution over the vocabulary, q the teacher's, y the token sampled from p. A divergence
-gets a chunk of tokens with their full log-probs and returns a hand-written gradient, because the logits of all tokens
-are never stored (`models.head`). Left out: the gradient through the sampling of responses, as in GKD.
+gets the full log-probs of a chunk of tokens and returns a hand-written gradient, because the logits of all tokens are
+never stored (`models.head`). Left out: the gradient through the sampling of responses, as in GKD.
 """
 
 from __future__ import annotations

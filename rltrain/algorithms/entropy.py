@@ -7,7 +7,7 @@ import torch
 from rltrain.algorithms.shapes import NumberOrMask, PerToken
 from rltrain.config.schema import AdaptiveEntropyConfig
 
-# Entropies closer than this are equal: the packing of a token changes its last bits.
+# Entropies closer than this count as equal, because packing changes their last bits.
 ENTROPY_ROUNDING = 1e-4
 
 

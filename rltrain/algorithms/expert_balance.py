@@ -1,4 +1,4 @@
-"""Expert balance: weights of an auxiliary loss, known before its forward pass, and steps of the router biases."""
+"""Expert balance: weights of an auxiliary loss, computed before its forward pass, and updates of the router biases."""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ import torch
 
 from rltrain.algorithms.shapes import PerResponse, ResponseInts, ResponseMask
 
-# verl's value, for equal results with the same command. A group of equal scores has a numerator of exactly 0
-# (`Groups.centred`), and so an advantage of 0.
+# verl's value, so that the same command gives equal results. A group of equal scores has a numerator of exactly 0
+# (`Groups.centred`), so its advantage is 0.
 STD_EPSILON = 1e-6
-# Scores are float64 sums, and the order of the terms changes the last bits: twelve digits are reliable.
+# Scores are float64 sums whose last bits depend on the order of the terms, so twelve digits are reliable.
 SCORE_ROUNDING = 2.0**-40
 
 
 class Groups:
-    """Statistics over the responses to one prompt. Results are [n]: each response has the value of its group.
+    """Statistics over the responses to one prompt. Results are [n]: each response gets the value of its group.
 
     A response that is alone in its group is compared with mean 0 and deviation 1, as in verl: its score is its
     advantage.
@@ -45,11 +45,11 @@ class Groups:
         return start.scatter_reduce(0, self._index, values, "amax")[self._index]
 
     def rounding(self, values: PerResponse) -> PerResponse:
-        """Return the difference up to which values count as equal."""
+        """Return the tolerance within which values count as equal."""
         return self._rounding + SCORE_ROUNDING * self.largest(values.abs())
 
     def flat(self, values: PerResponse) -> ResponseMask:
-        """Return True where the values of a group are equal up to rounding: then there is no signal."""
+        """Return True where the values of a group are equal up to rounding, so there is no signal."""
         spread = torch.where(self.alone, values.abs(), self.largest(values) + self.largest(-values))
         return spread <= self.rounding(values)
 

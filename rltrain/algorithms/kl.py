@@ -54,19 +54,20 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def kl_per_token(log_probs: PerToken, ref_log_probs: PerToken, kind: str) -> PerToken:
     """Return the KL estimate per sampled token: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``.
 
-    A name with ``+`` has the estimator's value and k2's gradient: only k2's gradient estimates the gradient of the KL.
+    A name with ``+`` has the estimator's value and k2's gradient: of these, only k2's gradient is an estimate of the
+    KL's gradient.
     """
     log_ratio = log_probs - ref_log_probs
     if not kind.endswith("+"):
         return KL_ESTIMATORS[kind](log_ratio)
-    # The carrier cancels in the value but keeps its gradient: a straight-through estimator.
+    # A straight-through estimator: k2 cancels in the value but keeps its gradient.
     carrier = k2(log_ratio)
     return carrier + (KL_ESTIMATORS[kind[:-1]](log_ratio) - carrier).detach()
 
 
 def binary_kl(probs: PerToken, others: PerToken) -> PerToken:
     """Return the KL of the binary choice "this token or another" of ``probs`` from ``others``; all [tokens]."""
-    # verl's value. A token of probability 1 leaves 0 for all others.
+    # verl's value. With a token of probability 1, all others have probability 0.
     tiny = 1e-8
     of_token = probs * ((probs + tiny) / (others + tiny)).log()
     return of_token + (1 - probs) * ((1 - probs + tiny) / (1 - others + tiny)).log()

@@ -36,8 +36,8 @@ class LossShare:
     token_sums: dict[str, Scalar] = field(default_factory=dict)
     """Sums over tokens, to be divided by the token count of the mini-batch."""
     measured: tuple[Measured, ...] = ()
-    """Samples whose mismatch between engine and trainer was not measured by any pass. On the device, because reading
-    them makes the host wait."""
+    """Mismatch between engine and trainer of samples that no earlier pass measured. On the device, because reading it
+    makes the host wait."""
 
     def __add__(self, other: LossShare) -> LossShare:
         """Return the sum of two micro-batches."""
@@ -50,7 +50,7 @@ class LossShare:
 
 
 def _add(shares: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
-    # A micro-batch without samples, which keeps ranks in sync, has a loss and no parts.
+    # An empty micro-batch, which keeps ranks in sync, has a loss but no parts.
     return shares | {name: shares[name] + value if name in shares else value for name, value in others.items()}
 
 
@@ -74,15 +74,16 @@ def actor_loss(
     agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher loss) +
     router_aux_loss_coef * ``expert_balance`` (scalar, the micro-batch's share of the auxiliary loss).
 
-    ``aggregation``: agg, for the policy loss. ``weights``: importance weights w of the rollout correction. ``kept``: M
-    by name of a statistic, which counts the False tokens; the policy loss masks them, but the denominators include
-    them. All token tensors have shape [tokens]. ``teacher``: the teacher signal; it may replace the policy loss.
+    ``aggregation``: agg, for the policy loss. ``weights``: importance weights w of the rollout correction. ``kept``:
+    masks M by the name of the statistic that counts their False tokens; the policy loss excludes these, but the
+    denominators include them. All token tensors have shape [tokens]. ``teacher``: the teacher signal; it may replace
+    the policy loss.
 
     With use_bias_correction_kl the KL is r KL, with r = pi / pi_old and its gradient: the tokens are samples of the old
     policy, and r reweights them to the policy (DeepSeek-AI 2025, V3.2, eq. 7).
     """
     of_policy = token_weights(aggregation, inputs.mask, denominators)
-    # As in verl, a policy loss with a fixed aggregation does not change that of entropy and KL.
+    # As in verl, a policy loss with a fixed aggregation does not change the aggregation of entropy and KL.
     per_token = token_weights(cfg.loss_agg_mode or TOKEN_MEAN, inputs.mask, denominators)
     shares, statistics, loss = dict[str, Tensor](), dict[str, Tensor](), inputs.log_probs.new_zeros(())
     if teacher is not None:
@@ -98,7 +99,7 @@ def actor_loss(
         losses = policy.token_losses if weights is None else policy.token_losses * weights
         statistics = statistics | policy.statistics
         for name, tokens in (kept or {}).items():
-            # A masked token counts for nothing, even if its loss is infinite.
+            # A masked token contributes nothing, even if its loss is infinite.
             losses = losses.masked_fill(~tokens, 0.0)
             statistics = statistics | {name: (~tokens).float()}
         shares["pg_loss"] = aggregate(losses, of_policy)
@@ -132,7 +133,7 @@ def value_loss(
 
 
 def aggregate(values: PerToken, weights: PerToken) -> Scalar:
-    """Return the weighted sum over tokens. A token of weight 0 counts for nothing, even if its value is infinite."""
+    """Return the weighted sum over tokens. A token of weight 0 contributes nothing, even if its value is infinite."""
     return (weights * values.masked_fill(weights == 0, 0.0)).sum()
 
 

@@ -57,7 +57,7 @@ class Moments:
     def whitening(self, rounding: float = 0.0) -> tuple[float, float]:
         """Return (shift, scale): (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root).
 
-        Numbers that differ by at most ``rounding`` all become 0.
+        If all numbers differ by at most ``rounding``, they become 0.
         """
         # A single number has no unbiased variance, so it is unchanged.
         if self.count < 2:

@@ -1,7 +1,7 @@
 """Normalisation of rewards and advantages over a batch, on the driver, which has one number per response.
 
-All tokens of a response share its advantage. So means and deviations over tokens, which the driver never holds, equal
-the moments over responses weighted by length.
+All tokens of a response share its advantage. So means and deviations over tokens equal moments over responses weighted
+by length, and the driver needs no tokens.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ from rltrain.common.plugin import is_plugin, load_plugin
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import LOSS_KEY
 
-# The authors' bounds of f_t for a bad token that became much likelier.
+# The authors' bounds on f_t for a bad token that became much likelier.
 _SAFE_INFLUENCE = (0.8, 1.0)
-# Names that a custom loss file imports from here.
+# Names that custom loss files import from here.
 __all__ = [
     "POLICY_LOSSES",
     "BatchMeans",
@@ -112,8 +112,8 @@ def _clip_cov_keys(inputs: PolicyLossInputs, noise: PerToken, means: BatchMeans,
 def clip_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """Compute PPO without gradient on random tokens whose log-prob and A covary   (Cui et al. 2025, Clip-Cov).
 
-    clip_cov_ratio of the mini-batch's tokens are selected, among tokens with a covariance within (clip_cov_lb,
-    clip_cov_ub) that PPO would not clip.
+    A share clip_cov_ratio of the mini-batch's tokens is selected among tokens that PPO would not clip and whose
+    covariance is within (clip_cov_lb, clip_cov_ub).
     """
     assert inputs.selected is not None
     unclipped, clipped = ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
@@ -139,7 +139,7 @@ def _dppo(inputs: PolicyLossInputs, divergence: PerToken, cfg: ActorConfig) -> P
     """Compute -sg[min(r, clip_ratio_c)] A log pi, masking tokens beyond the clip range in the direction of A."""
     low, high = clip_range(cfg)
     ratio = inputs.log_ratio.exp().detach()
-    # A token that moved against its advantage keeps its gradient, which moves it back.
+    # A token that moved against its advantage keeps its gradient, so that it moves back.
     up = (inputs.advantages > 0) & (ratio > 1) & (divergence > high)
     down = (inputs.advantages < 0) & (ratio < 1) & (divergence > low)
     weight = ratio.clamp(max=cfg.clip_ratio_c).masked_fill(up | down, 0.0)
@@ -178,7 +178,7 @@ def m2po(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 def dro(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """Compute -(A log pi - beta / 2 (log r)^2): a pull towards pi_old instead of a clip   (DRO, as in verl and Tinker).
 
-    beta is dro_beta. Tokens without advantage are pulled too.
+    beta is dro_beta. Tokens with zero advantage are pulled too.
     """
     pull = (inputs.log_probs - inputs.old_log_probs).square() * cfg.policy_loss.dro_beta / 2
     return PolicyLoss(pull - inputs.advantages * inputs.log_probs, statistics_of(inputs))
@@ -190,7 +190,7 @@ def future_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
     f_t = sg[clip(exp(F_t), 1 - c, 1 + c)], F_t = sum_{k >= t} gamma^(k - t) log r_k over the loss tokens with r_k <=
     clip_ratio_c; c = future_kl_clip_ratio, gamma = 2^(-1 / decay_rate). With future_kl_clip_high_only f_t is at least
-    1. Where A < 0 and r > safety_thresh, f_t is between 0.8 and 1. The rest is the dual clip of `vanilla`.
+    1. Where A < 0 and r > safety_thresh, f_t is between 0.8 and 1. Otherwise it is the dual clip of `vanilla`.
     """
     keys, log_ratio = cfg.policy_loss, inputs.log_ratio.detach()
     counts = (inputs.mask.values > 0) & (log_ratio.exp() <= cfg.clip_ratio_c)

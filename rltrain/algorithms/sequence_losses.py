@@ -1,7 +1,7 @@
 """Policy losses with one weight per response.
 
 Notation as in `surrogate`. W = exp(sum_t log r_t) is the ratio of a response, s = exp(mean_t log r_t) its
-length-normalised form. Micro-batches hold complete responses, so the tokens of a micro-batch suffice.
+length-normalised form. Micro-batches contain complete responses, so these losses need only the tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def vespo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
         for good, bad in ((shape.k_pos, shape.k_neg), (shape.lambda_pos, shape.lambda_neg))
     )
     log_weight = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # As one exponent: W^k by itself would overflow where phi is nearly 0.
+    # As a single exponent, because W^k alone would overflow where phi is nearly 0.
     weight = (power * log_weight + rate * (1 - log_weight.exp())).exp()
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, vespo_weight=weight))
 
@@ -86,7 +86,7 @@ def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """Compute -log pi A for A >= 0, -sg[clip(W, 0, 1)] A log pi for A < 0   (Le Roux et al. 2025, TOPR, 2503.14286).
 
     Bad responses are pushed down less as they become less likely. The bounds are topr_negative_ratio_lower and
-    topr_negative_ratio_upper. A sum over the tokens, log pi of the response: seq-mean-token-sum.
+    topr_negative_ratio_upper. Summed over tokens (log pi of the response): seq-mean-token-sum.
     """
     low, high = cfg.policy_loss.topr_negative_ratio_lower, cfg.policy_loss.topr_negative_ratio_upper
     ratio = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -104,7 +104,7 @@ def misclassified(scores: PerResponse, labels: PerResponse, groups: ResponseInts
     """
     exponents = -(labels * scores).double() / cfg.policy_loss.real_tau
     _, sides = torch.stack([groups.double(), labels.double()]).unique(dim=1, return_inverse=True)
-    # The 1 of 1 + C is e^0.
+    # The term 1 in 1 + C is e^0.
     largest = exponents.new_zeros(len(scores)).scatter_reduce(0, sides, exponents, "amax")[sides]
     totals = torch.zeros_like(exponents).index_add(0, sides, (exponents - largest).exp())[sides]
     shares = (exponents - largest).exp() / ((-largest).exp() + totals) * (labels != 0)

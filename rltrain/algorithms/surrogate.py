@@ -31,9 +31,10 @@ class PolicyLossInputs:
     mask: Ragged
     """1 for loss tokens, with the length of every response."""
     selected: TokenMask | None = None
-    """Tokens selected over the whole mini-batch, for losses with a selection."""
+    """Tokens selected over the whole mini-batch (only for losses with a selection)."""
     group_weights: PerToken | None = None
-    """Weight of the token's response, from all responses to its prompt, for losses with group weights."""
+    """Weight of the token's response, computed from all responses to its prompt (only for losses with group
+    weights)."""
 
     @property
     def log_ratio(self) -> PerToken:
@@ -72,11 +73,11 @@ PolicyLossFunction = Callable[[PolicyLossInputs, ActorConfig], PolicyLoss]
 
 @dataclass(frozen=True)
 class Selection:
-    """Selection of the tokens of the global mini-batch with the smallest keys, which a loss treats differently.
+    """Selection of the tokens with the smallest keys in the global mini-batch, which a loss treats differently.
 
     keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are not candidates; noise [tokens] is uniform
-    in [0, 1) and a function of the token only. Size: share(cfg) of all tokens (at least one token), or without a share
-    as many as keep the mean of their keys at most largest_mean(cfg).
+    in [0, 1) and a function of the token only. Size: share(cfg) of all tokens (at least one token), or without a share,
+    as many tokens as possible whose mean key is at most largest_mean(cfg).
     """
 
     keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
@@ -119,8 +120,8 @@ def policy_loss(
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Declare a custom policy loss.
 
-    selection: tokens of the mini-batch that it gets as ``selected``. silent_at_zero: a response without advantage has
-    no gradient.
+    selection: tokens of the mini-batch, passed as ``selected``. silent_at_zero: a response with zero advantage has no
+    gradient.
     """
 
     def declare(function: PolicyLossFunction) -> PolicyLossFunction:
@@ -139,7 +140,7 @@ def clip_range(cfg: ActorConfig) -> tuple[float, float]:
 
 
 def ppo(ratio: PerToken, advantages: PerToken, cfg: ActorConfig) -> tuple[PerToken, PerToken]:
-    """Return -A r and -A clip(r, 1 - low, 1 + high); the loss is their maximum (Schulman et al. 2017, eq. 7)."""
+    """Return -A r and -A clip(r, 1 - low, 1 + high), whose maximum is the loss (Schulman et al. 2017, eq. 7)."""
     low, high = clip_range(cfg)
     return -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
 

@@ -1,7 +1,7 @@
-"""Dry run of custom estimators and losses on a few numbers, before anything is started.
+"""Trial of custom estimators and losses on a few numbers, before anything is started.
 
 Problem: a function that raises or returns a wrong shape would fail after models are loaded and the first batch is
-generated. Choice: a batch of four responses on the CPU. Left out: a check of the formula, which only its author knows.
+generated. Choice: a batch of four responses on the CPU. Left out: a check of the formula, which only its author can do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rltrain.common.plugin import is_plugin
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.algorithm import AlgorithmConfig
 
-# Include an empty response and one of a single token, which custom functions most easily miss.
+# Includes an empty response and one with a single token, which custom functions often handle wrongly.
 _LENGTHS = torch.tensor([3, 1, 0, 2])
 
 
@@ -60,7 +60,7 @@ def try_policy_loss(cfg: ActorConfig) -> Iterator[str]:
     if not is_plugin(name):
         return
     key = f"actor_rollout_ref.actor.policy_loss.loss_mode={name}"
-    # Different from the old log-probs, so that the ratio is not 1 and a formula with a ratio is really tested.
+    # Different from the old log-probs, so that the ratio is not 1 and formulas with a ratio are really tested.
     log_probs = torch.full((6,), -0.5, requires_grad=True)
     mask = Ragged(torch.ones(6), _LENGTHS)
     selected = torch.zeros(6, dtype=torch.bool)

@@ -18,9 +18,8 @@ NO_REPORT = "the program ended without a report (exit code 1)"
 def report_to_supervisor(**facts: Any) -> None:
     """Report to the supervisor, if there is one.
 
-    ``pid``, ``folder``, ``error``, and whether waiting may remove its cause (``passing``); the exit code that it
-    ``ends`` with after its cleanup, the code that it has ``ended`` with, and whether a request from another node
-    ``stopped`` this node.
+    ``pid``, ``folder``, ``error``, and whether waiting may resolve it (``passing``); the exit code after its cleanup
+    (``ends``), the final exit code (``ended``), and whether a request from another node ``stopped`` this node.
     """
     if file := os.environ.get(ATTEMPT):
         with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
@@ -30,7 +29,7 @@ def report_to_supervisor(**facts: Any) -> None:
 def read_reports(file: str | Path) -> dict[str, Any]:
     """Return the reports in ``file``. ``pids`` starts with the outermost program."""
     report: dict[str, Any] = {"pids": []}
-    # A line that was cut off when the program died is not valid JSON.
+    # A line cut off when the program died is not valid JSON.
     with suppress(OSError):
         for line in Path(file).read_text("utf-8", "replace").splitlines():
             with suppress(ValueError):
@@ -47,8 +46,7 @@ def shell_code(returncode: int) -> int:
 def interpret_exit(code: int, report: dict[str, Any]) -> tuple[int, str]:
     """Return exit code and cause of a program that ended with ``code``.
 
-    A library may have ended it below Python with another code than the program's, as Ray does when its processes are
-    gone.
+    A library may have ended it with a different code than the program's, as Ray does when its processes are gone.
     """
     cause = str(report.get("error", ""))
     if code != 1 or not report["pids"] or "ended" in report:

@@ -1,8 +1,8 @@
 """Background threads for jobs that storage may block.
 
 A storage call that does not return cannot be interrupted by a signal or timeout. It blocks its caller, and possibly the
-exit of the process. Therefore such work runs in a daemon thread that no caller has to wait for. The driver's watchdog
-(`runtime.ray_watchdog`) reads here how long each job has made no progress.
+exit of the process. Therefore such work runs in daemon threads, for which callers need not wait. The driver's watchdog
+(`runtime.ray_watchdog`) reads here for how long each job has made no progress.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from rltrain.common.clock import SYSTEM, Clock
 
 T = TypeVar("T")
-# Maximum wait of a caller that adds a line, in seconds, while storage is responsive.
+# Maximum seconds that a caller waits when it adds a line and storage is responsive.
 PATIENCE_S = 1.0
 _running: set[BackgroundJob[Any]] = set()
 
@@ -51,10 +51,10 @@ class BackgroundJob(Generic[T]):
         self, name: str, work: Callable[[], T], thread: WorkerThread | None = None, clock: Clock = SYSTEM
     ) -> None:
         self.name, self._work, self.clock = name, work, clock
-        self.ident: int | None = None  # of the thread, after it has started
+        self.ident: int | None = None  # of the thread, once it has started
         self._found: list[T] = []
         self._error: BaseException | None = None
-        # Instead of `join`: if a signal raises in it, Python 3.11 treats a running thread as finished.
+        # Instead of `join`, because if a signal handler raises in it, Python 3.11 treats a running thread as finished.
         self._over = threading.Event()
         self.beat = clock.monotonic()
         _running.add(self)
@@ -86,7 +86,7 @@ class BackgroundJob(Generic[T]):
 
 
 def heartbeat() -> None:
-    """Record progress of the calling job, however long it may still take."""
+    """Record progress of the calling job."""
     for job in running():
         if job.ident == threading.get_ident():
             job.beat = job.clock.monotonic()
@@ -106,7 +106,7 @@ class Appender:
 
     def __init__(self, file: Path, clock: Clock = SYSTEM) -> None:
         self._file, self._clock = file, clock
-        self._late: deque[bytes] = deque()  # the first may begin within a line
+        self._late: deque[bytes] = deque()  # the first may start inside a line
         self._writing: BackgroundJob[OSError | None] | None = None
         self._thread: WorkerThread | None = None
 
@@ -141,7 +141,8 @@ class Appender:
 
     def _write(self) -> OSError | None:
         try:
-            # Unbuffered, so that the written length is known; reopened, because a handle may be lost with a server.
+            # Unbuffered, so that the written length is known; reopened, because handles are lost if a file server
+            # restarts.
             with open(self._file, "ab", buffering=0) as file:
                 while self._late:
                     self._late[0] = self._late[0][file.write(self._late[0]) :]

@@ -29,7 +29,8 @@ class Clock:
         return event.wait(seconds)
 
     def poll(self, condition: Callable[[], T], within_s: float, every_s: float = 0.1) -> T:
-        """Call condition() until it returns a true value, and return it, or after within_s the last false value."""
+        """Call condition() until it returns a true value. Returns that value, or after within_s the last false
+        value."""
         end = self.monotonic() + within_s
         while not (value := condition()) and self.monotonic() < end:
             self.sleep(every_s)

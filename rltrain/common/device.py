@@ -41,16 +41,16 @@ class Device:
     """Kernel for packed sequences (`models.attention`)."""
     logits_elements: int = 2**26
     sampling_elements: int = 2**26
-    """Logits per chunk in training and in sampling. Accelerators need many (2^26 take 256 MiB; a pass holds about three
-    such tensors), because launches are expensive, and each chunk reads and writes the gradient of the head. On a CPU, a
-    chunk should fit into the caches.
+    """Logits per chunk in training and in sampling. Accelerators need large chunks (2^26 take 256 MiB; a pass holds
+    about three such tensors), because launches are expensive, and each chunk reads and writes the gradient of the head.
+    On a CPU, a chunk should fit into the caches.
     """
     cache_columns: int = 512
     """Columns per block of the embedded engine's KV cache. Few on a CPU, where reading masked columns is slow."""
     searches: bool = True
-    """True if it has a kernel for searchsorted (on an NPU, torch_npu runs it on the host)."""
+    """True if the device has a kernel for searchsorted (torch_npu runs it on the host)."""
     fused_optimizer: bool = False
-    """True if it has a fused AdamW kernel."""
+    """True if the device has a fused AdamW kernel."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -105,8 +105,8 @@ class Device:
             self._module().empty_cache()
 
     def grow_segments(self) -> None:
-        """Enable expandable segments from now on. For an NPU after vLLM has started: vllm-ascend rejects them before,
-        and on other devices the environment has enabled them (`rltrain.common.env`). Not run on hardware.
+        """Enable expandable segments from now on. For NPUs after vLLM has started, because vllm-ascend rejects them
+        earlier; on other devices the environment enables them (`rltrain.common.env`). Not run on hardware.
         """
         change = getattr(self._module().memory, "_set_allocator_settings", None) if self.kind == "npu" else None
         if change:
@@ -116,12 +116,12 @@ class Device:
         """Return the free memory of the device, or the available memory of the operating system."""
         if self.is_cpu:
             return _machine_memory()["MemAvailable"]
-        # The device counts torch's cached blocks as used.
+        # The device counts blocks cached by torch as used.
         self.empty_cache()
         return int(self._module().mem_get_info()[0])
 
     def allocated_bytes(self) -> int:
-        """Return the memory of this process's tensors; 0 on a CPU, which does not count it."""
+        """Return the bytes of this process's tensors; 0 on a CPU, where they are not counted."""
         return 0 if self.is_cpu else int(self._module().memory_allocated())
 
     def total_memory_bytes(self) -> int:
@@ -218,7 +218,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _machine_memory() -> dict[str, int]:
-    """Return bytes under Linux's names. They are for the machine, without the memory limit of a container."""
+    """Return bytes under Linux's names, for the whole machine, ignoring the memory limit of a container."""
     with open("/proc/meminfo", encoding="utf-8") as file:
         fields = dict(line.split(":") for line in file)
     return {name: int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable")}
@@ -258,7 +258,7 @@ def get_device(name: str) -> Device:
     """Return the device for ``trainer.device``: auto, cpu, cuda or npu."""
     kind = detect() if name == "auto" else name
     if kind not in DEVICES:
-        raise ConfigError(f"trainer.device={name} is not a device rltrain knows. Use auto, npu, cuda or cpu.")
+        raise ConfigError(f"trainer.device={name} is not a supported device. Use auto, npu, cuda or cpu.")
     return DEVICES[kind]
 
 

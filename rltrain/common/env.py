@@ -1,6 +1,6 @@
 """Environment of the program: environment variables, CPU limits, device files, shipped files.
 
-This module sets all variables that rltrain sets. Variables set by the user stay unchanged.
+This module sets all variables that rltrain sets. Variables set by the user are kept.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
     # Longer than the driver's deadline, whose message names the late ranks (trainer.hang_floor_s).
     "HCCL_EXEC_TIMEOUT": "17340",
-    # Processes of a node collide at a fixed port, and Linux may give a range of ours to others.
+    # A fixed port would collide between processes of a node, and Linux may assign ports of a fixed range to others.
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
-    # Early vllm-ascend replaces Qwen2.5-VL's code by its own, which all published recipes turn off.
+    # Early vllm-ascend replaces Qwen2.5-VL's code, which all published recipes turn off.
     "USE_OPTIMIZED_MODEL": "0",
     # Weights in the NZ layout cannot be overwritten in place.
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
-# Ray session of a worker. It is part of the name of shared memory that may outlive the worker.
+# Ray session of a worker: part of the name of shared memory that may outlive the worker.
 SESSION = "RLTRAIN_SESSION"
-# Activations are allocated repeatedly, so malloc should not return memory to the kernel. Waiting OpenMP threads must
-# not spin.
+# Activations are allocated repeatedly, so malloc should keep the memory. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
-# Prefixes of variables that are copied from the driver to all workers, on every node,
+# Prefixes of variables that are copied from the driver to the workers of all nodes,
 _PASSED_ON = (
     *("ASCEND_", "GLOO_", "HCCL_", "HF_", "NCCL_", "PYTORCH_", "SGLANG_", "TORCH_", "VLLM_"),
     *("CLEARML_", "MLFLOW_", "SWANLAB_", "TRACKIO_", "WANDB_"),
@@ -60,7 +59,7 @@ _MEMORY_FILES = {
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 _BY_DEVICE = {"npu": _NPU, "cuda": {}, "cpu": _CPU}
-# Micro-batches differ in length, so fixed segments would be fragmented into unusable holes.
+# Micro-batches differ in length, so fixed segments would become fragmented.
 _GROWING = "expandable_segments:True"
 
 
@@ -158,10 +157,10 @@ def address_towards(other: str | None) -> str | None:
     None without a route. The first address of a machine may belong to a container bridge.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
-        # Nothing is sent: the kernel only looks up the route. The address represents any remote host.
+        # Nothing is sent: the kernel only looks up the route. The address stands for any remote host.
         line.connect((other or "203.0.113.1", 9))
         return line.getsockname()[0]
-    # Nodes of an isolated network have no route out, and use their card.
+    # Nodes of an isolated network have no route to the outside, and use their card.
     cards = [address for name, address in _interfaces() if not name.startswith(("lo", "docker", "br-", "virbr", "cni"))]
     return cards[0] if cards and not other else None
 
@@ -284,7 +283,7 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
 
 def slot_environment() -> dict[str, str]:
     """Return the environment of a process for user functions. More threads or arenas would waste address space."""
-    # User variables override, but this machine's address never goes through a proxy.
+    # User variables take precedence, except that this machine's address never uses a proxy.
     own = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
     return few | os.environ | dict.fromkeys(("no_proxy", "NO_PROXY"), own)
@@ -305,15 +304,17 @@ def prepare_driver(**of_workers: str) -> dict[str, str]:
         variables = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
         if "OMP_NUM_THREADS" not in variables | of_workers and os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
-    # Ray warns that it will stop hiding devices from actors without devices, which is what we want.
+    # Ray warns that it will stop hiding devices from actors without devices, which is intended.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray runs its workers at low priority, which starves training if anything else runs on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray's GCS records 100,000 calls for a dashboard that is not used: 65 kB per step in the soak test.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Ray prestarts a process per core, which would be unused, because our workers have other environments.
+    # Ray prestarts a process per core, which would be unused, because rltrain's workers have different environments.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # later errors; the first ends the run and is reported
+    os.environ.setdefault(
+        "RAY_IGNORE_UNHANDLED_ERRORS", "1"
+    )  # later errors; the first error ends the run and is reported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     return {name: value for name, value in of_workers.items() if name not in secret}
 
@@ -335,7 +336,7 @@ def prepare_vllm(rank: int, world: int) -> None:
     }
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    # As torchrun would set them. The process group exists already, so the address is unused.
+    # The values that torchrun would set. The process group exists already, so the address is unused.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     # The newer runner, the default on GPUs, does not support a custom sampler.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -347,9 +348,9 @@ def prepare_sglang(num_devices: int) -> None:
     """Set the environment of a worker process before SGLang starts an engine over ``num_devices`` devices."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     variables = {
-        # Its context may exceed the model's positions by a few tokens, which no sequence reaches.
+        # Its context may exceed the model's positions by a few tokens, which no sequence uses.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        # Trainers use slightly different memory per device, but SGLang rejects more than a tenth.
+        # Trainers use slightly different memory per device, but SGLang rejects differences above a tenth.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         # On the CPU, it would require a socket (NUMA node) for each of several processes.
         **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_devices)} if num_devices > 1 else {}),

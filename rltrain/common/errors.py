@@ -29,14 +29,14 @@ from typing import Any
 from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.secrets import masked_text
 
-# Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would occur again.
+# Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would recur.
 _NO_ANSWER = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ENETRESET, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
     errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENXIO, errno.ENODEV,
     *(getattr(errno, name) for name in ("EREMOTEIO", "ECOMM", "ENOLINK") if hasattr(errno, name)),  # not on macOS
 }  # fmt: skip
-# Only files raise these. The next ones concern a file if the error has a file name.
+# Only file operations raise these. The next ones concern a file if the error has a file name.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NOT_GIVEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
 # Messages of Ray, the C library, torch, Python, C++, the library loader and Pillow.
@@ -86,7 +86,7 @@ class CheckpointError(RltrainError):
 
 
 class NonFiniteError(RltrainError):
-    """A loss, gradient or reward is NaN or infinite. No optimizer step was made from it."""
+    """A loss, gradient or reward is NaN or infinite. No optimizer step was taken with it."""
 
     exit_code = 70
 
@@ -135,7 +135,7 @@ class AgentError(RltrainError):
 
 
 class AgentBug(AgentError):
-    """An exception in the agent's code ended every trajectory of a step."""
+    """All trajectories of a step ended by an exception in the agent's code."""
 
     exit_code = 1
 
@@ -169,7 +169,7 @@ class SanitizedOutput:
     """Standard output or error of a command, with all text converted by `sanitize`, and masked on standard error.
 
     rich writes its own sequences and uses this attribute to find the wrapped stream. `logs.SanitizedConsole` converts
-    its texts. A leading carriage return on standard error, by which progress bars rewrite their line, stays.
+    its texts. A leading carriage return on standard error is kept, because progress bars use it to rewrite their line.
     """
 
     def __init__(self, stream: Any, is_error: bool = False) -> None:
@@ -193,17 +193,17 @@ class SanitizedOutput:
 def lenient_output() -> None:
     """Escape characters that standard output and error cannot encode, and convert both to `SanitizedOutput`.
 
-    By default Python raises, and a model's text would end the program.
+    By default Python raises an error, so a model's text could end the program.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # Without `reconfigure` it was replaced by the program.
+        # Without `reconfigure`, the stream was replaced by the program.
         if isinstance(stream, SanitizedOutput) or not hasattr(stream, "reconfigure"):
             continue
         try:
             stream.reconfigure(errors="backslashreplace")
         except OSError:
-            # The descriptor was redirected (dup2) from a file to a pipe, which cannot seek.
+            # The descriptor was redirected (dup2) from a file to a pipe, which is not seekable.
             raw = io.FileIO(stream.fileno(), "w", closefd=False)
             stream = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, SanitizedOutput(stream, is_error=name == "stderr"))
@@ -212,7 +212,7 @@ def lenient_output() -> None:
 def write_error(text: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
     """Return the error for a file that could not be written: StorageError if storage is unreachable, else DiskError.
 
-    text: the message. way_out(): the user's fix for the disk.
+    text: the message. way_out(): returns the fix for a full disk.
     """
     if isinstance(cause, StorageError) or (isinstance(cause, OSError) and cause.errno in _NO_ANSWER):
         then = ". The storage does not respond. Check it, and run the same command again." if way_out else ""
@@ -221,7 +221,7 @@ def write_error(text: str, cause: BaseException, way_out: Callable[[], str] | No
 
 
 def lacks_memory(error: BaseException, details: str = "") -> bool:
-    """Return whether the host, instead of a device, ran out of memory. said: additional text about the failure."""
+    """Return whether the host, not a device, ran out of memory. said: additional text about the failure."""
     text = f"{error} {details}".lower()
     return isinstance(error, MemoryError) or any(words in text for words in _NO_HOST_MEMORY)
 
@@ -234,7 +234,7 @@ def no_memory(cause: str) -> str:
 def host_error(error: BaseException) -> RltrainError | None:
     """Return the error if this host is out of memory or its storage does not respond, else None.
 
-    In these cases, the data that was read may be intact.
+    In these cases the data may be intact.
     """
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RltrainError):

@@ -1,7 +1,7 @@
 """Image files in all supported forms: bytes, a path, base64, or a dictionary of one of them.
 
-Data rows, tools and environments use the same forms, so only this module defines them. Images are not decoded here,
-because that requires Pillow, which processes that call tools need not import.
+Data rows, tools and environments accept the same forms, which only this module defines. Images are not decoded here,
+because that requires Pillow, which tool processes need not import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from rltrain.common.errors import DataError, host_error, short
 
 _MAGIC = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP|BM|II\*\0|MM\0\*", re.DOTALL)
-# Base64 of an image: its characters, their URL-safe variants, and a length below that of the smallest file.
+# Base64 of an image: its characters, their URL-safe variants, and a length shorter than any image file.
 _CODE, _URL_SAFE, _LEAST_CODE = re.compile(r"[A-Za-z0-9+/]+"), str.maketrans("-_", "+/"), 40
 
 # Maximum file size: 67 million pixels without compression.
@@ -33,7 +33,8 @@ def begins_as_image(data: bytes) -> bool:
 
 
 def image_entry(image: Any, folder: Path) -> Mapping[str, Any]:
-    """Return an image as a dictionary with ``bytes`` or ``path``. Others stay unchanged; `file_bytes` rejects them.
+    """Return an image as a dictionary with ``bytes`` or ``path``. Other values are returned unchanged; `file_bytes`
+    rejects them.
 
     A path without bytes is relative to ``folder``.
     """
@@ -66,7 +67,7 @@ def _decoded(data: bytes) -> bytes:
 def _encoded(text: str, *, is_data: bool) -> bytes | None:
     """Decode a text that is base64, bare or as a ``data:`` URL. Returns None if the text is a name.
 
-    A bare text must begin like an image, unless it cannot be a name (``is_data``). Text that cannot be decoded is
+    A bare text must start like an image, unless it cannot be a name (``is_data``). Text that cannot be decoded is
     returned as bytes, which are not an image.
     """
     head, comma, code = text.partition(",")
@@ -84,7 +85,7 @@ def _encoded(text: str, *, is_data: bool) -> bytes | None:
 
 
 def data_address(image: Any) -> str:
-    """Return an image as a ``data:`` URL, for other processes. image: in the forms of rows, or a Pillow image.
+    """Return an image as a ``data:`` URL, for other processes. image: in any form that rows accept, or a Pillow image.
 
     A path is relative to the working directory. Raises DataError if it is not an image.
     """
@@ -95,7 +96,7 @@ def data_address(image: Any) -> str:
     else:
         content = file_bytes(image_entry(str(image) if isinstance(image, Path) else image, Path()))
     if not begins_as_image(content):
-        raise DataError("it does not begin like an image file.")
+        raise DataError("its first bytes are not those of an image file.")
     return f"data:image;base64,{base64.b64encode(content).decode()}"
 
 
@@ -127,16 +128,16 @@ def _read(path: Path) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{short(path, 60)!r} is not a regular file.")
-            if not status.st_size:  # also files of /proc, which may be endless
+            if not status.st_size:  # files in /proc may be endless
                 raise DataError(f"{short(path, 60)!r} is empty.")
             if status.st_size > _MAX_BYTES:
                 raise DataError(
                     f"{short(path, 60)!r} has {status.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
                 )
             head = file.read(16)
-            # A small file is read completely, so that the opener can report its error.
+            # A small file is read completely, so that the decoder can report its error.
             if status.st_size > _SMALL_BYTES and not begins_as_image(head):
-                raise DataError(f"{short(path, 60)!r} does not begin like an image file.")
+                raise DataError(f"{short(path, 60)!r} does not start with the bytes of an image file.")
             return head + file.read(_MAX_BYTES)
     except OSError as error:
         if error.errno == errno.ENXIO:

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 IMPORTING = "importing torch, Ray and transformers"
-"""Log line before these imports."""
+"""Log message before these imports."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection inside the context, because modules are never freed.
-
-    Afterwards, the new objects are moved to the oldest generation. Otherwise they would be scanned three times before
-    the next step.
+    """Disable garbage collection inside the context, because modules are never freed. Afterwards the new objects are
+    moved to the oldest generation; otherwise they would be scanned three times before the next step.
     """
     was = gc.isenabled()
     gc.disable()

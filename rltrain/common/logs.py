@@ -1,4 +1,4 @@
-"""Logs of all processes: the console, RUN/train.log, and RUN/logs/rank_00017.log per worker.
+"""Logs of all processes: console, RUN/train.log, and RUN/logs/rank_00017.log for each worker.
 
 The run folder is known only after the configuration is read, and earlier lines must not be lost. Therefore a session
 buffers its lines until `open_train_log` names the file. An error that ends the session is also written to the file.
@@ -28,7 +28,7 @@ from rltrain.common.errors import Interrupted, SanitizedOutput, sanitize
 from rltrain.common.secrets import masked_text
 
 TRAIN_LOG = "train.log"
-# Logger of the metrics of each step. They are always in train.log; a console shows them if it has no progress bar.
+# Logger of the metrics of each step. They are always written to train.log, and to a console without a progress bar.
 STEPS = logging.getLogger("rltrain.steps")
 
 # Maximum wait for the last lines at the end of a session, in seconds.
@@ -64,7 +64,7 @@ class _ConsoleLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.shows_steps or record.name != STEPS.name:
-            # Per line, because a program may redirect standard output at any time, as tests do.
+            # Looked up per line, because a program may redirect standard output at any time, as tests do.
             self.setFormatter(_Stamped(datefmt="%H:%M:%S" if console.is_terminal else "%Y-%m-%d %H:%M:%S"))
             console.print(self.format(record), style=_STYLES.get(record.levelno), markup=False, soft_wrap=True)
 
@@ -77,7 +77,7 @@ class _Output:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._is_used = threading.local()  # by this thread, which a signal handler may interrupt
+        self._is_used = threading.local()  # held by this thread, which a signal handler may interrupt
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError), self._use() as is_free:
@@ -134,7 +134,7 @@ class _TrainLog(MemoryHandler):
         super().__init__(capacity=10_000)
 
     def shouldFlush(self, record: logging.LogRecord) -> bool:
-        # Independent of the capacity: without a file there is no target, and with one every line is written at once.
+        # The capacity is irrelevant: without a file there is no target, and with a file every line is written at once.
         return self.target is not None
 
 
@@ -155,12 +155,12 @@ def session() -> Iterator[None]:
     An error that ends the block is also written to train.log.
     """
     global _session
-    if _session:  # the caller has opened one
+    if _session:  # the caller has already opened a session
         yield
         return
     _session = log_session = _Session()
     root, our_handlers = logging.getLogger(), logging.getLogger("rltrain")
-    # Only our loggers log below warnings; loggers of other packages keep their level.
+    # Only rltrain's loggers log below warnings; loggers of other packages keep their level.
     level = our_handlers.level
     our_handlers.setLevel(logging.INFO)
     logging.captureWarnings(True)
@@ -202,8 +202,7 @@ def open_train_log(folder: Path) -> None:
     again = file.exists() and file.stat().st_size > 0
     target = _File(file)
     if again:
-        # Written directly, because this line has no time, and before the flush, so that it precedes all lines of this
-        # start.
+        # Written directly, because this line has no time, and before the flush, so that it precedes all other lines.
         target.lines.add(f"\n{'=' * 20} started again on {time.strftime('%Y-%m-%d %H:%M:%S')} {'=' * 20}\n")
     _session.file.setTarget(target)
     _session.file.flush()
@@ -228,7 +227,7 @@ def open_worker_log(folder: str, rank: int) -> None:
     logging.getLogger().addHandler(_File(file))
     logging.getLogger("rltrain").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # It writes to the file descriptor below Python, so the file stays open while the worker lives.
+    # faulthandler writes to the file descriptor, so the file stays open while the worker lives.
     faulthandler.enable(file=crashes)
     logging.getLogger(__name__).info("rank %d: pid %d on %s", rank, os.getpid(), socket.gethostname())
 

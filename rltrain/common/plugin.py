@@ -5,8 +5,8 @@ import modules of its folder. A module is imported by its name, from installed p
 verl's prefixes file:// and pkg:// are supported.
 
 An object given to `rltrain.train` becomes a file too: cloudpickle writes it into the run folder, and driver, workers
-and scorers load it from there under the same kind of name. Therefore the rest of the program needs no other way to pass
-code, and the config.yaml of the run is complete.
+and scorers load it from there under the same kind of name. So code is always passed in the same way, and the run's
+config.yaml is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rltrain.common import plugins
 from rltrain.common.errors import ConfigError
 
 _MAX_TRACEBACK_CHARS = 4000
-# Packages between a process's main loop and the first frame of user code.
+# Packages whose frames may precede the first frame of user code.
 _MACHINERY = (
     "asyncio",
     "importlib",
@@ -80,7 +80,7 @@ def save_object(key: str, value: Any, folder: Path) -> str:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
         data = cloudpickle.dumps({name: value})
-    except Exception as error:  # cloudpickle raises any error of an object's own code
+    except Exception as error:  # cloudpickle raises any error of the object's code
         raise ConfigError(
             f"{key}: {name} cannot be sent to other processes: {type(error).__name__}: {error}. Open files, locks, "
             "connections and generators cannot be sent: create them in the first call, or give FILE.py:NAME."
@@ -88,7 +88,7 @@ def save_object(key: str, value: Any, folder: Path) -> str:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    # Named by its content, so that a changed function gets another name.
+    # Named by its content, so that a changed function gets a new name.
     file = folder / f"{name}-{zlib.crc32(data):08x}.pkl"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_bytes(data)
@@ -102,7 +102,7 @@ def _is_installed(module: ModuleType) -> bool:
     return file is None or any(Path(file).is_relative_to(place) for place in places)
 
 
-# Cached, because a second import would create other classes of the same names.
+# Cached, because a second import would create different classes with the same names.
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """Return the function or class that ``key=name`` names (see `is_plugin`).
@@ -158,7 +158,7 @@ def _imported(named: str, place: str | Path) -> ModuleType:
 
 
 def _import_module(place: str) -> ModuleType:
-    # Like python -m, independently of the command that started the process; last, as in `_import_file`.
+    # As with python -m, for any command that started the process; last, as in `_import_file`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return importlib.import_module(place.removeprefix(_PACKAGE).replace("/", "."))
@@ -168,19 +168,19 @@ def _import_file(path: Path) -> ModuleType:
     name = plugins.module_name(path)
     if path.suffix == ".pkl":  # from `save_object`
         module = ModuleType(name)
-        # A pickle can run code when it is loaded, but so can the .py file that a user may name instead.
+        # Loading a pickle can run code, but so can the .py file that a user may name instead.
         vars(module).update(pickle.loads(path.read_bytes()))
         return module
     earlier_module = sys.modules.get(name)
     if earlier_module and earlier_module.__spec__ and earlier_module.__spec__.loader_state != path.stat().st_mtime_ns:
-        del sys.modules[name]  # it has changed, for example next to a notebook
+        del sys.modules[name]  # the file has changed, for example next to a notebook
     return importlib.import_module(name)
 
 
 def user_traceback(error: BaseException) -> str:
     """Return the traceback from the first frame of user code on, truncated. Syntax errors include their location."""
     first = error.__traceback__
-    # Frames are identified by package. A user's file has none.
+    # Frames are identified by package; a user's file has none.
     while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
         first = first.tb_next
     return "".join(traceback.format_exception(type(error), error, first))[-_MAX_TRACEBACK_CHARS:].rstrip()

@@ -1,7 +1,7 @@
-"""Names of secrets, and text without their values: for files, logs, trackers and archives that others read.
+"""Detection of secrets, and masking of their values in files, logs, trackers and archives.
 
 A value is a secret by the name of its key, by its position in a URL (``user:password@``, ``?sig=``), or as a bearer
-token. Numbers count too, except under plurals such as ``max_tokens``, which are lengths.
+token. Numbers are masked too, except under plurals such as ``max_tokens``, which are lengths.
 """
 
 import re
@@ -13,7 +13,7 @@ _SECRET = re.compile(
     r"pass(word|wd|phrase|code)|secret|credential|bearer|api[-_]?key(?!_env$)|authorization|cookie"
     r"|(^|[-_.])(keys?|tokens?|(key|token|pat|sig|signature|auth|pwd|pass|dsn|jwt|sas)"
     r"([-_](prod|production|dev|test|staging|live|old|new|main|backup|\d+))?)$|(?-i:[a-z](Key|Token|Auth)$)"
-    # Variables with any other suffix, unless that says that the value is not the secret itself.
+    # Variables with any other suffix, unless it shows that the value is not the secret itself.
     r"|(?-i:(^|_)(KEY|TOKEN|PAT|DSN|JWT|PASS)_(?!([A-Z0-9_]+_)?(NAME|FILE|PATH|DIR|ENV|ID|LEN|LENGTH|LIMIT|SIZE|COUNT"
     r"|BYTES|MODE|TYPE|TTL|RATE)$)[A-Z0-9_]+$)",
     re.IGNORECASE,
@@ -25,7 +25,7 @@ _COLUMNS = re.compile(
     r"|(\w+_)?(max|min|num|draft|new)(_\w+)?_tokens",
     re.IGNORECASE,
 )
-# Variables whose names end like a password's.
+# Variables with the suffix of a password.
 _FOLDERS = ("PWD", "OLDPWD")
 # A password may contain "/" and "@", except without a scheme. Bounds keep the search linear.
 _CREDENTIALS = re.compile(
@@ -39,7 +39,7 @@ _VALUE = re.compile(
     rf"\"{_SCHEME}(?:[^\"\\\n]|\\.)*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"']*", re.IGNORECASE
 )
 _FLAG = re.compile(r"--([\w-]+)[ \t]+(?=[^\s$-])(\"[^\"\n]*\"|'[^'\n]*'|\S+)")
-# Words of prose, before a colon.
+# Words of ordinary text, before a colon.
 _WORDS = re.compile(r"keys?|tokens?|secrets?|auth|pass|sig|signature", re.IGNORECASE)
 _NUMBER = re.compile(r"[\d.,_eE+-]+")
 _BEARER = re.compile(r"\b(bearer|basic)[ \t]+[\w.~+/=-]{8,}", re.IGNORECASE)
@@ -63,11 +63,11 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return a configuration value, of any depth, without its secrets. name: of its key."""
+    """Return a configuration value, of any depth, without its secrets. name: the key's name."""
     # Any header may contain a token, whatever its name.
     secret = is_secret(name) or name == "url_headers"
     if isinstance(value, dict):
-        # A header or variable whose name is a value itself.
+        # A header or variable whose name is a value.
         names = (str(item) for key, item in value.items() if str(key).lower() in ("name", "key", "header"))
         inside = ("value", "val", "content", "default") if any(map(is_secret, names)) else ()
         return {
@@ -79,7 +79,7 @@ def masked(value: Any, name: str = "") -> Any:
         is_pair = is_secret(first) and not _WORDS.fullmatch(first)
         return [masked(item, "secret" if is_pair and place else name) for place, item in enumerate(value)]
     if isinstance(value, str):
-        if _REFERENCE.fullmatch(value):  # it names the variable with the secret
+        if _REFERENCE.fullmatch(value):  # names the variable with the secret
             return value
         if value and (secret or _LONE.fullmatch(value)):
             return MASK
@@ -99,7 +99,7 @@ def masked_text(text: str) -> str:
         if pair.start() < end or not is_secret(name):
             continue
         before, first = text[max(pair.start() - 1, 0) : pair.start()], text[pair.end() : pair.end() + 1]
-        # "KEY=VALUE" of a usage text is not a secret; "?key=" of a URL and key="…" are.
+        # "KEY=VALUE" in a usage text is not a secret, but "?key=" in a URL and key="…" are.
         if name.lower() in ("key", "keys") and before not in ("?", "&") and first not in ("'", '"'):
             continue
         # A statement in a traceback has spaces, a metric's name has a slash, and a key of the configuration has a dot.

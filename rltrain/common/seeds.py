@@ -1,9 +1,9 @@
 """Random streams: pure functions of the run's seed, a purpose and ordered numbers such as step and epoch.
 
-A resumed run, another number of ranks or another engine must draw the same numbers. Therefore nothing is drawn from
-shared state. Bulk draws of the driver come from Philox. Numbers per sample and token are counter-based, from SplitMix64
-at a position. No two purposes share a stream. Streams inside libraries are not covered, such as torch's initialization
-of a new head.
+A resumed run, a different number of ranks or a different engine must draw the same numbers. Therefore nothing is drawn
+from shared state. Bulk draws of the driver use Philox. Numbers per sample and token are counter-based, from SplitMix64
+at a position. No two purposes share a stream. Not covered: streams inside libraries, such as torch's initialization of
+a new head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def stream(seed: int, purpose: str, *numbers: int) -> np.random.Philox:
     """Return a generator of 64-bit numbers (``random_raw``), which NumPy guarantees across versions.
 
-    numbers: in [0, 2^32).
+    numbers: integers in [0, 2^32).
     """
     return np.random.Philox(_sequence(seed, purpose, *numbers))
 
@@ -48,7 +48,7 @@ def sample_seeds(
     step: one for all rows, or one per row.
     """
     parts = np.full((len(rows), num_samples), _sequence(seed, purpose).generate_state(1, np.uint64)[0])
-    # The order of these numbers is part of every run's results: another order gives other responses.
+    # The order of these numbers is part of every run's results: a different order gives different responses.
     for number in (
         np.asarray(step, dtype=np.uint64).reshape(-1, 1),
         np.asarray(rows, dtype=np.uint64)[:, None],
@@ -66,7 +66,7 @@ def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: i
     `_mix`.
     """
     with np.errstate(over="ignore"):
-        # SplitMix64 adds its increment before it mixes, so the number at position 0 belongs to increment 1.
+        # SplitMix64 adds its increment before mixing, so the number at position 0 uses increment 1.
         places = np.asarray(start, dtype=np.uint64).reshape(-1, 1) + np.arange(1, count + 1, dtype=np.uint64)
         states = seeds[:, None] + places * GOLDEN
     # A float64 represents 53 bits exactly. With more bits, the largest numbers would be rounded up to 1.

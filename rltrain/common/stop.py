@@ -1,9 +1,9 @@
 """Handling of SIGINT, SIGTERM and SIGUSR1 for the whole lifetime of the program.
 
-An interrupted step is lost, and schedulers signal minutes before they kill. Therefore the first signal lets the current
-step finish and be saved. A second signal ends the run at once, and so does the first one if nothing would be lost. The
-signal handler only records the request or raises, because the program may be anywhere when the signal arrives. If the
-time until the kill is known (`Stop.notice_s`), a step that does not fit into it is abandoned, and the run ends when
+An interrupted step is lost, but schedulers send a signal minutes before they kill. Therefore after the first signal the
+current step is finished and saved. A second signal ends the run at once, as does the first if nothing would be lost.
+The signal handler only records the request or raises, because the program may be anywhere when the signal arrives. If
+the time until the kill is known (`Stop.notice_s`), a step that does not fit into it is abandoned, and the run ends when
 that time is over.
 """
 
@@ -24,7 +24,7 @@ from rltrain.common.errors import Interrupted, RltrainError, system_error
 
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# `timeout`, terminals and schedulers send a signal to a process and then to its group, which is one request.
+# `timeout`, terminals and schedulers send a signal to a process and then to its group; both count as one request.
 ONE_REQUEST_S = 0.5
 # Maximum time in seconds for ending the workers of a run that stops at once.
 _CLEAN_UP_S = 20.0
@@ -33,7 +33,7 @@ _KEPT_SHARE = 0.1
 
 
 class StepLeft(Exception):
-    """The current step should not be finished, because it would not be saved before the kill."""
+    """Raised to abandon the current step, which would not be saved before the kill."""
 
 
 class Stop:
@@ -41,7 +41,7 @@ class Stop:
 
     While ``finishing`` names work to be finished first, a signal only sets ``requested``. A second signal, or the first
     one without such work, raises `Interrupted` in the main thread. Ray may convert that error into another one, so
-    ``at_once`` records that it was raised. notice_s: how long the process may live after the first signal.
+    ``at_once`` records that it was raised. notice_s: seconds that the process may live after the first signal.
     """
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
@@ -86,7 +86,7 @@ class Stop:
         return min(_CLEAN_UP_S, _KEPT_SHARE * (self.notice_s or math.inf))
 
     def says(self, kept: str) -> None:
-        """Set the result of `kept` for a program without steps: the saved state, and the effect of the same command."""
+        """Set the result of `kept` for a program without steps: the saved state, and the effect of a rerun."""
         self._kept = kept
 
     def reached(self, step: int, total: int, saved: int) -> None:
@@ -94,7 +94,7 @@ class Stop:
         self._reached = step, total, saved
 
     def searching(self) -> None:
-        """Mark the state as unknown while a checkpoint is searched."""
+        """Mark the state as unknown while a checkpoint is being searched for."""
         self._reached = None
 
     @property
@@ -103,7 +103,7 @@ class Stop:
         return bool(self._reached and self._reached[0] != self._reached[2])
 
     def kept(self) -> str:
-        """Return the saved state and the effect of the same command, or "" while the run is unknown."""
+        """Describe the saved state and the effect of a rerun; "" while the run is unknown."""
         if self._kept:
             return f"{self._kept[0].upper()}{self._kept[1:]}."
         if not self._reached:
@@ -168,8 +168,7 @@ class Stop:
             return
         self._requested_at = self._requested_at if self.requested else now
         self.requested = self.at_once = True
-        # The cleanup may hang in a call below Python, where no exception arrives, but a thread can still end the
-        # process.
+        # The cleanup may hang in native code, where no exception is raised, but a thread can still end the process.
         self._after(min(_CLEAN_UP_S, max(self.left_s, 0.0) + self._kept_s), self._give_up)
         raise self.interrupted()
 
@@ -202,10 +201,10 @@ class Stop:
 
         A signal does not interrupt the called code.
         """
-        # While this names work, a signal only sets `requested`: an exception in the middle of Ray's start would leave
-        # half of it running.
+        # While this is set, a signal only sets `requested`, because an exception during Ray's start would leave parts
+        # of it running.
         real, self.finishing = signal.signal, finishing
-        # Ray's processes inherit that SIGUSR1 is ignored, because schedulers send it to all processes of a job.
+        # Ray's processes inherit the ignored SIGUSR1, because schedulers send it to all processes of a job.
         saves = signal.getsignal(signal.SIGUSR1) == self.ask_to_save
         if saves:
             real(signal.SIGUSR1, signal.SIG_IGN)
@@ -216,7 +215,7 @@ class Stop:
             signal.signal, self.finishing = real, ""
             if saves:
                 signal.signal(signal.SIGUSR1, self.ask_to_save)
-            # Below Python, Ray has replaced our handlers anyway.
+            # Ray has replaced our handlers below Python anyway.
             for number in _SIGNALS:
                 if signal.getsignal(number) == self.handle:
                     signal.signal(number, self.handle)
@@ -235,7 +234,7 @@ def listen(stop: Stop | None = None) -> Iterator[Stop]:
     Nothing changes if ``stop`` is already listening, or outside the main thread, where Python does not allow handlers.
     """
     stop = stop or Stop()
-    # An outer caller may already listen with this `Stop`, and the inner block must not remove its handlers.
+    # An outer caller may already listen with this `Stop`; the inner block must not remove its handlers.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) == stop.handle:
         yield stop
         return

@@ -24,8 +24,8 @@ clock = SYSTEM
 def patiently(path: Path, read: Callable[[], T]) -> T:
     """Call ``read``, which accesses ``path``, and retry for seconds if storage fails.
 
-    Raises StorageError if it does not recover. A missing file or a folder is a result instead of a failure: these
-    OSErrors are raised unchanged, and so are errors without errno.
+    Raises StorageError if it does not recover. A missing file or a folder is not a storage failure: these OSErrors, and
+    errors without errno, are raised unchanged.
     """
     deadline = 0.0
     while True:
@@ -34,9 +34,9 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise
         except OSError as error:
-            if error.errno is None:  # not from the system: a library has read unusable data
+            if error.errno is None:  # not a system error: a library read unusable data
                 raise
-            # From the first failure, because reading itself may take long.
+            # Counted from the first failure, because reading itself may take long.
             deadline = deadline or clock.monotonic() + TRIED_S
             if clock.monotonic() > deadline:
                 raise StorageError(
@@ -48,7 +48,8 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
 
 
 def bounded_lines(stream: BinaryIO, most: int) -> Iterator[bytes]:
-    """Return the lines of a file, of at most ``most`` bytes each: a compressed one may hold any. Raises DataError."""
+    """Return the lines of a file, of at most ``most`` bytes each, because a compressed file may contain lines of any
+    length. Raises DataError."""
     number = 0
     while line := stream.readline(most + 1):
         number += 1
@@ -134,7 +135,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
-        raise DataError(f"{file} cannot be read ({error}). Move it away, and run the same command again.") from error
+        raise DataError(f"{file} cannot be read ({error}). Move it away and rerun the command.") from error
     return value
 
 

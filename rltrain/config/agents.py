@@ -1,4 +1,4 @@
-"""Settings of conversations: whether a run has several turns, and the keys that configure the replies."""
+"""Settings of conversations: whether a run is multi-turn, and the keys that configure the replies."""
 
 from __future__ import annotations
 

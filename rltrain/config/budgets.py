@@ -1,10 +1,10 @@
 """Budgets of one forward per pass, and the keys that set them.
 
 A pass over samples is cut into micro-batches by tokens or by a number of samples, per device. Padded micro-batches of
-``…micro_batch_size_per_gpu`` samples hold as many tokens as that many longest sequences. Where ``…use_dynamic_bsz`` is
-not set, such a size is read as this many tokens. Packing fills them with more samples in less time, and they need no
-more memory than the size was tuned for. Totals over all ranks, which verl also has, are refused: the same command would
-mean something else on another number of devices.
+``…micro_batch_size_per_gpu`` samples hold as many tokens as that many longest sequences. If ``…use_dynamic_bsz`` is not
+set, such a size is read as this many tokens. With packing they hold more samples and need no more memory than the size
+was tuned for. Totals over all ranks, which verl also has, are refused, because their meaning would change with the
+number of devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.config.step_passes import roles_of
 
-# Tokens of a message to a judge besides question and response: a template and a ground truth.
+# Tokens of a message to a judge in addition to question and response: template and ground truth.
 _JUDGE_WORDS = 1024
 
 
@@ -45,7 +45,7 @@ class PassBudget:
         """Return this budget if the images of a prompt have up to ``most_rows`` patches (or tiles).
 
         A number of longest sequences was tuned for as many prompts with their images. A number of tokens needs no
-        separate bound: no micro-batch of it holds more images than one that encodes them per response.
+        separate bound, because no micro-batch can have more images than one that encodes them per response.
         """
         return replace(self, max_rows=self.num_longest * most_rows) if self.num_longest and most_rows else self
 
@@ -95,7 +95,7 @@ def budget_problems(config: Config) -> Iterator[str]:
     for name, keys in _used(config).items():
         (budget, key), group = decide(config, keys), ranks_per_sequence(config, keys)
         if not key:
-            # If the pass that gives the default is cut by samples too, report only its missing size.
+            # If the pass with the default sizes is cut by samples too, report only its missing size.
             if not keys.like or get(config, PASSES[keys.like].keys.switch) is not False:
                 yield f"{keys.switch}=False needs {keys.samples} (samples per forward on one device). Try 4."
         # The reward model's chat template changes the lengths. A group of 0 is refused elsewhere; here it would only
@@ -120,7 +120,7 @@ def unused_sizes(config: Config) -> Iterator[tuple[str, str]]:
     """Yield keys of sizes that no pass of the run uses, with the setting that is used instead."""
     used = _used(config)
     deciding = {decide(config, keys)[1] for keys in used.values()}
-    # The update is always made, and a pass that is not made gives a separate reason for keys without effect.
+    # The update always runs, and keys of a pass that does not run have a separate note.
     for keys in used.values():
         switch, (_, key) = get(config, keys.switch), decide(config, keys)
         setting = f"{keys.switch} is not set" if switch is None else f"{keys.switch}={switch}"

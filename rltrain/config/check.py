@@ -1,7 +1,5 @@
-"""Validation of a config. All broken rules are reported together, each with key, value and a fix.
-
-Rules of one key are declared at its field (`fields.Rules`), and `_each_key` applies them. The functions here check
-values that must fit each other.
+"""Validation of a config. All broken rules are reported together, each with key, value and a fix. Rules of one key are
+declared at its field (`fields.Rules`), and `_each_key` applies them. The functions here check combinations of values.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from rltrain.config.step_passes import roles_of
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
-# Parts of the names of keys that hold an upper limit.
+# Name parts of keys with an upper limit.
 _LIMITS = ("clip", "limit", "_s")
 # Sections of models that an evaluation does not load.
 _TRAINED = (_A + "ref.", "critic.", "distillation.")
-# Suffixes of keys that count cooperating devices, with the object that they share.
+# Suffixes of keys that count cooperating devices, with the object that these share.
 _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
     "ring_attention_size": "sequences",
@@ -46,7 +44,7 @@ _SPANNING = {
 }
 
 
-# Arguments of a tokenizer that are not the template's, with the reason why they are refused.
+# Tokenizer arguments that are not arguments of the template, with the reason why they are refused.
 _OF_TOKENIZER = {
     "add_generation_prompt": "it is always true, as the model is to answer", "tokenize": "it is decided here",
     "continue_final_message": "a new turn is always opened", "truncation": "see data.truncation",
@@ -66,7 +64,7 @@ def check(loaded: LoadedConfig) -> None:
 
 def broken_rules(loaded: LoadedConfig) -> list[str]:
     """Return one line for every rule that the config breaks."""
-    # Every rule must accept values that another rule refuses, because all of them run.
+    # All rules run, so each must tolerate values that another rule refuses.
     config = loaded.config
     trainer, actor, algorithm = config.trainer, config.actor_rollout_ref.actor, config.algorithm
     rules = [
@@ -80,7 +78,7 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     rules += [budget_problems(config), reward_problems(config.scoring, config.data.max_response_length)]
     rules += [engine_problems(config), folder_problems(trainer, bool(config.data.val_files))]
     rules += [name_problems(trainer), _run(config)]
-    # An evaluation is mostly the command of a training run with one more key, so keys that only a step needs may stay.
+    # An evaluation is usually a training command with one more key, so keys that only training needs are allowed.
     if "actor" in roles_of(config):
         rules += [rule(config) for rule in (_mixing, _precision, _comparison, _correction, _entropy, _shared_sequences)]
         rules.append(tensor_problems(config))
@@ -90,22 +88,22 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
         exact_kl = actor.use_kl_loss and actor.kl_loss_type == "full"
         rules.append(distillation_problems(config.distillation, exact_kl, algorithm.use_kl_in_reward))
         rules.append(profile_problems(trainer, step_phases()))
-    # Name the keys that the user wrote. If several follow one key, report it once.
+    # Name the keys that the user wrote. If several keys follow one key, report it once.
     return list(dict.fromkeys(loaded.as_written(problem) for rule in rules for problem in rule))
 
 
 def missing_files(config: Config) -> list[str]:
     """Return an error for each local file or folder that the config names and that does not exist."""
     data = config.data
-    # A user's dataset class may make rows of anything.
+    # A user's dataset class may accept anything as a file.
     files = {} if data.custom_cls else {"data.train_files": data.train_files, "data.val_files": data.val_files}
     named = [(key, path) for key, paths in files.items() for path in as_list(paths)]
     code = [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     code += [(key, name.rpartition(":")[0]) for key in plugin_keys() if is_plugin(name := get(config, key) or "")]
     code += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
-    # A module is searched when it is imported.
+    # A module is looked up when it is imported.
     named += [(key, file) for key, place in code if (file := plugin_file(place)) is not None]
-    # Anything else may be a name on the hub.
+    # Anything else may be a hub name.
     if (adapter := config.actor_rollout_ref.model.lora_adapter_path or "").startswith(("/", ".", "~")):
         named.append((_A + "model.lora_adapter_path", adapter))
     if config.trainer.resume_mode == "resume_path":
@@ -144,7 +142,7 @@ def _each_key(config: Config) -> Iterator[str]:
                 yield f"{key.name}={as_text(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
             elif rules.plugin:
                 yield f"{key.name}={item}: give the file and the name in it, FILE.py:NAME."
-        # Scripts write 0 for unused keys, such as the alpha of no adapters.
+        # Scripts write 0 for unused keys, such as lora_alpha without adapters.
         section = key.name.rpartition(".")[0]
         unused = not value and not all(is_met(config, section, condition) for condition in rules.only_with)
         if isinstance(value, int | float) and not rules.within(value) and not unused:
@@ -214,7 +212,7 @@ def _uneven_batches(config: Config) -> Iterator[str]:
 
 
 def uneven(config: Config) -> Iterator[str]:
-    """Yield errors for numbers that must divide others and do not. Nothing is rounded."""
+    """Yield errors for numbers that do not divide others as required. Nothing is rounded."""
     trains = "actor" in roles_of(config)
     if trains:
         yield from _uneven_batches(config)
@@ -242,7 +240,7 @@ def uneven(config: Config) -> Iterator[str]:
 
 
 def _comparison(config: Config) -> Iterator[str]:
-    """Yield errors for estimators and filters that compare responses to one prompt and cannot do so."""
+    """Yield errors for estimators and filters that cannot compare responses, because a prompt has only one."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     filtering, estimator = algorithm.filter_groups.enable, algorithm.estimator
     levels = [name for name in ("mean_level", "std_level") if getattr(algorithm.adv_norm, name)]
@@ -324,7 +322,7 @@ def _lora(config: Config) -> Iterator[str]:
 
 
 def _recomputation(config: Config) -> Iterator[str]:
-    """Yield errors for layers to recompute that are neither a switch, a word nor a number."""
+    """Yield errors for an invalid number of recomputed layers (not a switch, word or number)."""
     for section in (_A + "model", "critic.model"):
         value = get(config, key := f"{section}.enable_gradient_checkpointing")
         if not (isinstance(value, bool) or value == "selective" or (isinstance(value, int) and value > 0)):
@@ -346,7 +344,7 @@ def _mixing(config: Config) -> Iterator[str]:
 
 
 def _shared_sequences(config: Config) -> Iterator[str]:
-    """Yield errors for models that compute together with the actor and divide sequences differently."""
+    """Yield errors for models that compute together with the actor but split sequences differently."""
     for name in ("ulysses_sequence_parallel_size", "ring_attention_size"):
         yield from _shared_by(config, name)
 

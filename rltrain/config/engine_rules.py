@@ -93,8 +93,8 @@ def tail_problems(config: Config) -> Iterator[str]:
     tail = f"{_R}tail={rollout.tail}"
     if rollout.stops_early and config.algorithm.filter_groups.enable:
         yield f"{tail} and algorithm.filter_groups.enable=True both choose the prompts of a step. Keep one of them."
-    # With bypass_mode and ppo_clip, the loss takes its ratio against the policy that sampled the token, so each token
-    # is already weighted.
+    # With bypass_mode and ppo_clip, the ratio of the loss is relative to the policy that sampled the token, so each
+    # token is already weighted.
     weighted = (correction.bypass_mode and correction.loss_type == "ppo_clip") or correction.rollout_is == "token"
     if rollout.tail == "carry_over" and not weighted:
         yield (
@@ -189,7 +189,7 @@ def _engine(config: Config) -> Iterator[str]:
         )
     for key in (_R + "temperature", _R + "val_kwargs.temperature"):
         value = get(config, key)
-        # 0 is greedy, which every engine supports.
+        # 0 means greedy, which every engine supports.
         if value > 0 and not least <= value <= most:
             yield f"{key}={value}: {rollout.name} takes {least:g} to {most:g}. Use such a value, or rollout.name=hf."
     yield from _ways_to_sample(config)
@@ -237,9 +237,8 @@ def supervised_problems(config: Config) -> Iterator[str]:
 
 
 def position_problems(cfg: Config, limit: int | None, notes: list[str]) -> Iterator[str]:
-    """Yield problems of sequences longer than the model's positions.
-
-    With engines other than vLLM it is only a note, added to ``notes``. limit: the positions of the model.
+    """Yield problems of sequences longer than the model's positions. For engines other than vLLM this is only added to
+    ``notes``. limit: the positions of the model.
     """
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.max_model_len or longest_text(cfg)

@@ -59,7 +59,7 @@ def help_text(topic: str = "") -> str:
     matches = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
     # The common prefix of a model's keys is often omitted.
     for key in (topic, f"actor_rollout_ref.{topic}") if not matches else ():
-        # `...` is a value that no row contains.
+        # `...` does not occur as a value.
         if ruling := verdict(key, ...):
             return f"{key}: {'refused' if ruling.forbids else 'accepted, and has no effect'}: {ruling.why}\n"
     if not matches and (found := _search(topic)):
@@ -75,7 +75,7 @@ def help_text(topic: str = "") -> str:
 
 
 def _search(topic: str) -> list[Key]:
-    """Return the keys whose names and help texts have all words of ``topic``: keys that are named so come first."""
+    """Return the keys whose names and help texts contain all words of ``topic``, matching names first."""
     # Without endings, so that "stopping" finds "stops".
     words = [
         re.sub(r"(?:(?<=([a-z]))\1)?(?:ing|ed|e|s)$", "", word) for word in re.split(r"[\W_]+", topic.lower()) if word
@@ -134,7 +134,7 @@ def _keys_of(section: str) -> list[Key]:
 
 
 def _wrapped(line: str, indent: int) -> str:
-    # On a narrower terminal, a line would hold only a word or two.
+    # On a narrower terminal, a line would have only a word or two.
     width = max(shutil.get_terminal_size().columns, 40)
     if len(line) <= width:
         return line

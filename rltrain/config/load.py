@@ -1,9 +1,9 @@
 """Files and dotted overrides -> one typed `Config`. All mistakes are reported together.
 
-Commands come from verl and Hydra, with keys that have another name, no meaning or no counterpart here, and a silently
-dropped key costs a run. So every given key is used, renamed with a warning, noted as without effect, or refused with
-the setting to use instead. OmegaConf provides types and ``${other.key}``. Hydra is not used, because only its syntax
-would be needed.
+Commands come from verl and Hydra, with keys that have a different name, no meaning or no counterpart here, and a
+silently dropped key costs a run. So every key is used, renamed with a warning, reported as without effect, or refused
+with the setting to use instead. OmegaConf provides types and ``${other.key}``. Hydra is not used, because only its
+syntax would be needed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_config(
     reader.pass_to_user_classes()
     config: Any = None
     try:
-        # Only now are defaults that follow other keys resolved, and a value of the wrong type may show only here.
+        # Defaults that follow other keys are resolved only now, so values of the wrong type may be found only here.
         config = OmegaConf.to_object(reader.tree)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
@@ -67,7 +67,7 @@ def load_config(
     notes = (*reader.renamed.values(), *reader.notes)
     loaded = LoadedConfig(config, frozenset(reader.explicit), notes, reader.written)
     if reader.problems:
-        # With an unread file, rules are not checked, because its settings may satisfy them.
+        # Rules are not checked if a file was not read, because its settings may satisfy them.
         further = [] if unread else _further(loaded, reader.wrong)
         raise ConfigError("\n".join([*dict.fromkeys(reader.problems), *further]))
     return loaded
@@ -120,7 +120,8 @@ def masked_command(words: Sequence[str]) -> str:
             continue
         follows_secret = False
         try:
-            # A mapping in flow syntax may hold secrets next to plain values, and only its parsed form has names.
+            # A mapping in flow syntax may contain secrets next to plain values, which only its parsed form can
+            # distinguish.
             value = safe_load(flow(text))
         except (YAMLError, ValueError, RecursionError):  # reported by the reader
             value = text

@@ -28,7 +28,7 @@ class LoadedConfig:
     def as_written(self, text: str, *, follow: bool = True) -> str:
         """Return a message with the user's spelling of keys.
 
-        follow: replace a key that takes its value from another key by that key.
+        follow: replace a key whose value follows another key by that key.
         """
 
         def origin(match: re.Match[str]) -> str:

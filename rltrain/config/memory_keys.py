@@ -1,7 +1,7 @@
 """Keys that reduce the memory of a device, by phase and owner.
 
-The dry run suggests them for a phase that does not fit, and so does the out-of-memory error. No fitting values are
-searched; rerun the dry run with the changed key.
+The dry run suggests them for a phase that does not fit, and so does the out-of-memory error. No search for values that
+fit: rerun the dry run with the changed key.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _budget(config: Config, name: str) -> Iterator[str]:
     if key and get(config, key) > (-(-longest_sequence(config) // group) if by_tokens else 1):
         yield _less(config, key)
     elif keys.sharing and config.trainer.nnodes * config.trainer.n_gpus_per_node % (2 * group) == 0:
-        # The number of tokens is per device, so more devices need less memory only if it falls.
+        # The number of tokens is per device, so more devices reduce memory only if it is lowered.
         tokens = f" with {_less(config, key)}" if by_tokens else ""
         size = get(config, f"{keys.sharing}.ulysses_sequence_parallel_size")
         yield f"{keys.sharing}.ulysses_sequence_parallel_size={2 * size}{tokens}"

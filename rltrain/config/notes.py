@@ -1,8 +1,9 @@
 """Notes on keys of the schema: keys without effect in the chosen mode, and keys that differ in meaning from verl.
 
-Most keys without effect are declared at the fields (`fields.Rules.only_with`). Here are the ones that follow from other
-tables (engines, declarations of estimators and losses) or from comparing values. docs/from-verl.md has all differences
-from verl; here are the ones that a command shows. Notes on keys that the schema lacks come from `verl.keys`.
+Most keys without effect are declared at the fields (`fields.Rules.only_with`). The conditions here follow from other
+tables (engines, declarations of estimators and losses) or from comparing values. docs/from-verl.md lists all
+differences from verl; the ones here are reported by a command. Notes on keys that the schema lacks come from
+`verl.keys`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rltrain.config.verl.table import rows
 _A = "actor_rollout_ref."
 _OFF_AT_ZERO = ("_coef", "critic_warmup")
 _WITHOUT = ": no effect: "
-# Value of clip_ratio_low and clip_ratio_high in verl's config files, where they are set and so override clip_ratio.
+# Value of clip_ratio_low and clip_ratio_high in verl's config files, which override clip_ratio.
 _VERL_CLIP = 0.2
 
 
@@ -53,9 +54,9 @@ def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
-        # The first reason wins, so general ones come late. The size that decides matters only in a pass that is made.
+        # The first reason wins, so general reasons are last. A deciding size matters only in a pass that runs.
         for key, why in source(loaded):
-            # No note for 0: scripts turn a KL off in all its places.
+            # No note for 0, because scripts disable a KL in all places.
             off = key.endswith(_OFF_AT_ZERO) and get(loaded.config, key) == 0
             if (key in loaded.explicit or free_form_parent(key) in loaded.explicit) and not off:
                 notes.setdefault(key, f"{key}{_WITHOUT}{why}")
@@ -80,7 +81,7 @@ def join_by_reason(notes: Sequence[str]) -> list[str]:
 
 
 def compares_nothing(config: Config) -> bool:
-    """Return whether the advantage is the score itself, because a prompt has only one response."""
+    """Return whether the advantage is the score, because a prompt has only one response."""
     takes_one = config.algorithm.estimator.takes_one and config.learns_from_rewards
     return takes_one and config.actor_rollout_ref.rollout.n < 2
 
@@ -164,7 +165,7 @@ def _conditions(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 
 def _not_read(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    """Yield keys that the chosen estimator or loss does not read, but others do."""
+    """Yield keys that other estimators or losses read, but not the chosen one."""
     algorithm, actor = loaded.config.algorithm, loaded.config.actor_rollout_ref.actor
     estimator, loss = algorithm.adv_estimator, actor.policy_loss.loss_mode
     for section, table, chosen, name in (

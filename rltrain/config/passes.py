@@ -1,7 +1,7 @@
 """Passes of a step that run on devices, and the roles whose models compute them, one table row each.
 
 Timers, budgets, offloading, the memory forecast, metrics and messages all use this table, so a new pass is added once.
-The name of a pass is the name of its timer. `StepPasses` decides which passes a run makes.
+The name of a pass is the name of its timer. `StepPasses` decides which passes a run needs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ModelRole:
     fsdp: str
     """Section with the model's sharding and offloading."""
     is_needed: Callable[[Config], bool]
-    """Returns whether training uses the model."""
+    """Function that returns whether training uses the model."""
     in_evaluation: bool = False
-    """An evaluation uses it too."""
+    """True if an evaluation uses it too."""
     reads_texts: bool = False
-    """It has a separate tokenizer; the others read the tokens of the policy."""
+    """True if it has a separate tokenizer; other models read the policy's tokens."""
     phases: tuple[str, ...] = ()
-    """Phases that need it in addition to its passes over samples."""
+    """Phases that need the model, in addition to its passes over samples."""
 
 
 def has_reference(config: Config) -> bool:
@@ -68,16 +68,13 @@ class BudgetKeys:
     tokens: str
     samples: str
     sharing: str | None
-    """Section with the number of ranks that share a sequence."""
+    """Config section with the number of ranks that share a sequence."""
     like: str | None
     """Pass whose sizes are the default."""
 
 
 def _keys(section: str, forward: str, sharing: str | None, like: str | None = None) -> BudgetKeys:
-    """Return the keys of a pass.
-
-    forward: prefix of the keys. For log-prob passes the switch has it too.
-    """
+    """Return the keys of a pass. forward: prefix of the keys (in log-prob passes also of the switch)."""
     switch = "log_prob_use_dynamic_bsz" if forward == "log_prob_" else "use_dynamic_bsz"
     tokens = f"{forward or 'forward_'}max_token_len_per_gpu"
     samples = f"{section}.{forward}micro_batch_size_per_gpu"
@@ -89,12 +86,12 @@ class Pass:
     """A pass over the samples of a step."""
 
     role: Role
-    """Role of the model that computes it."""
+    """Role of the model that computes the pass."""
     keys: BudgetKeys
     rate: str | None = None
     """Name of its FLOP/s in ``perf/tflops`` and ``perf/mfu``; None: not measured."""
     updates: bool = False
-    """It is an update: it computes gradients and optimizer steps."""
+    """True if it is an update with gradients and optimizer steps."""
 
 
 # In the order of a step.

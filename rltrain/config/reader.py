@@ -1,6 +1,6 @@
 """Reader of settings in any known spelling, which collects notes and errors.
 
-Known keys go into a typed tree at once. Other keys are judged at the end, when all values are known.
+Known keys are stored in a typed tree at once. Other keys are handled at the end, when all values are known.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rltrain.config.verl.references import repoint, target
 from rltrain.config.verl.table import releases_with, rows, sentence
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
-# Text keys that hold numbers.
+# Text keys whose values are numbers.
 _NUMBERS_AS_TEXT = (".rollout_is_threshold", ".rollout_rs_threshold")
 
 
 @functools.cache
 def _defaults() -> bytes:
-    """Return the pickled tree of defaults: OmegaConf takes tens of times as long to read the dataclasses, and several
-    times as long to copy a tree."""
+    """Return the pickled tree of defaults: with OmegaConf it takes tens of times as long to read the dataclasses, and
+    several times as long to copy a tree."""
     return pickle.dumps(OmegaConf.structured(Config))
 
 
@@ -57,14 +57,14 @@ class Reader:
     notes: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     """The other spelling of keys that were set by another name."""
-    # Keys that the schema lacks, in rltrain's spelling -> (as written, value). Judged when all values are known,
+    # Keys that the schema lacks, in rltrain's spelling -> (as written, value). Handled when all values are known,
     # because a later setting may revoke an earlier one.
     foreign: dict[str, tuple[str, Any]] = field(default_factory=dict)
     # Keys that were written with Hydra's mark of a new key, "+".
     added: set[str] = field(default_factory=set)
     # Keys that have their default because null was written, in rltrain's spelling -> as written.
     nulls: dict[str, str] = field(default_factory=dict)
-    # Keys that one source has set by rltrain's name. Other spellings in the same source do not override them.
+    # Keys that a source has set by rltrain's name, which other spellings in the same source do not override.
     direct: set[str] = field(default_factory=set)
 
     def set(self, written: str, value: Any) -> None:
@@ -86,7 +86,7 @@ class Reader:
                 self.renamed[other_spelling] = f"{other_spelling}: no effect: {key} is set too"
             self._assign(key, written, value)
         elif (value is None and self.written.get(key) != written) or target(value) == key:
-            pass  # an unused name, as in files for both versions, or one that repeats our name
+            pass  # unused, as in files for both versions, or in addition to our name
         elif key in self.direct and OVERRIDES not in written:
             self.renamed[written] = f"{written}: no effect: {key} is set too"
         else:
@@ -130,7 +130,7 @@ class Reader:
         self.explicit.add(key)
 
     def translate(self) -> None:
-        """Translate keys of earlier versions of verl, and switches that stand for several keys."""
+        """Translate keys of earlier versions of verl, and switches that represent several keys."""
         self._repoint_interpolations()
         old = {key: value for key, (_, value) in self.foreign.items() if is_old(key, value)}
         for key in old:
@@ -231,13 +231,14 @@ class Reader:
                 elif ruling.applies:
                     keys_by_reason.setdefault((ruling.why, False), []).append(written)
             elif not (key in sections() and is_off(value)):
-                # An unknown key that is turned off does no harm. One that resembles a key of the schema is mistyped.
+                # An unknown key that is turned off does no harm, unless it resembles a key of the schema and so is
+                # mistyped.
                 if is_off(value) and (releases_with(written, key) or not similar_keys(key)):
                     keys_by_reason.setdefault(("unknown, and turned off", False), []).append(written)
                 else:
                     self.problems.append(_unknown(written, key))
         for (why, refused), keys in keys_by_reason.items():
-            # A section of verl has up to thirty keys, which share one sentence.
+            # The up to thirty keys of a verl section share one sentence.
             several = f" and {len(keys) - 3} more" if len(keys) > 4 else ""
             named = ", ".join(keys[:3] if several else keys) + several
             (self.problems if refused else self.notes).append(
@@ -247,15 +248,15 @@ class Reader:
     def _value(self, key: str) -> Any:
         try:
             return OmegaConf.select(self.tree, key)
-        except OmegaConfBaseException:  # it follows a missing key, which is reported elsewhere
+        except OmegaConfBaseException:  # follows a missing key, which is reported elsewhere
             return None
 
     def override(self, word: str) -> None:
         """Store one ``key=value``."""
         key, equals, text = word.partition("=")
-        # Hydra's mark of a new key. It is always allowed here, so that verl's commands run.
+        # Hydra's prefix of a new key, which is always allowed here, so that verl's commands run.
         added, key = key.startswith("+"), key.lstrip("+").strip()
-        if key.startswith("~"):  # Hydra's mark of a removed key
+        if key.startswith("~"):  # Hydra's prefix of a removed key
             self._remove(key[1:])
             return
         if not equals or not key:
@@ -314,8 +315,8 @@ class Reader:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """Return the value of a word; ``${other.key}`` stays. A text key takes the whole text: 007 is a name and not a
-    number, and " #1" belongs to it."""
+    """Return the value of a word; ``${other.key}`` is kept. A text key takes the whole text: 007 is a name, not a
+    number, and " #1" is part of it."""
     word, schema_key = text.strip(), all_keys().get(rename(key))
     takes_text = schema_key and schema_key.type_name.startswith(("str", "Any")) and word.lower() not in _NULLS
     # A chat template starts with braces too.
@@ -325,7 +326,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _null_is_a_value(key: Key) -> bool:
-    """Return whether null has a meaning given in the help text. For other keys it means the default."""
+    """Return whether null has a meaning given in the help text; for other keys it means the default."""
     follows = isinstance(key.default, str) and key.default.startswith("${")
     return key.type_name.endswith("None") and key.default is not None and not follows
 
@@ -351,7 +352,7 @@ def _other_type(key: Key, value: Any) -> str:
     if key.type_name.startswith("list") and isinstance(value, list) and any(isinstance(x, list | dict) for x in value):
         return f"expected {key.type_name.replace('None', 'null')}, without lists and mappings in it"
     is_text = key.type_name.startswith("str") and not key.choices and not key.name.endswith(_NUMBERS_AS_TEXT)
-    # In a file 1.10 is the number 1.1, and no is False.
+    # YAML reads 1.10 as the number 1.1, and no as False.
     return "expected a text: put it in quotes" if is_text and isinstance(value, bool | float) else ""
 
 
@@ -365,7 +366,7 @@ def _contradicted(why: str, config: Config | None) -> str:
 
 
 def _expected(schema_key: Key | None, key: str, value: Any) -> str:
-    """Return the expected value for one of the wrong type or choice."""
+    """Describe the expected value, for a value of the wrong type or choice."""
     if (ruling := verdict(key, value)) and ruling.refused:
         return ruling.why
     if schema_key and schema_key.choices:
@@ -377,7 +378,7 @@ def _expected(schema_key: Key | None, key: str, value: Any) -> str:
 
 
 def _unknown(written: str, key: str) -> str:
-    """Return the error for a key that neither the schema nor the table knows."""
+    """Return the error for a key that is neither in the schema nor in the table."""
     if key in sections():
         return f"'{written}' is a section, not a value. Its keys: --help {key}."
     if releases := releases_with(written, key):
@@ -386,7 +387,7 @@ def _unknown(written: str, key: str) -> str:
     near = [elsewhere] if elsewhere else similar_keys(key)
     around = next((key[:end] for end in _ends(key) if key[:end] in sections()), "")
     hint = f"Did you mean {', '.join(near)}?" if near else f"See --help {around}".rstrip() + "."
-    # A user of a verl script needs to know whether the key belongs to verl or to a fork.
+    # A user of a verl script needs to know whether a key is from verl or from a fork.
     read = (
         "" if elsewhere or "." not in key else f": none of verl {', '.join(sentence('releases').split())} has this key"
     )

@@ -1,8 +1,8 @@
 """The passes of one training step, decided once from config and declarations.
 
-Whether a step makes a pass follows from several keys together (the KL in the loss or in the reward, the estimator, the
-rollout correction), and driver and workers must agree on it. So one frozen record, next to the `Plan`, is shown by
-``--dry-run`` and passed to both. Counts and budgets are in the plan.
+The passes of a step follow from several keys (the KL in the loss or in the reward, the estimator, the rollout
+correction), and driver and workers must agree on them. So one immutable record, next to the `Plan`, is passed to both
+and shown by ``--dry-run``. Counts and budgets are in the plan.
 """
 
 from __future__ import annotations
@@ -44,66 +44,65 @@ class StepPasses:
     old_log_probs: OldLogProbs
     """Samples that the old_log_prob pass covers.
 
-    Unless something needs them earlier, it skips the first mini-batch: no optimizer step comes before it, so the
-    update's forward provides its log-probs. With ``bypass`` the engine's log-probs are the old ones and there is no
-    pass. Nor is there one if nothing reads old log-probs; then the update's forward computes the metrics of the pass.
+    Unless they are needed earlier, it skips the first mini-batch: no optimizer step precedes it, so the update's
+    forward provides its log-probs. There is no pass with ``bypass``, where the engine's log-probs are the old ones, or
+    if old log-probs are not used; then the update's forward computes the pass's metrics.
     """
     bypass: bool
     reference: bool
-    """The reference's weights are loaded, for a separate pass (``ref``) or for the exact KL within the update."""
+    """True if the reference's weights are loaded, for a separate pass (``ref``) or for the exact KL in the update."""
     kl_in_reward: bool
     exact_kl_in_reward: bool
     sampled_kl_in_loss: bool
     exact_kl_in_loss: bool
     teacher: bool
-    """A separate pass computes a teacher's log-probs of the sampled tokens."""
+    """True if a separate pass computes a teacher's log-probs of the sampled tokens."""
     exact_teacher: bool
-    """The update runs the teacher and compares whole distributions."""
+    """True if the update runs the teacher and compares whole distributions."""
     rewarded: bool
-    """Rewards are a training signal, not only a teacher."""
+    """True if rewards are a training signal, not only a teacher."""
     importance_weights: bool
     rejects: bool
-    """The rollout correction rejects tokens of the loss, as ``importance_weights`` weighs them.
-
-    With ``bypass`` both follow from the policy as it is updated, otherwise from the old log-probs.
+    """True if the rollout correction masks tokens in the loss (``importance_weights``: weights them). With ``bypass``
+    both are computed from the current policy, otherwise from the old log-probs.
     """
     policy_loss: str
     """The policy loss in use."""
     aggregation: str
     """Aggregation of token losses."""
     selects: bool
-    """The loss treats some tokens of the mini-batch differently."""
+    """True if the loss treats some tokens of the mini-batch differently."""
     weighs_groups: bool
-    """The loss weighs a response by the others of its group in the mini-batch."""
+    """True if the loss weights a response by the others of its group in the mini-batch."""
     reads_engine: bool
-    """The actor's loss compares the policy with the engine's log-probs, besides the rollout correction."""
+    """True if the actor's loss compares the policy with the engine's log-probs, apart from the rollout correction."""
     learns_entropy: bool
-    """The actor's loss may have an entropy bonus."""
+    """True if the actor's loss may have an entropy bonus."""
     masks_certain: bool
-    """Only the tokens of each mini-batch with the highest entropy enter the policy loss."""
+    """True if only the tokens with the highest entropy in each mini-batch enter the policy loss."""
     skips_silent: bool
-    """Samples without advantage are left out of the update."""
+    """True if the update skips samples with zero advantage."""
     first_actor_step: int
     """First step that updates the actor. Before it only the critic learns."""
     router_replay: RouterReplay = "disabled"
-    """Source of the experts that are replayed in the update. Engine choices are replayed in the old_log_prob
-    pass too.
+    """Source of the experts that are replayed in the update. The engine's choices are replayed in the old_log_prob pass
+    too.
     """
     balances_experts: bool = False
-    """The actor's loss has a load-balancing term of experts."""
+    """True if the actor's loss has a load-balancing term for experts."""
     reference_moves: bool = False
-    """The reference is updated from the policy at intervals."""
+    """True if the reference is updated from the policy at intervals."""
     images: bool = False
-    """Prompts or responses of the run may have images, so every forward of the policy calls the vision tower."""
+    """True if prompts or responses of the run may have images, so that every forward of the policy calls the vision
+    tower."""
     images_in_training: bool = False
-    """Training prompts or responses may have images.
-
-    Then reference and critic call their towers, and towers learn. In an evaluation: as ``images``.
+    """True if training prompts or responses may have images: then reference and critic call their towers, and towers
+    are trained. In an evaluation: as ``images``.
     """
     images_between_turns: bool = False
-    """Tools, environments and agents may return images."""
+    """True if tools, environments and agents may return images."""
     supervised: bool = False
-    """The responses come from the data: there is no engine, and the update compares with no engine's log-probs."""
+    """True if the responses are in the data: there is no engine, and no comparison with its log-probs."""
 
     @property
     def trains(self) -> bool:
@@ -112,7 +111,8 @@ class StepPasses:
 
     @property
     def ref(self) -> bool:
-        """True if the reference has a separate pass. The exact KL of the loss needs none: the update runs it."""
+        """True if the reference has a separate pass. The exact KL of the loss needs none, because the update runs the
+        reference."""
         return self.kl_in_reward or self.sampled_kl_in_loss
 
     @property
@@ -199,7 +199,7 @@ class StepPasses:
         )
 
     def makes(self, name: str, num_mini_batches: int) -> bool:
-        """Return whether a step makes the pass ``name``."""
+        """Return whether a step runs the pass ``name``."""
         if name == "old_log_prob":
             return self.old_log_probs == "all" or (self.old_log_probs != "none" and num_mini_batches > 1)
         # The reference may be the actor without its adapters.
@@ -243,8 +243,8 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         teacher=distillation.enabled and not distillation.compares_all,
         exact_teacher=distillation.compares_all,
         rewarded=rewarded,
-        # With bypass_mode and ppo_clip, the ratio of the loss is taken against the engine; additional weights would
-        # count the difference twice.
+        # With bypass_mode and ppo_clip, the ratio of the loss is relative to the engine; additional weights would count
+        # the difference twice.
         importance_weights=bool(correction.rollout_is) and (_reinforces(config) or not correction.bypass_mode),
         rejects=bool(correction.rollout_rs),
         policy_loss=policy_loss,
@@ -255,7 +255,7 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
         learns_entropy=_learns_entropy(config),
         masks_certain=rewarded and actor.top_entropy_quantile < 1,
         skips_silent=_skips_zero_advantage(config),
-        # Without a critic, the steps of a warm-up would train nothing.
+        # Without a critic, warm-up steps would train nothing.
         first_actor_step=math.ceil(config.trainer.critic_warmup) if estimator.values else 0,
         router_replay=actor.router_replay.mode,
         balances_experts=bool(actor.router_aux_loss_coef),
@@ -276,7 +276,7 @@ def _reinforces(config: Config) -> bool:
 def _policy_loss(config: Config) -> str:
     if config.distillation.is_alone:
         return TEACHER_LOSS
-    # Of supervised fine-tuning too, with an advantage of 1: the negative log-likelihood.
+    # Also for supervised fine-tuning: with an advantage of 1 it is the negative log-likelihood.
     return (
         REINFORCE_LOSS
         if _reinforces(config) or config.sft.enabled
@@ -295,10 +295,10 @@ def _learns_entropy(config: Config) -> bool:
 
 
 def _skips_zero_advantage(config: Config) -> bool:
-    """Return whether samples without advantage have no gradient, so that the update may skip them."""
+    """Return whether samples with zero advantage have no gradient, so that the update may skip them."""
     actor = config.actor_rollout_ref.actor
-    # KL, entropy bonus, teacher and load balancing have a gradient in every sample; whitening changes a 0; and the
-    # tokens with high entropy and the load of experts are determined over all samples.
+    # KL, entropy bonus, teacher and load balancing have a gradient in every sample; whitening makes a 0 nonzero; and
+    # high-entropy tokens and expert loads are determined over all samples.
     needs_all = (
         actor.use_kl_loss,
         _learns_entropy(config),
@@ -326,7 +326,7 @@ def rests_on_host(config: Config, role: Role) -> bool:
 def offloads(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield offloading keys, and the phases in which the offloaded state is on the device anyway.
 
-    The key that costs the least time comes first.
+    The key that costs the least time is first.
     """
     passes = make_step_passes(config)
     for role, row in ROLES.items():
@@ -339,10 +339,10 @@ def offloads(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _old_log_probs(config: Config) -> OldLogProbs:
-    """Return the samples that the old_log_prob pass covers: the first row that holds."""
+    """Return the samples that the old_log_prob pass covers, by the first matching row."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     rows: tuple[tuple[bool, OldLogProbs], ...] = (
-        # The engine's log-probs are the old ones, even if a setting would need them early.
+        # The engine's log-probs are the old ones, even if a setting needs old log-probs early.
         (correction.bypass_mode or config.sft.enabled, "none"),
         (actor.recompute_old_log_prob == "always" or bool(needs_all_old_log_probs(config)), "all"),
         (_reads_old_log_probs(config), "all but the first mini-batch"),
@@ -363,11 +363,11 @@ def needs_all_old_log_probs(config: Config) -> list[str]:
         # The mean weight of the batch scales every optimizer step.
         "algorithm.rollout_correction.rollout_is_batch_normalize": bool(correction.rollout_is)
         and correction.rollout_is_batch_normalize,
-        # A selection over the mini-batch.
+        # A token selection over the mini-batch.
         f"{_A}policy_loss.loss_mode": loss.selects or loss.weighs_groups,
         f"{_A}top_entropy_quantile": config.learns_from_rewards and actor.top_entropy_quantile < 1,
         f"{_A}adaptive_entropy.target_entropy": actor.adaptive_entropy.enabled,
-        # Load balancing of replayed experts.
+        # Load balancing with replayed experts.
         f"{_A}router_aux_loss_coef": bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2",
         # In the second epoch a sample may be on another rank.
         f"{_A}ppo_epochs": actor.ppo_epochs > 1,

@@ -1,4 +1,4 @@
-"""Rows of training step k as a pure function of the seed and k, so that the data position of a run is one integer.
+"""Rows of training step k as a pure function of seed and k, so that a run's data position is a single integer.
 
 A stateful loader would have to save its position and random state, and a resumed run could differ from an uninterrupted
 one. Here step k is recomputed on demand.
@@ -16,14 +16,14 @@ class BatchOrder:
     """Shuffled batches of ``batch_size`` out of ``num_rows``. The incomplete last batch of an epoch is dropped.
 
     Epoch ``e`` sorts the rows by 64-bit keys from ``Philox(SeedSequence([seed mod 2**64, e]))``. NumPy guarantees the
-    raw stream of a bit generator across versions (unlike ``permutation``), so an old run resumes in its order.
+    raw stream of a bit generator across versions (unlike ``permutation``), so an old run resumes in the same order.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True):
         if num_rows < batch_size:
             raise DataError(
                 f"data.train_batch_size={batch_size} is more than the {num_rows} prompts in data.train_files "
-                f"(after filtering). Try data.train_batch_size={max(num_rows, 1)}, or give more prompts."
+                f"(after filtering). Try data.train_batch_size={max(num_rows, 1)}, or provide more prompts."
             )
         self.num_rows = num_rows
         self.batch_size = batch_size
@@ -63,6 +63,6 @@ class BatchOrder:
             return np.arange(self.num_rows)
         if self._cached is None or self._cached[0] != epoch:
             stream = order_stream(self.seed, epoch)
-            # Stable, so that equal keys have one order, independently of NumPy's default sort.
+            # Stable, so that the order of equal keys does not depend on NumPy's default sort.
             self._cached = (epoch, np.argsort(stream.random_raw(self.num_rows), kind="stable"))
         return self._cached[1]

@@ -1,8 +1,8 @@
-"""Conversations as token ids, in one place: chat template, images, prompt length, truncation, stop tokens.
+"""Conversations as token ids: chat template, images, prompt length, truncation, stop tokens.
 
 Prompts, the reward model's conversations and the linter's counts must have the same tokens, so all of them use
-`ChatEncoder`. The tokens of a prompt depend only on its texts and the sizes of its images (`expand`), which are in
-the headers of the files. Pixels are computed where and when they are needed (`with_pixels`).
+`ChatEncoder`. The tokens of a prompt depend only on its texts and the sizes of its images (`expand`), which are in the
+headers of the files. Pixels are computed on demand (`with_pixels`).
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from rltrain.data.loading import generation_eos, load_config, load_processor, lo
 from rltrain.data.row_tools import RowTools, row_tools
 from rltrain.data.trial import CPU_S, memory_bound, problem_in_fork
 
-# Upper bound for one conversation, more than any model reads.
+# Maximum characters of one conversation, more than any model can read.
 _MOST_CHARS = 10_000_000
 
 Message = dict[str, Any]
@@ -76,7 +76,7 @@ class ChatEncoder:
     ) -> list[list[int]]:
         """Encode several conversations, much faster than one by one.
 
-        ``answered``: a conversation ends with the assistant's message, and so do its ids.
+        ``answered``: the conversations end with the assistant's message, and so do the ids.
         """
         for messages in conversations:
             _refuse_media(messages)
@@ -131,16 +131,16 @@ class ChatEncoder:
                 f"the chat template {whose} {problem} on a conversation of the data. Set "
                 "actor_rollout_ref.model.custom_chat_template to another template, or use a model that you trust."
             )
-        # Compiled once for all conversations, because Jinja evaluates constants then, and skips one that exceeds the
+        # Compiled once for all conversations, because Jinja evaluates constants then, except constants that exceed the
         # memory.
         with memory_bound(), suppress(DataError):
             self._templated(conversations[:1], tokenize=False)
 
     def encode_prompt(self, messages: Sequence[Message], images: Sequence[Any] = ()) -> EncodedPrompt:
-        """Encode a conversation with its images, which are at the ``<image>`` slots of its texts.
+        """Encode a conversation with images at the ``<image>`` slots of its texts.
 
         images: see `open_image`. Raises DataError for a family whose images cannot be trained on, for a mismatch of
-        slots and images, and for an unreadable image, which is counted from 1.
+        slots and images, and for an unreadable image, named by its number from 1.
         """
         images = self.open_images(images)
         tokens = np.asarray(self.expand([messages], [[image.size for image in images]])[0][0], dtype=np.int32)
@@ -162,7 +162,8 @@ class ChatEncoder:
         return self._unit**2
 
     def open_images(self, images: Sequence[Any]) -> list[Any]:
-        """Open images as RGB PIL images within the bounds. Raises DataError, which counts the image from 1."""
+        """Open images as RGB PIL images within the bounds. Raises DataError that names the image by its number from
+        1."""
         if images:
             self.check_images_supported()
         return [self._open_image(*numbered_image, len(images)) for numbered_image in enumerate(images, 1)]
@@ -216,7 +217,7 @@ class ChatEncoder:
         if (number := text.count(processor.image_token)) != len(num_rows):
             raise DataError(
                 f"the conversation has {processor.image_token} {number} times for {len(num_rows)} images: the text "
-                "itself has it, or the chat template does not support images."
+                "contains it, or the chat template does not support images."
             )
         return self._expand_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"], num_rows)
 
@@ -230,7 +231,9 @@ class ChatEncoder:
                 token_ids.append(token)
                 continue
             if token_ids and token_ids[-1] == token and not before:
-                raise DataError("the chat template puts images next to each other, without a token between them.")
+                raise DataError(
+                    "the chat template puts images directly next to each other, without a token in between."
+                )
             token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
         return token_ids
 
@@ -276,8 +279,8 @@ class ChatEncoder:
         expected = [int(rows * self._frame[2]) for rows in num_rows.tolist()]
         if expected != num_tokens.tolist() or num_rows.sum() != len(pixels):
             raise DataError(
-                f"its images take {expected} tokens, but the prompt has {num_tokens.tolist()} placeholders: they have "
-                "changed since the run was started, or the processor contradicts its own token counts."
+                f"its images take {expected} tokens, but the prompt has {num_tokens.tolist()} placeholders: the "
+                "images have changed since the run was started, or the processor contradicts its own token counts."
             )
         merge = getattr(processor.image_processor, "merge_size", 1)
         mrope = self._family.mrope
@@ -295,7 +298,7 @@ class ChatEncoder:
 
     @cached_property
     def _unit(self) -> int:
-        """Edge of a token in pixels."""
+        """Side length of an image token in pixels."""
         of_processor = self.processor.image_processor
         return int(getattr(of_processor, "patch_size", 1) * getattr(of_processor, "merge_size", 1))
 
@@ -307,7 +310,7 @@ class ChatEncoder:
     @cached_property
     def _family(self) -> Family:
         if self._model is None:
-            raise DataError(f"prompts have images, and config.json in {self.path!r} has no model type for them.")
+            raise DataError(f"prompts have images, but config.json in {self.path!r} has no model type that reads them.")
         return family_of(self._model.model_type, self.has_tower)
 
     @property
@@ -337,7 +340,7 @@ class ChatEncoder:
 
     @property
     def ignores_generation_prompt(self) -> bool:
-        """True if the template writes the same with and without the generation prompt."""
+        """True if the template's output is the same with and without the generation prompt."""
         messages: list[Message] = [{"role": "user", "content": "?"}]
         return self.encode(messages) == self.encode_batch([messages], answered=True)[0]
 
@@ -349,7 +352,7 @@ class ChatEncoder:
     @cached_property
     def eos_token_ids(self) -> list[int]:
         """Tokens that end a response, ascending: from the tokenizer and generation_config.json."""
-        # The two often differ: a chat model ends its turn with a token that is not the tokenizer's eos.
+        # The two often differ: chat models end turns with a token other than the tokenizer's eos.
         eos_ids = {self.tokenizer.eos_token_id, *generation_eos(self.path)} - {None}
         if not eos_ids:
             raise DataError(f"neither the tokenizer nor generation_config.json in {self.path!r} names an eos token.")
@@ -389,7 +392,7 @@ def _refuse_media(messages: Sequence[Message]) -> None:
 def _is_template_error(error: Exception) -> bool:
     from jinja2.exceptions import TemplateError
 
-    # A template that adds None to a text raises Python's TypeError, and one that divides by 0 an ArithmeticError.
-    # MemoryError is not included, because `try_template` reports it.
+    # A template may raise Python's own errors, such as TypeError (None added to a text) or ArithmeticError (division by
+    # 0). MemoryError is not included, because `try_template` reports it.
     of_python = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
     return isinstance(error, (TemplateError, *of_python))

@@ -20,7 +20,7 @@ class Keys:
 
     prompt: str = "prompt"
     source: str = "data_source"
-    # Excluded from the repr, which is part of fingerprints: the content of images is hashed per row.
+    # Excluded from the repr, which is part of fingerprints, because the content of images is hashed per row.
     image: str = field(default="images", repr=False)
 
     def required(self) -> tuple[str, ...]:
@@ -51,14 +51,14 @@ def check_columns(path: str, names: Sequence[str], keys: Keys) -> None:
         raise DataError(
             f"{path!r} has no column {', '.join(map(repr, missing))}; it has {column_names}. "
             f"A verl file holds {', '.join(map(repr, keys.required()))}; "
-            f"python -m rltrain.data_preprocess.jsonl --input {path} makes one of other columns (see --help).{hint}"
+            f"python -m rltrain.data_preprocess.jsonl --input {path} converts other columns (see --help).{hint}"
         )
     if keys.image != "images" and keys.image not in names:
         raise DataError(f"{path!r} has no column data.image_key={keys.image!r}; it has {column_names}.")
 
 
 def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:
-    """Raise DataError if a parquet file misses a column, or if ground truth or images have the wrong type."""
+    """Raise DataError if a parquet file lacks a column, or if ground truth or images have the wrong type."""
     names = list(schema.names)
     check_columns(path, names, keys)
     reward = schema.field("reward_model").type
@@ -123,7 +123,7 @@ def _fields_of_tools(extra: dict[str, Any]) -> Iterator[tuple[str, Any, Any, str
 
 def _prompt_problem(prompt: Any, name: str) -> str | None:
     if isinstance(prompt, str):
-        # Not wrapped silently, because such a string has often passed a chat template already.
+        # Not wrapped silently, because such a string has often been formatted by a chat template already.
         wanted = "a list of messages: [{'role': 'user', 'content': the text}]"
         return f"field {name!r} is a plain string; it must be {wanted}."
     if not isinstance(prompt, list) or not prompt:

@@ -1,10 +1,10 @@
 """Dataset and sampler classes of users that were written for verl: ``data.custom_cls``, ``data.sampler``.
 
 A dataset class is read once, row by row, in the driver before anything starts, and converted to `Rows`. Therefore
-checks, order, resuming and fingerprints are the same as for files, and no other process imports the class. Not
-supported is everything that needs the class in the loop: rows that change between epochs (``on_batch_end``), token ids
-and pixels from the class, and samplers that read verl's batch of tensors (``update``). Images from the class are stored
-as encoded files, in the driver and then in Ray's object store. Image paths are read where they are needed.
+checks, order, resuming and fingerprints work as for files, and no other process imports the class. Features that need
+the class during training are not supported: rows that change between epochs (``on_batch_end``), token ids and pixels
+from the class, and samplers that read verl's batch of tensors (``update``). Images from the class are stored as encoded
+files, in the driver and then in Ray's object store. Image paths are read where they are needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rltrain.data.tables import draw_rows
 
 log = logging.getLogger(__name__)
 
-# Keys of verl's section data that are meaningless here but read by its classes.
+# Keys of verl's section data that have no meaning here but that its classes read.
 _VERL_KEYS: dict[str, Any] = {
     "tokenizer": None, "use_shm": False, "val_batch_size": None, "return_raw_input_ids": False, "return_raw_chat": True,
     "return_full_prompt": False, "dataloader_num_workers": 0, "validation_shuffle": False, "image_patch_size": 14,
@@ -51,12 +51,12 @@ _PLAIN = (bool, int, float, str, bytes)
 def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> Rows:
     """Read at most ``max_rows`` (0 or less: all) rows of ``files`` by the class of ``data.custom_cls``.
 
-    Raises ConfigError for an unusable class, with the user's traceback if it raises, and DataError for rows that miss
+    Raises ConfigError for an unusable class, with the user's traceback if it raises, and DataError for rows that lack
     required fields.
     """
     name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
     dataset, count = _dataset(data, files, tokenizer, max_rows)
-    # For a class that does not take max_samples. Others have already limited their rows.
+    # For a class that does not take max_samples. Other classes have already limited their rows.
     numbers = draw_rows(count, max_rows, data.seed if data.shuffle else None)
     folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
     records = (_record(dataset, row, data, name, folder) for row in numbers.tolist())
@@ -80,7 +80,7 @@ def class_config(data: DataConfig) -> DictConfig:
 
 
 def create_object(key: str, kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Create an object of the user's class, with the keyword arguments among ``arguments`` that it accepts.
+    """Create an object of the user's class, with those keyword arguments in ``arguments`` that it accepts.
 
     Raises ConfigError if it requires others, or raises.
     """
@@ -108,7 +108,7 @@ def _dataset(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> tup
     kind = load_plugin("data.custom_cls", data.custom_cls or "")
     if hasattr(kind, "on_batch_end"):
         raise ConfigError(
-            f"{name}: on_batch_end changes rows between steps, and rows are read once, before the first step. "
+            f"{name}: on_batch_end changes rows between steps, but rows are read once, before the first step. "
             "Remove it, or choose rows with a sampler (data.sampler.name)."
         )
     arguments = {"data_files": files, "tokenizer": tokenizer, "config": class_config(data), "processor": None}
@@ -138,7 +138,7 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
             "Messages are needed, because prompts are tokenised here; token ids of the class are not used."
         )
     media = item.get("multi_modal_data") or {}
-    # Not by truth value, which an array of several elements does not have.
+    # Not by truth value, which is undefined for an array of several elements.
     foreign = {medium: item.get(medium) for medium in ("videos", "audios")} | {
         medium: media.get(medium) for medium in _UNSUPPORTED_MEDIA
     }
@@ -205,7 +205,7 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, where) for item in value]
     if hasattr(value, "tolist"):
         return _plain(value.tolist(), where)
-    raise DataError(f"{where} is a {type(value).__name__}; a row holds texts, numbers, lists and dictionaries.")
+    raise DataError(f"{where} is a {type(value).__name__}; a row may hold texts, numbers, lists and dictionaries.")
 
 
 class RowTable(Sequence[dict[str, Any]]):
@@ -249,11 +249,10 @@ def is_verl_sampler(sampler_class: Callable[..., Any]) -> bool:
 
 
 class EpochSampler:
-    """Batches from a sampler that was written for verl, which yields single rows and is iterated anew for every epoch.
+    """Batches from a sampler that was written for verl, which yields single rows and is iterated again for every epoch.
 
     As in verl, its rows are cut into batches, and the incomplete last batch of an epoch is dropped. A row that is
-    repeated in a batch is used once, because the random numbers of responses depend on the row, so that its responses
-    would be equal.
+    repeated in a batch is used once, because random numbers depend on the row, so that the responses would be equal.
     """
 
     def __init__(self, key: str, kind: Callable[..., Any], data: DataConfig, order: BatchOrder, rows: Rows) -> None:
@@ -264,7 +263,7 @@ class EpochSampler:
                 "docs/plugins.md shows: observe(rows, solved) reports to a sampler how its rows were solved."
             )
         if not hasattr(self._sampler, "__iter__"):
-            raise ConfigError(f"{key} has no __iter__: a sampler names the rows of an epoch one by one.")
+            raise ConfigError(f"{key} has no __iter__: a sampler yields the row numbers of an epoch.")
         self._key = key
         self._order = order
         self._numbers: Iterator[Any] = iter(())
@@ -285,7 +284,7 @@ class EpochSampler:
             batch = self._batch()
         if len(batch) < self._order.batch_size:
             raise ConfigError(
-                f"{self._key}: an epoch names {len(batch)} different rows, fewer than "
+                f"{self._key}: an epoch yields {len(batch)} different rows, fewer than "
                 f"data.train_batch_size={self._order.batch_size}."
             )
         self._draws += 1
@@ -301,7 +300,7 @@ class EpochSampler:
                 row = -1
             if not 0 <= row < self._order.num_rows:
                 raise ConfigError(
-                    f"{self._key} names {number!r}, which is not a row from 0 to {self._order.num_rows - 1}."
+                    f"{self._key} yields {number!r}, which is not a row from 0 to {self._order.num_rows - 1}."
                 )
             batch[row] = None
             if len(batch) == self._order.batch_size:

@@ -2,7 +2,7 @@
 
 A name may be a pattern or a folder, and its ending may be wrong or missing. Therefore the first bytes determine the
 type, and the error for an unsupported file names its type: for example, a Git LFS pointer is not reported as a damaged
-parquet file. The form of JSON is determined by its content. Ambiguous content is an error.
+parquet file. The layout of JSON is determined by its content; ambiguous content is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rltrain.common.errors import DataError, first_line, host_error, short
 from rltrain.common.storage import bounded_lines, matching
 
 _HEAD_BYTES = 512
-# A compressed file may become this large in memory, or this many times its size; the same of one line.
+# Limits of a decompressed file: bytes, or a multiple of the file size; likewise for a line.
 MAX_FILE_BYTES, MAX_EXPANSION = 2 << 30, 64
 _MAX_LINE_BYTES, _MAX_LINE_EXPANSION = 256 << 20, 8
 _JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")
@@ -120,16 +120,16 @@ def kind_of(name: str, file: Path) -> str:
     if stem.endswith(".parquet") or b"\0" in head:
         return "parquet"
     raise DataError(
-        f"data file {name!r} is text of an unknown type: parquet, json, jsonl and csv are read, as determined by the "
-        "first bytes, compressed or not."
+        f"data file {name!r} is text of an unknown type. Supported: parquet, json, jsonl and csv, also compressed, "
+        "detected by the first bytes."
     )
 
 
 def records(name: str, file: Path, kind: str, replaced: Callable[[int], object] = lambda row: None) -> Iterator[Any]:
     """Yield the records of a ``json`` or ``csv`` file, in order. Raises DataError with the line for unreadable content.
 
-    replaced(row): called for each record in whose texts a lone surrogate (half a character), which no file can store,
-    was replaced by �.
+    replaced(row): called for each record with a lone surrogate (half a character, which cannot be stored), which is
+    replaced by �.
     """
     with _content(name, file) as content:
         try:
@@ -170,7 +170,7 @@ def _max_line(file: Path) -> int:
 
 
 def _lines(content: BinaryIO, file: Path) -> Iterator[str]:
-    """The lines of a file. Raises for one that is not UTF-8, or becomes far larger than the file."""
+    """The lines of a file. Raises for a line that is not UTF-8 or expands to far more than the file size."""
     total, most = 0, max(MAX_FILE_BYTES, MAX_EXPANSION * file.stat().st_size)
     for number, raw in enumerate(bounded_lines(content, _max_line(file)), 1):
         if (total := total + len(raw)) > most:
@@ -220,7 +220,7 @@ def _values(content: Iterator[str]) -> Iterator[tuple[str, Any]]:
 def _refuse_twice(names: Iterable[str]) -> None:
     """Raise _BadContent for a repeated name, because only the last value would be read."""
     if repeated := [name for name, times in Counter(names).items() if times > 1]:
-        raise _BadContent(f"the name {repeated[0]!r} occurs repeated. Rename or drop one of them.")
+        raise _BadContent(f"the name {repeated[0]!r} occurs more than once. Rename or drop one of them.")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _of_document(value: Any) -> list[Any]:
         if isinstance(column, list) and column and all(isinstance(cell, dict) for cell in column)
     ]
     if len(tables) == 1 and not any(isinstance(column, list) and column is not tables[0] for column in columns):
-        # Messages are not records.
+        # A list of messages is not a list of records.
         return [value] if {"role", "from", "content", "value"} & tables[0][0].keys() else tables[0]
     return [value]
 
@@ -289,17 +289,17 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _csv(lines: Iterator[str]) -> Iterator[dict[str, str | None]]:
-    """Yield rows by the names in the first line. Its most frequent separator is used. An empty cell is None."""
+    """Yield rows by the names in the first line. The most frequent separator in it is used. An empty cell is None."""
     header = next(lines, "")
     sign = max(",;\t", key=header.count)
     csv.field_size_limit(1 << 30)
     rows = csv.reader(chain([header], lines), delimiter=sign, strict=True)
     try:
         names = next(rows, [])
-        _refuse_twice(name for name in names if name)  # some programs write unnamed columns
+        _refuse_twice(name for name in names if name)  # columns without a name, as some programs write them
         for row in filter(None, rows):
             if len(row) != len(names):
-                raise _BadContent(f"line {rows.line_num} has {len(row)} cells, and the first line has {len(names)}.")
+                raise _BadContent(f"line {rows.line_num} has {len(row)} cells, but the first line has {len(names)}.")
             yield {name: cell or None for name, cell in zip(names, row, strict=True)}
     except csv.Error as error:
         raise _BadContent(f"line {rows.line_num} is not a complete csv line ({error}).") from None

@@ -1,4 +1,4 @@
-"""Images of texts before any model processes them: slots in conversations, opening, scaling and positions.
+"""Images before any model processes them: slots in conversations, opening, scaling and positions.
 
 Filter, rollout and training must see the same pixels and positions. Therefore an image is opened and scaled once here.
 Pixel bounds scale the image itself, independently of the processor, so that engines with their own processor do not
@@ -30,11 +30,11 @@ _VIDEO_SLOT = "<video>"
 _MOST_PIXELS = 1 << 26
 # Maximum pixels of all images of a row. Each image counts as at least LEAST_PIXELS.
 MOST_ROW_PIXELS, LEAST_PIXELS = 1 << 28, 1 << 10
-# A crafted file can produce megabytes of warnings.
+# A crafted file can cause megabytes of warnings.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 # Allowed formats, because Pillow would start Ghostscript for EPS.
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
-# EXIF orientation: values from 5 on swap width and height. In a PNG it may come after the pixels.
+# EXIF orientation: values from 5 on swap width and height. In a PNG it may follow the pixels.
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 _MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
 
@@ -80,7 +80,7 @@ class PromptImages:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Images and tokens [n] (int32) of a prompt or its beginning, with a placeholder per image token."""
+    """Images and tokens [n] (int32) of a prompt or a prefix of it, with a placeholder per image token."""
 
     tokens: np.ndarray
     images: PromptImages | None = None
@@ -132,7 +132,7 @@ class EncodedPrompt:
 
 
 def _one_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    # No copy of a single array, because pixels are large, and usually only one of two texts has images.
+    # A single array is not copied, because pixels are large, and usually only one of two texts has images.
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -194,7 +194,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "text":
         return {"type": "text", "text": part.get("text") or ""}
     if kind != "image":
-        raise DataError(f"a message holds a part of type {kind!r}; known are text and image.")
+        raise DataError(f"a message holds a part of type {kind!r}; supported are text and image.")
     return {"type": "image"}
 
 
@@ -221,11 +221,11 @@ def open_image(image: Any) -> Any:
 
 def _to_8_bits(image: Any, kind: str | None) -> Any:
     """Convert 16-bit greys to 8 bits, because Pillow would make them white. kind: format of the file."""
-    # Older Pillow versions open a 16-bit PNG as "I".
+    # Older Pillow versions open 16-bit PNGs in mode "I".
     if image.mode == "F" or (image.mode == "I" and kind != "PNG"):
         raise DataError(
-            f"its greys are numbers of 32 bits (Pillow's mode {image.mode!r}), and it is unknown which of them is "
-            "white: save it as a PNG of 8 or 16 bits."
+            f"its grey values have 32 bits (Pillow's mode {image.mode!r}), so it is unknown which value is white: "
+            "save it as a PNG of 8 or 16 bits."
         )
     if not image.mode.startswith("I"):
         return image
@@ -238,8 +238,8 @@ def _to_8_bits(image: Any, kind: str | None) -> Any:
 def image_size(image: Any) -> tuple[int, int]:
     """Return width and height of `open_image`'s result for a file, (0, 0) without Pillow. Raises DataError as it does.
 
-    They are in the file's header, and the rest is checked for damage. Pixels are decoded only if neither checksums nor
-    the end of the file show that it is complete, or if it may be rotated.
+    They are read from the header, and the rest of the file is checked for damage. Pixels are decoded only if neither
+    checksums nor the end of the file show that it is complete, or if the image may be rotated.
     """
     with _reading():
         data = file_bytes(image)
@@ -310,8 +310,8 @@ def blank_image() -> Any:
 def bounded_size(size: tuple[int, int], min_pixels: int | None, max_pixels: int | None, unit: int) -> tuple[int, int]:
     """Scale width and height to at least ``min_pixels`` and at most ``max_pixels`` (None: no bound).
 
-    Proportions are kept. unit: edge of one token in pixels. A scaled edge is a multiple of it. Sizes that would exceed
-    the bounds after rounding to it are scaled too. The formula is the same as in Qwen2-VL's processor, which then
+    Proportions are kept. unit: side length of an image token in pixels; scaled sides are multiples of it. Sizes that
+    exceed the bounds after this rounding are scaled too. The formula is the same as in Qwen2-VL's processor, which then
     changes nothing.
     """
     width, height = size
@@ -354,7 +354,7 @@ def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, mer
     """Compute positions [3, n] of a prompt in time, height and width, like `get_rope_index` of Qwen2-VL and later.
 
     Text tokens increase all rows by one. An image's tokens have grid positions that start after the preceding text, and
-    the following text continues after the longer edge. grids [images, 3], in patches; merge: edge of a token, in
+    the following text continues after the longer side. grids [images, 3], in patches; merge: side length of a token in
     patches. A response continues at the largest position plus one (`answer_position`).
     """
     starts, lengths = runs(tokens, placeholder)

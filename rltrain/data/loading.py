@@ -23,8 +23,8 @@ def load_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None
         tokenizer.chat_template = template_text(chat_template)
     if not tokenizer.chat_template:
         raise DataError(
-            f"the tokenizer in {path!r} has no chat template, so prompts cannot be written as its model "
-            "expects them. Use an instruction-tuned model, put a chat_template.jinja into the folder, or set "
+            f"the tokenizer in {path!r} has no chat template, so prompts cannot be formatted for the model. Use an "
+            "instruction-tuned model, put a chat_template.jinja into the folder, or set "
             "actor_rollout_ref.model.custom_chat_template to a Jinja template or a file with one."
         )
     return tokenizer
@@ -43,7 +43,7 @@ def load_processor(path: str, trust_remote_code: bool) -> Any:
             "torchvision."
         ) from error
     if not hasattr(processor, "image_processor"):
-        raise DataError(f"prompts have images, but the model in {path!r} has no processor for them.")
+        raise DataError(f"prompts have images, but the model in {path!r} has no image processor.")
     return processor
 
 
@@ -59,7 +59,7 @@ def load_config(path: str, trust_remote_code: bool) -> Any:
 
 def template_text(template: str) -> str:
     """Return Jinja text, given directly or as the path of a file."""
-    # Every Jinja template that writes a message has a brace, and hardly any path has one.
+    # Jinja templates contain a brace, which paths hardly ever do.
     if "{" in template:
         return template
     try:

@@ -1,10 +1,10 @@
 """Batches with given shares of the parts of the data (`data.mixing`), computed only from (seed, step).
 
-With randomly drawn parts, shares would be right only on average, and the position in each part would be run state.
+If parts were drawn randomly, shares would be right only on average, and the position in each part would be state.
 Instead, prompts of a batch are assigned to parts by multiples of the golden ratio, which fill [0, 1) evenly: a batch
-and each of its mini-batches have the shares up to one or two prompts. Each part has separate shuffled epochs. If too
-few rows are left at the end of an epoch, they are dropped, as in `BatchOrder`. Step k is found by counting the batches
-before it, so checkpoints contain no state for it. Shares cannot change during a run.
+and each of its mini-batches match the shares up to one or two prompts. Each part has separate shuffled epochs. If too
+few rows are left at the end of an epoch, they are dropped, as in `BatchOrder`. Step k is computed by counting the
+batches before it, so checkpoints need no state. Shares cannot change during a run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _KEY = "data.mixing"
 
 
 class MixedOrder(BatchOrder):
-    """Batch order with shares (see `BatchOrder`). parts: rows of each part; shares: of the prompts, with sum 1. An
-    epoch has as many prompts as there are rows in total.
+    """Batch order with shares (see `BatchOrder`). parts: rows of each part; shares: each part's share of the prompts
+    (sum 1). An epoch has as many prompts as there are rows in total.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MixedOrder(BatchOrder):
         return np.searchsorted(self._edges, points.astype(np.float64) * 2.0**-53, side="right")
 
     def _start_epochs(self, batch_parts: NDArray[np.int64]) -> None:
-        """Start the next epoch of a part that has too few rows left for the batch."""
+        """Start the next epoch of parts with too few rows left for the batch."""
         for part, count in enumerate(np.bincount(batch_parts, minlength=len(self._parts)).tolist()):
             if self._offsets[part] + count > len(self._parts[part]):
                 self._epochs[part], self._offsets[part] = self._epochs[part] + 1, 0
@@ -100,7 +100,7 @@ class MixedOrder(BatchOrder):
 
 
 def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: int, shuffle: bool) -> MixedOrder:
-    """Return the order of ``data.mixing``. weights: by data source, or by file (its path or name).
+    """Return the order of ``data.mixing``. weights: mapping from data source or file (path or name).
 
     Raises ConfigError for unused names, rows without a weight, and parts that are too small for their share.
     """
@@ -125,7 +125,7 @@ def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: i
         if len(part) < most:
             raise ConfigError(
                 f"{_KEY}: '{name}' has {len(part)} prompts, and a batch of {batch_size} takes up to {most} of them. "
-                f"Lower its weight ({share:.0%} of the prompts) or data.train_batch_size, or give more prompts."
+                f"Lower its weight ({share:.0%} of the prompts) or data.train_batch_size, or provide more prompts."
             )
     return MixedOrder(len(rows), batch_size, seed, parts, list(shares.values()), shuffle)
 
@@ -140,5 +140,5 @@ def _max_prompts(share: float, batch_size: int) -> int:
 
 
 def _weight_name(weights: Mapping[str, Any], source: str, file: str) -> str | None:
-    """Return the name by which a row has its weight, or None."""
+    """Return the name (data source or file) that gives a row its weight, or None."""
     return next((name for name in (source, file, Path(file).name) if name in weights), None)

@@ -1,4 +1,4 @@
-"""Prompts of a run: all tokens from the start, pixels of a prompt on demand.
+"""Prompts of a run: all tokens in memory, pixels on demand.
 
 Prompts are encoded once, before a run starts, into a `PromptStore`: flat arrays that every process reads from shared
 memory without a tokenizer. Pixels are hundreds of times larger. Therefore a store contains only the locations of
@@ -20,9 +20,9 @@ from rltrain.data.images import EncodedPrompt, collapse_placeholders, has_slot, 
 from rltrain.data.rows import PromptRow, Rows, first_lines
 from rltrain.data.stored_images import StoredImages
 
-# Enough rows for parallel tokenization, without the texts of all rows in memory at once.
+# Rows per chunk: enough for parallel tokenization, without all texts in memory at once.
 _ENCODE_CHUNK_ROWS = 512
-# Time limit for finding more bad prompts, because a template that hangs costs its time limit for each.
+# Time limit for finding further bad prompts, because a hanging template uses up its time limit for each.
 _SEARCH_S = 5.0
 
 
@@ -62,7 +62,7 @@ class PromptStore:
     stored_images: StoredImages | None = None
     encoder: ChatEncoder | None = None
     placeholder: int | None = None
-    """Token id of image placeholders. This and the three fields above are None if no prompt has images."""
+    """Token id of image placeholders. None, like the three fields above, if no prompt has images."""
     responses: Responses | None = None
     """Responses from the data, for supervised fine-tuning."""
 
@@ -138,18 +138,18 @@ def encode_prompts(
     """Encode all rows with at most ``max_prompt_length`` tokens.
 
     A longer prompt is dropped (``filter_overlong``) or else handled by ``truncation``: ``error`` raises, ``left`` keeps
-    its last tokens, ``right`` its first, ``middle`` half of each. Continue with ``rows.select(store.row_index)``, so
-    that prompt i of the store is row i of the rows.
+    its last tokens, ``right`` its first, ``middle`` half of each. Then use ``rows.select(store.row_index)``, so that
+    prompt i of the store belongs to row i.
     """
     token_ids, row_index, overlong, counts, problems = [], [], [], [], []
-    _ = encoder.tokenizer  # a missing tokenizer is not a row's fault
+    _ = encoder.tokenizer  # a missing tokenizer is not an error of a row
     for position, outcome in enumerate(_encode_rows(rows, encoder, clock)):
         if isinstance(outcome, str):
             problems.append(f"{rows.origin(position)}: {outcome}")
             continue
         ids, count = outcome
         if len(ids) > max_prompt_length:
-            # Collected even if they are an error, so that one message gives their number and a sufficient length.
+            # Collected even if they are an error, so that the message has their number and a sufficient length.
             if filter_overlong or truncation == "error" or count[0]:
                 overlong.append((position, len(ids)))
                 continue
@@ -167,7 +167,7 @@ def encode_prompts(
     if not token_ids:
         shortest = min(length for _, length in overlong)
         raise DataError(
-            f"data.filter_overlong_prompts=True leaves no prompt: all {len(rows)} are longer than "
+            f"data.filter_overlong_prompts=True drops every prompt: all {len(rows)} are longer than "
             f"data.max_prompt_length={max_prompt_length} tokens (the shortest has {shortest})."
         )
     store = PromptStore(
@@ -186,7 +186,8 @@ def encode_prompts(
 
 
 def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None:
-    """Raise DataError for a prompt with more images than ``most`` (``rollout.limit_images``). rows: of the store."""
+    """Raise DataError for a prompt with more images than ``most`` (``rollout.limit_images``). rows: rows of the
+    store."""
     over = [] if most is None else np.flatnonzero(store.num_images > most).tolist()
     if over:
         title = (
@@ -196,7 +197,7 @@ def check_limit_images(rows: Rows, store: PromptStore, most: int | None) -> None
 
 
 def check_vocabulary(rows: Rows, store: PromptStore, encoder: ChatEncoder) -> None:
-    """Raise DataError for a prompt with a token outside of the model's vocabulary. rows: of the store."""
+    """Raise DataError for a prompt with a token outside of the model's vocabulary. rows: rows of the store."""
     size = encoder.model_vocab_size
     over = np.flatnonzero(store.values >= size) if size is not None else ()
     if len(over):
@@ -262,7 +263,7 @@ def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[
     for tools, numbers in encoder.row_tools.groups(chunk):
         group = [prompts[number] for number in numbers]
         if not rows.num_images.any():
-            # Otherwise a vision model would be trained on the literal word.
+            # Otherwise a vision model would be trained on the literal text.
             for messages in filter(has_slot, group):
                 if encoder.has_tower:
                     with_parts(messages, 0)

@@ -30,13 +30,13 @@ class RowTools:
     default_agent: str = SINGLE_TURN
     """Agent of rows without ``agent_name``."""
     enabled: bool = True
-    """False: every row has one turn, independently of its agent."""
+    """False: every row has one turn, whatever its agent."""
     scores: bool = False
     """True if the run's class scores trajectories."""
     own_agents: tuple[str, ...] = ()
-    """Agents that the configuration lists. A row selects among these; its text is never loaded as code."""
+    """Agents that the configuration lists. A row can only select one of these; its text is never loaded as code."""
     several_turns: bool = True
-    """True if the run has anything that replies to a turn."""
+    """True if the run has anything that can reply to a turn."""
 
     def agent_of(self, row: PromptRow) -> str:
         """Return ``single_turn_agent``, ``tool_agent``, ``env_agent`` or FILE.py:NAME."""
@@ -54,7 +54,7 @@ class RowTools:
         return [by_name[name] for name in row.extra_info.get("tool_selection") or by_name if name in by_name]
 
     def scores_itself(self, row: PromptRow) -> bool:
-        """Return whether a trajectory of the row may include its score, so that no scorer needs to support the row."""
+        """Return whether a trajectory of the row may score itself, so that no scorer needs to support the row."""
         agent = self.agent_of(row)
         return agent in self.own_agents or (agent != SINGLE_TURN and self.scores)
 
@@ -68,7 +68,7 @@ class RowTools:
         yield from groups.values()
 
     def problem(self, row: PromptRow) -> str | None:
-        """Return the requirement of the row that the run lacks, or None."""
+        """Return a requirement of the row that the run does not meet, or None."""
         agent = self.agent_of(row)
         if problem := self._problem_of_agent(agent):
             source = "its agent_name" if row.agent_name else "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -122,7 +122,7 @@ def row_tools(rollout: RolloutConfig) -> RowTools:
 
 
 def check_agents(rollout: RolloutConfig, tools: RowTools, splits: Mapping[str, Rows]) -> None:
-    """Raise DataError if the run can reply to turns, but no row has an agent for it."""
+    """Raise DataError if the run can reply to turns, but no row has a multi-turn agent."""
     all_rows = chain.from_iterable(splits.values())
     if not several_turns(rollout) or any(tools.agent_of(row) != SINGLE_TURN for row in all_rows):
         return

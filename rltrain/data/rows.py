@@ -1,10 +1,10 @@
 """Rows in verl's schema: checks, and errors that name the file, the row and the field.
 
-Files come from many programs, and a wrong field would otherwise surface hours later, as a crash in a scorer or as a
-prompt that reads "None". Therefore every row is checked before anything starts. A ``Rows`` stores the Arrow tables and
-builds a ``PromptRow`` on demand: a process that gets it from Ray's object store shares the memory. The `datasets`
-library is not used, because only its parquet reader, which is Arrow's, would be needed. Neither is pandas, because no
-chat template accepts its arrays.
+Files come from many programs, and a wrong field could otherwise surface hours later, as a crash in a scorer or a prompt
+"None". Therefore every row is checked before anything starts. A ``Rows`` stores the Arrow tables and builds a
+``PromptRow`` on demand: a process that gets it from Ray's object store shares the memory. The `datasets` library is not
+used, because only its parquet reader would be needed, which is Arrow's. Neither is pandas, because chat templates do
+not accept its arrays.
 """
 
 import hashlib
@@ -26,13 +26,14 @@ from rltrain.data.files import files_of
 from rltrain.data.stored_images import ImageCheck, ImageColumn, StoredImages, check_images, image_entries, joint_digest
 from rltrain.data.tables import PickledTable, Table, limit_rows, open_table, unreadable
 
-# Field of tool arguments. Its null keys are dropped, because they are not arguments.
+# Field with tool arguments, whose null keys are dropped, because they are not arguments.
 _OF_TOOLS = "tools_kwargs"
 _NUM_SHOWN = 5
 # The columns of verl's files.
 KEYS = Keys()
 _MOST_PATHS = 3
-# Rows become Python objects for the check, which take many times the memory of the table, so they are read in chunks.
+# For the check, rows are converted to Python objects, which take many times the table's memory, so they are read in
+# chunks.
 _READ_CHUNK_ROWS = 1024
 _DIGEST_BYTES = 16
 
@@ -124,7 +125,7 @@ class Rows:
         )
 
     def without_images(self) -> "Rows":
-        """Return these rows for text-only readers, without images from a program, which would be pickled."""
+        """Return these rows for text-only readers, without in-memory images, which would be pickled."""
         return Rows([replace(file, images=None) for file in self._files], self._keys, self._index, self._checks)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
@@ -154,12 +155,12 @@ class Rows:
     def fingerprint(self) -> str:
         """Return a digest of the rows' content and order. Files and other columns do not matter."""
         digest = hashlib.sha256(f"{self._keys}\n".encode())
-        # Digests per row, so that order and selection can change without reading the files again.
+        # One digest per row, so that order and selection can change without rereading the files.
         digest.update(np.ascontiguousarray(self._checks.digests[self._index]).tobytes())
         return f"rows:{digest.hexdigest()}"
 
     def identity(self) -> str:
-        """Return the `fingerprint`, and after a space the number of rows and their files, for people."""
+        """Return the `fingerprint`, followed by a space and a description (number of rows and files)."""
         return f"{self.fingerprint()} {len(self)} rows of {self.paths}"
 
     def _locate(self, position: int) -> tuple[Table, int]:
@@ -248,7 +249,9 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list
         try:
             records = file.records(file.table.column_names, start, _READ_CHUNK_ROWS)
         except UnicodeDecodeError as error:
-            raise DataError(f"{file.path!r} rows {start} and after hold text that is not UTF-8 ({error}).") from error
+            raise DataError(
+                f"{file.path!r} rows {start} and after contain text that is not UTF-8 ({error})."
+            ) from error
         for row, record in enumerate(records, start):
             check = next(checks)
             image_checks.append(check)
@@ -265,15 +268,15 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message of a prompt without the nulls that Parquet adds.
 
-    Parquet gives every struct of a column the same keys, at any depth, with null if a row misses one, but templates
-    test whether a key exists. The content of a message with tool calls may be null.
+    In Parquet, all structs of a column have the same keys, at any depth, with null for missing ones, but templates test
+    whether a key exists. The content of a message with tool calls may be null.
     """
     fields = without_nulls(message)
     return {"content": "", **fields} if fields.get("tool_calls") else fields
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without null keys, at any depth. Null items of a list stay."""
+    """Return a value without null keys, at any depth. Null items of a list are kept."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -313,6 +316,6 @@ def bad_rows(problems: Sequence[str]) -> str:
 
 
 def first_lines(title: str, lines: Sequence[str]) -> str:
-    """Return a title and the first of the lines below it."""
+    """Return a title followed by the first of these lines."""
     remainder = [f"… and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
     return "\n  ".join([title, *lines[:_NUM_SHOWN], *remainder])

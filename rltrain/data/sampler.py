@@ -1,9 +1,9 @@
 """Prompts of a generation round: in plain order (`BatchOrder`), or by the accuracy of earlier responses.
 
-A prompt whose responses are all right or all wrong gives group-relative estimators no gradient, but costs as much
-generation as any other. `SolveRateSampler` skips most of these prompts. A sampler's state is part of the checkpoint, so
-that a resumed run draws the same prompts. Sampling weights between 0 and 1 are not used, because only skipping saves
-time.
+Prompts whose responses are all right or all wrong have no gradient with group-relative estimators, but cost as much
+generation as others. `SolveRateSampler` skips most of these prompts. A sampler's state is part of the checkpoint, so
+that a resumed run draws the same prompts. Sampling weights between 0 and 1 are not supported, because only skipping
+saves time.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class SolveRateSampler:
     """Sampler that follows `BatchOrder`'s shuffled epochs and mostly skips prompts that are always or never solved.
 
     A prompt's solve rate is the mean accuracy of its last responses, initially the ``pass_rate`` (or ``PassRate_…``,
-    ``solve_rate``) of its extra_info. A prompt at 0 or 1 is drawn again with probability ``revisit`` per epoch, which
-    depends only on seed, epoch and row. Skipped prompts fill a batch only if no others are left.
+    ``solve_rate``) of its extra_info. A prompt with rate 0 or 1 is drawn again with probability ``revisit`` per epoch,
+    which depends only on seed, epoch and row. Skipped prompts fill a batch only if no others are left.
     """
 
     def __init__(self, order: BatchOrder, rows: Iterable[PromptRow], revisit: float = 0.1) -> None:
@@ -62,17 +62,17 @@ class SolveRateSampler:
         self._cursor = 0
 
     def rows(self, draw: int) -> list[int]:
-        """Return the next rows that are worth an attempt."""
+        """Return the next rows that are likely to be informative."""
         chosen: dict[int, None] = {}
         skipped: dict[int, None] = {}
-        # From any cursor, this range contains one whole epoch, so every row has been considered before skipped ones are
+        # From any cursor, this range contains one whole epoch, so every row was considered before skipped rows are
         # used.
         for _ in range(2 * self._order.num_rows):
-            # A cursor over rows instead of draws, because the number of skipped rows is not known beforehand. Therefore
-            # the last rows of an epoch are used too.
+            # A cursor over rows instead of draws, because the number of skipped rows is not known in advance. So the
+            # last rows of an epoch are used too.
             epoch, place = divmod(self._cursor, self._order.num_rows)
             self._cursor += 1
-            # A row may occur twice if a draw crosses into the next epoch. Dictionaries keep it once, in order.
+            # A row may occur twice if a draw spans two epochs; dictionaries keep it once, in order.
             row = int(self._order.permutation(epoch)[place])
             (chosen if self._is_informative(row, epoch) else skipped)[row] = None
             if len(chosen) == self._order.batch_size:
@@ -81,7 +81,7 @@ class SolveRateSampler:
         return rows[: self._order.batch_size]
 
     def _is_informative(self, row: int, epoch: int) -> bool:
-        if self._rates[row] not in (0.0, 1.0):  # unknown counts as worth it
+        if self._rates[row] not in (0.0, 1.0):  # an unknown rate counts as informative
             return True
         return bool(stream(self._order.seed, "revisit", epoch, row).random_raw() < self._revisit * 2.0**64)
 

@@ -1,9 +1,8 @@
 """Images of rows: their location, the check of all images before a run, and on-demand loading.
 
 Every process that needs an image opens the parquet file itself, so that no image passes through the driver or Ray's
-object store. Parquet is read by row group. Some groups stay in memory, because a batch takes rows from everywhere in a
-file. The check before a run streams the files, reads image headers and detects damage. It decodes pixels only if
-necessary.
+object store. Parquet is read by row group. Some groups are cached, because a batch has rows from everywhere in a file.
+The check before a run streams the files, reads image headers and detects damage. It decodes pixels only if necessary.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from rltrain.data.images import LEAST_PIXELS, MOST_ROW_PIXELS, image_size
 
 log = logging.getLogger(__name__)
 
-# Limit for encoded images in each process.
+# Maximum bytes of encoded images in each process.
 CACHE_BYTES = 128 << 20
-# Limit for a row group: Arrow cannot store more in one array of a nested column.
+# Limit of a row group, because Arrow cannot store more in one array of a nested column.
 MAX_GROUP_BYTES = (2 << 30) - 1
 # Rows and threads of the check. Threads help, because decoders and disk reads release the GIL.
 CHUNK_ROWS, _MOST_THREADS = 64, 16
@@ -58,7 +57,7 @@ class ImageColumn:
         return _GROUPS.value(self, number)
 
     def check_groups(self) -> None:
-        """Raise DataError for a row group that is too large to be read, and warn about one that exceeds the cache,
+        """Raise DataError for row groups that are too large to be read, and warn about groups that exceed the cache,
         because Arrow decodes only whole groups.
         """
         metadata = _opened(self.path)[0].metadata
@@ -141,9 +140,9 @@ class StoredImages:
                 files.append(file_bytes(entry))
             except DataError as error:
                 raise DataError(f"image {number} of {len(images)}: {error}") from error
-        # Other images with the same number of tokens would go unnoticed.
+        # Otherwise changed images with the same number of tokens would not be noticed.
         if joint_digest([_digest(file) for file in files]) != self.digests[row]:
-            raise DataError("its images have changed since the run was started.")
+            raise DataError("the images have changed since the run was started.")
         return files
 
     def read_order(self, rows: np.ndarray) -> np.ndarray:

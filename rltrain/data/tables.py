@@ -43,7 +43,7 @@ class Table:
 
 
 class PickledTable(Table):
-    """Rows from a non-table source. Each field is pickled, because Arrow requires one type per column."""
+    """Rows from a source other than a table. Each field is pickled, because Arrow requires one type per column."""
 
     @classmethod
     def of(
@@ -51,8 +51,8 @@ class PickledTable(Table):
     ) -> PickledTable:
         """Store the columns of ``keys`` from rows of plain values.
 
-        numbers [rows]: ascending; None: 0, 1, …. path: for messages. place: file whose folder relative image paths
-        refer to ("": path). Images in the rows stay in memory.
+        numbers [rows]: ascending; None: 0, 1, …. path: for messages. place: file whose folder relative image paths are
+        relative to ("": path). Images in the rows stay in memory.
         """
         columns: dict[str, list[bytes]] = {
             column: [] for column in (*keys.required(), *keys.optional(), VIDEOS, keys.image)
@@ -74,7 +74,7 @@ class PickledTable(Table):
 
 
 def open_table(path: str, keys: Keys) -> Table:
-    """Open all rows of a file. Raises DataError if it is unreadable or misses a column, and StorageError."""
+    """Open all rows of a file. Raises DataError if it is unreadable or lacks a column, and StorageError."""
     return _read_patiently(path, partial(_read, path, _local(path), keys))
 
 
@@ -99,7 +99,7 @@ def plain_records(path: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def num_rows(path: str) -> int:
-    """Return the number of rows of a file. Raises like `open_table`. Of a parquet file, only the footer is read."""
+    """Return the number of rows of a file. Raises like `open_table`. For a parquet file only the footer is read."""
 
     def count(file: Path) -> int:
         if (kind := kind_of(path, file)) != "parquet":
@@ -156,10 +156,10 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
             )
         return PickledTable.of(json_records, path, keys, place=place)
     _check_sizes(path, file, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image})
-    # Page checksums turn a flipped bit into an error instead of another number.
+    # Page checksums turn a flipped bit into an error instead of a wrong value.
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
         check_schema(path, source.schema_arrow, keys)
-        # Unused columns would only fill Ray's object store.
+        # Drop unused columns, which would only fill Ray's object store.
         names, columns = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
         table = source.read(columns=[name for name in names if name in columns])
     return Table(
@@ -170,8 +170,8 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
 def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
     """Raise DataError for texts that are much larger in memory than in the file, before they are decoded.
 
-    A dictionary can reduce any text to a few bytes per row. Columns where this is possible are read as dictionaries,
-    which takes only the memory of the distinct texts.
+    Dictionary encoding can reduce any text to a few bytes per row. Such columns are read as dictionaries, which takes
+    only the memory of the distinct texts.
     """
     with pq.ParquetFile(file) as source:
         groups = range(source.metadata.num_row_groups)
@@ -199,8 +199,8 @@ def _check_sizes(path: str, file: Path, columns: set[str]) -> None:
                     )
             if total > most:
                 raise DataError(
-                    f"data file {path!r} row group {group}: its {file.stat().st_size:,} bytes become more than "
-                    f"{most:,} in memory. Write it again without repeating large texts."
+                    f"data file {path!r} row group {group}: its {file.stat().st_size:,} bytes expand to more than "
+                    f"{most:,} in memory. Rewrite it without repeating large texts."
                 )
             first_row += about.num_rows
 
@@ -238,7 +238,7 @@ def draw_rows(total: int, most: int, seed: int | None) -> np.ndarray:
         return np.arange(total)
     if seed is None:
         return np.arange(most)
-    # As in `BatchOrder`: rows are sorted by raw numbers, whose stream NumPy guarantees.
+    # As in `BatchOrder`, rows are sorted by raw numbers, because NumPy guarantees their stream.
     return np.sort(np.argsort(stream(seed, "subset").random_raw(total), kind="stable")[:most])
 
 

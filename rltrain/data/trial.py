@@ -1,10 +1,10 @@
-"""Trial of third-party code in a fork of this process, with limits of time and memory.
+"""Trial of third-party code in a fork of this process, with time and memory limits.
 
 A chat template is a program from a model's folder. If it loops forever or requests all memory in a single expression,
 nothing in the process can stop it: signal handlers and threads do not run during the expression. Therefore a fork runs
-the code first, and the kernel can kill it. A fork instead of a new interpreter already has the tokenizer, the template
-and the conversations, and takes milliseconds. Results are not transferred from the fork. The code runs again here after
-it is known to end.
+the code first, and the kernel can kill it. Unlike a new interpreter, a fork already has the tokenizer, template and
+conversations, and takes milliseconds. Results are not transferred from the fork: once the code is known to end, it runs
+again here.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NO_MEMORY, _TOO_LARGE, _NO_HOST_MEMORY = 3, 4, 5
 def problem_in_fork(
     work: Callable[[], int], most: int, cpu_s: int = CPU_S, memory_bytes: int = MEMORY_BYTES, clock: Clock = SYSTEM
 ) -> str:
-    """Return why ``work`` cannot be done here, as a phrase, or "" if it can.
+    """Return the reason why ``work`` cannot run here, as a phrase, or "".
 
     work: returns the size of its result, which may be at most ``most``. Its exceptions are ignored, because they will
-    be raised here too. memory_bytes: limit beyond the current memory of this process. Raises MemoryError if the host,
-    instead of this limit, runs out of memory.
+    be raised here too. memory_bytes: limit beyond the current memory of this process. Raises MemoryError if the host
+    itself runs out of memory.
     """
     with warnings.catch_warnings():
-        # Python 3.12 warns about a fork with threads. This one takes no lock that a thread may hold.
+        # Python 3.12 warns about a fork with threads. This fork takes no lock that a thread may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
@@ -49,13 +49,13 @@ def problem_in_fork(
             clock.sleep(pause)
             pause = min(2 * pause, _POLL_S)
             pid, status = os.waitpid(child, os.WNOHANG)
-    finally:  # in case a signal ends this process
+    finally:  # in case a signal handler raises
         if not pid:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGXCPU
-    if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # by the kernel, as nothing else kills the fork
-        raise MemoryError("no memory to try the chat template in a separate process")
+    if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # by the kernel, because nothing else kills the fork
+        raise MemoryError("not enough memory to try the chat template in a separate process")
     if code == -signal.SIGXCPU:
         return f"does not end within {cpu_s} s"
     if code == _NO_MEMORY:
@@ -69,7 +69,7 @@ def problem_in_fork(
 def memory_bound(memory_bytes: int = MEMORY_BYTES) -> Iterator[bool]:
     """Limit the memory of this process beyond its current size inside the context. Effective only on Linux.
 
-    Yields whether this limit applies: an earlier, tighter limit stays.
+    Yields whether this limit applies; an earlier, tighter limit is kept.
     """
     before, bounds = resource.getrlimit(resource.RLIMIT_AS), False
     with suppress(OSError, ValueError), open("/proc/self/statm", encoding="utf-8") as file:
@@ -87,7 +87,7 @@ def _work(work: Callable[[], int], most: int, cpu_s: int, memory_bytes: int) -> 
     """Run in the fork: never returns, and skips the exit handlers of this process."""
     code, bounded = 0, False
     try:
-        for kind in (signal.SIGINT, signal.SIGTERM):  # terminal signals are for the waiting process
+        for kind in (signal.SIGINT, signal.SIGTERM):  # terminal signals are handled by the waiting process
             signal.signal(kind, signal.SIG_IGN)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -34,7 +34,7 @@ def to_row(record: Record, at: At) -> Row:
     # All answers are integers from 0 to 999; some copies write 073, $73$ or 73^\circ.
     number = re.fullmatch(r"\$?0*([0-9]{1,3})(\.0)?(\^\{?\\circ\}?|°)?\$?", str(fields.get("answer")).strip())
     if number is None:
-        raise Drop("an answer that is not a number from 0 to 999")
+        raise Drop("the answer is not a number from 0 to 999")
     text, extra = f"{problem}\n\n{at.options.instruction}", {"question": problem}
     extra |= {} if fields.get("id") is None else {"id": str(fields["id"])}
     return row(source, text, number[1], ability="math", extra=extra, **at.place)

@@ -23,7 +23,7 @@ def _row(record: Record, at: At) -> Row:
     templated = _TEMPLATED.fullmatch(prompt)
     text = templated[1] if templated else prompt
     if "<｜" in text:
-        raise Drop("chat template marks inside the prompt")
+        raise Drop("the prompt contains chat template tokens")
     answers = [solution for solution in solutions if isinstance(solution, str) and solution.strip()]
     if not answers:
         raise Drop("no solution")

@@ -14,7 +14,7 @@ def _row(record: Record, at: At) -> Row:
     problem, answer = texts(record, "problem", "answer")
     numbers = re.findall(r"[0-9]+", answer)
     if len(numbers) != 1:
-        raise Drop("an answer that is not one number")
+        raise Drop("the answer is not a single number")
     images = stored_images(record.get("images"), at.folder)
     text = f"{with_slots(problem, images)} {at.options.instruction}"
     extra = {"question": problem, "answer": answer}

@@ -30,11 +30,11 @@ def read_tests(record: Record) -> dict[str, Any]:
         try:
             tests = json.loads(*texts(record, "input_output"))
         except ValueError as error:
-            raise Drop("tests that are not JSON") from error
+            raise Drop("the tests are not JSON") from error
     if not isinstance(tests, dict) or not tests.get("inputs"):
         raise Drop("no tests")
     if len(tests["inputs"]) != len(tests.get("outputs") or []):
-        raise Drop("not one output for each input")
+        raise Drop("the numbers of inputs and outputs differ")
     return tests
 
 

@@ -121,7 +121,7 @@ def with_slots(text: str, images: Sequence[Any]) -> str:
     if num_slots == 0 and images:
         return IMAGE_SLOT * len(images) + "\n" + text
     if num_slots != len(images):
-        raise Drop(f"not one {IMAGE_SLOT} for each image")
+        raise Drop(f"the number of {IMAGE_SLOT} differs from the number of images")
     return text
 
 
@@ -131,12 +131,12 @@ def stored_images(values: Any, folder: Path) -> list[Record]:
     for entry in image_entries(values or [], str(folder / "_")):
         path = entry.get("path")
         if not entry.get("bytes") and not (isinstance(path, Path) and path.is_file()):
-            raise Drop("an image that is not there")
+            raise Drop("an image is missing")
         try:
             data = file_bytes(entry)
             image_size({"bytes": data})
         except DataError as error:
-            raise Drop("an image that cannot be read") from error
+            raise Drop("an image cannot be read") from error
         encoded_images.append({"bytes": data, "path": Path(path).name if path else None})
     return encoded_images
 
@@ -164,7 +164,7 @@ def convert_records(hub: Hub, to_row: ToRow, options: argparse.Namespace, *, uni
                 raise DataError(f"{name!r} row {index}: {error}") from error
             prompt = str(converted_row["prompt"]) if unique else str(index)
             if prompt in prompts:
-                part.dropped["a prompt that came before"] += 1
+                part.dropped["a repeated prompt"] += 1
                 continue
             prompts.add(prompt)
             part.append(converted_row)
@@ -331,4 +331,4 @@ def _misfit(rows: Sequence[Row], types: Mapping[str, pa.DataType]) -> str:
 
 
 def _reasons(dropped: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} with {reason}" for reason, count in Counter(dropped).most_common())
+    return ", ".join(f"{reason} ({count})" for reason, count in Counter(dropped).most_common())

@@ -11,7 +11,7 @@ HUB = Hub("agentica-org/DeepScaleR-Preview-Dataset", splits={"train": "train"})
 def _row(record: Record, at: At) -> Row:
     problem, answer = texts(record, "problem", "answer")
     if not answer.strip():
-        raise Drop("an empty answer")
+        raise Drop("the answer is empty")
     text, extra = f"{problem} {at.options.instruction}", {"question": problem}
     return row(HUB.name, text, answer, ability="math", extra=extra, **at.place)
 

@@ -63,8 +63,8 @@ def _convert(options: argparse.Namespace) -> dict[str, Part]:
     parts = convert_records(Hub(_NAME, splits=splits), _row, options)
     if len(parts) < NUM_VARIANTS:
         raise DataError(
-            f"--input {options.input!r} has variants {', '.join(parts)} of {NUM_VARIANTS}. Give the folder that holds "
-            f"all of them, as {prefix}1.parquet to {prefix}{NUM_VARIANTS}.parquet."
+            f"--input {options.input!r} has variants {', '.join(parts)} of {NUM_VARIANTS}. Give the folder with "
+            f"all of them, named {prefix}1.parquet to {prefix}{NUM_VARIANTS}.parquet."
         )
     joined = Part()
     for part in parts.values():

@@ -19,7 +19,7 @@ INSTRUCTION = (
     "into a hole. Each turn, say one move: left, down, right or up."
 )
 _MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-# Consecutive duplicate maps after which the search for new ones stops.
+# Number of consecutive duplicate maps after which the search for new ones stops.
 _PATIENCE = 200
 # With less ice, or on a larger map, hardly any map has a path, and the generator retries until one has.
 _LEAST_ICE, _MAX_SIZE = 0.6, 16
@@ -30,12 +30,12 @@ Map = tuple[str, ...]
 def generate(
     num_train: int, num_test: int, *, seed: int, sizes: Sequence[int], ice: float, instruction: str = INSTRUCTION
 ) -> Splits:
-    """Return the rows of both splits. Train maps repeat if there are no others.
+    """Return the rows of both splits. Train maps repeat if too few exist.
 
     Raises DataError if there are too few maps for ``num_test``, and ConfigError without gymnasium.
     """
     if not _LEAST_ICE <= ice <= 1 or max(sizes) > _MAX_SIZE:
-        raise DataError(f"--ice is {_LEAST_ICE} to 1 (got {ice}), and --sizes are 2 to {_MAX_SIZE}.")
+        raise DataError(f"--ice must be {_LEAST_ICE} to 1 (got {ice}), and --sizes 2 to {_MAX_SIZE}.")
     lake = FrozenLake()
     maps = _maps(num_train + num_test, random.Random(seed), sizes, ice)
     test, train = maps[:num_test], maps[num_test:]

@@ -18,11 +18,11 @@ PROMPT = "Guess my number from {low} to {high}."
 def generate(num_train: int, num_test: int, *, seed: int, low: int, high: int, prompt: str = PROMPT) -> Splits:
     """Return train and test rows. Raises DataError for empty bounds, and for a prompt with unknown placeholders."""
     if low > high:
-        raise DataError(f"--low {low} is over --high {high}.")
+        raise DataError(f"--low {low} is above --high {high}.")
     try:
         text = prompt.format(low=low, high=high)
     except (KeyError, IndexError, ValueError) as error:
-        raise DataError(f"--prompt {prompt!r}: it may name {{low}} and {{high}} alone ({error}).") from error
+        raise DataError(f"--prompt {prompt!r}: it may contain {{low}} and {{high}} only ({error}).") from error
     chance = random.Random(seed)
     return {
         split: [_row(text, split, index, low, high, number) for index, number in enumerate(numbers)]

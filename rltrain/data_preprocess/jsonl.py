@@ -26,10 +26,12 @@ def _row(record: Record, at: At) -> Row:
         raise DataError("give --data-source NAME or --data-source-column COLUMN: it picks the scorer.")
     if (prompt_value := _field(record, options.prompt_column)) is None:
         column_names = short(", ".join(map(repr, record)), 300)
-        raise DataError(f"--prompt-column {options.prompt_column!r} is not there, or null; columns: {column_names}.")
+        raise DataError(
+            f"--prompt-column {options.prompt_column!r} does not exist or is null; columns: {column_names}."
+        )
     prompt = messages_of(prompt_value, f"--prompt-column {options.prompt_column!r}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise Drop("an empty prompt")
+        raise Drop("the prompt is empty")
     answer = _truth(_field(record, options.answer_column), options.answer_column)
     if answer is None and options.style == "rule":
         raise Drop(f"no answer in {options.answer_column!r}")

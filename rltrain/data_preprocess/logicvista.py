@@ -23,7 +23,7 @@ def _row(record: Record, at: At) -> Row:
     question, answer = texts(record, "question", "answer")
     # "A, C", "AC", and sometimes the number of a figure.
     if not re.fullmatch(r"(?:(?:[A-Za-z]|[A-J]{2,8}|[0-9]{1,2})(?:[\s,;]+|$))+", answer.strip()):
-        raise Drop("an answer that names no choice")
+        raise Drop("the answer does not name a choice")
     labels = sorted(set(re.findall(r"[0-9]+|[A-Z]", answer.upper())))
     skills = record.get("skill")
     skill = skills[0] if isinstance(skills, list) and skills else skills

@@ -21,7 +21,7 @@ def _row(record: Record, at: At) -> Row:
     problem, solution = texts(record, "problem", "solution")
     truth = boxed_answer(solution)
     if truth is None:
-        raise Drop("no \\boxed{} in the solution")
+        raise Drop("the solution has no \\boxed{}")
     extra = {"question": problem, "answer": solution, **kept(record, "level", "type")}
     text = f"{problem} {at.options.instruction}"
     return row(HUB.name, text, truth, ability="math", extra=extra, **at.place)

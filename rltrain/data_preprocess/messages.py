@@ -43,7 +43,7 @@ def _message(value: Any, field: str) -> dict[str, str]:
     text = next((value[name] for name in _TEXTS if value.get(name) is not None), None)
     if not isinstance(role, str) or role.lower() not in _ROLES:
         have = f"is {short(repr(role), 40)}" if role else f"is missing (the message has {_names(value)})"
-        raise DataError(f"{field}: the role {have}; known are {', '.join(_ROLES)}, under 'role' or 'from'.")
+        raise DataError(f"{field}: the role {have}; supported are {', '.join(_ROLES)}, under 'role' or 'from'.")
     if text is None or ((calls := value.get("tool_calls")) is not None and calls):
         flaw = "has tool_calls, which are not read" if text is not None else f"has no content; it has {_names(value)}"
         raise DataError(f"{field} {flaw}.")
@@ -65,7 +65,9 @@ def _text(content: Any, field: str) -> str:
             pieces.append("<image>")
         else:
             part_kind = f"a part of type {short(repr(kind), 40)}" if isinstance(part, Mapping) else _kind(part)
-            raise DataError(f"{field}: the content holds {part_kind}; known are text and image (with --image-column).")
+            raise DataError(
+                f"{field}: the content holds {part_kind}; supported are text and image (with --image-column)."
+            )
     return "".join(pieces)
 
 

@@ -19,7 +19,7 @@ def _row(record: Record, at: At) -> Row:
     question, answer = texts(record, "question", "answer")
     truth = boxed_answer(answer)
     if truth is None:
-        raise Drop("no \\boxed{} in the answer")
+        raise Drop("the answer has no \\boxed{}")
     images = stored_images(record.get("image"), at.folder)
     text = f"{with_slots(question, images)} {at.options.instruction}"
     extra = {"question": question, **kept(record, *_KEPT)}

@@ -25,7 +25,7 @@ _PUBLISHED = (
 def _row(record: Record, at: At) -> Row:
     question, option, answer, key = texts(record, "question", "option", "answer", "key")
     if not re.fullmatch(r"[23]steps_(?:[123]|multi)", key):
-        raise DataError(f"field 'key' is {key!r}, and not as 2steps_1, 2steps_2, 2steps_multi.")
+        raise DataError(f"field 'key' is {key!r}, not 2steps_1, 2steps_2, 2steps_multi.")
     text = f"{question}\n{option}\n{BOXED_LETTER}"
     if at.options.prompt == "published":
         text = _PUBLISHED.format(question=question, option=option)

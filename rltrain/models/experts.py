@@ -2,12 +2,10 @@
 
 Without it, a device gathers all experts of a layer, although each token needs only a few. With it, experts stay on
 their ranks: an all-to-all before the experts sends the hidden states of tokens to the ranks of their experts, and one
-after them returns the outputs (Lepikhin et al. 2020, GShard, arXiv 2006.16668). No token is dropped. transformers' own
-code computes the experts and weights their outputs in its own order.
-
-Not implemented: sending a token only once to a rank that has several of its experts. This would take fewer bytes (at 8
-of 128 experts and 8 ranks, 5.3 transfers instead of 8), but a rank would have to sum outputs in another order, and
-routing weights would have to be sent too.
+after them returns the outputs (Lepikhin et al. 2020, GShard, arXiv 2006.16668). No token is dropped. The experts and
+the weighting of their outputs are computed by transformers' code. Not implemented: sending a token only once to a rank
+that has several of its experts. This would send fewer bytes (at 8 of 128 experts and 8 ranks, 5.3 transfers instead of
+8), but outputs would be summed in a different order, and routing weights would have to be sent too.
 """
 
 from __future__ import annotations
@@ -100,14 +98,15 @@ def _travel(
     rows = exchange(tokens[order // experts.shape[1]], group, here, theirs)
     outputs = _compute(part, compute, rows, numbers, group.size())
     home = exchange(outputs, group, theirs, here)
-    # Restore the order of the choices, then sum as transformers does.
+    # Restore the order of the choices, then sum in transformers' order.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     chosen = home[places].unflatten(0, experts.shape)
     return (chosen * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
 def row_sizes(experts: Tensor, num_here: int, group: ProcessGroup) -> tuple[list[int], list[int], Tensor]:
-    """Return the rows for each rank, the rows from each rank, and the local expert index of each received row.
+    """Return the number of rows to each rank, the number from each rank, and the local expert index of each received
+    row.
 
     The host waits here, but only for the counts.
     """
@@ -124,13 +123,13 @@ def _compute(part: nn.Module, compute: Callable[..., Tensor], rows: Tensor, numb
     own = {name: weight.to_local() for name, weight in part.named_parameters() if isinstance(weight, DTensor)}
     for weight in own.values():
         if weight.requires_grad:
-            # FSDP averages over the ranks that share an expert. An expert gets tokens of all ranks, and every other
-            # weight is averaged over all of them.
+            # FSDP averages over the ranks that share an expert. An expert gets tokens from all ranks, but all other
+            # weights are averaged over all ranks.
             weight.register_hook(lambda gradient: gradient / num_ranks)
     if not len(rows):
-        # Without tokens, the weights still need a gradient, and the second all-to-all must stay in the graph.
+        # Even without tokens, the weights need a gradient, and the second all-to-all must be in the graph.
         return rows + torch.stack([weight.sum() for weight in own.values()]).sum().to(rows.dtype)
-    # Instance attributes shadow the parameters of the same names in the family's code.
+    # Instance attributes hide the parameters of the same name from the family's code.
     vars(part).update(own)
     try:
         return compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))

@@ -1,8 +1,8 @@
 """Packed forward pass: log-probs of response tokens with entropy and exact KL, or values and rewards.
 
-Both the log-prob passes and the update use it, with the same packing, so that an unchanged policy has an importance
-ratio of exactly 1. FSDP gathers weights when a module's forward is called. Therefore the head is computed inside the
-forward of the wrapped module, and the logits never leave it.
+The log-prob passes and the update both use it, so that an unchanged policy has an importance ratio of exactly 1. FSDP
+gathers weights when a module's forward is called. Therefore the head is computed inside the forward of the wrapped
+module, and the logits never leave it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rltrain.models.vision import read_with_images, tower, tower_numbers
 class PackedModel(nn.Module):
     """Hugging Face model over packed sequences: the unit that FSDP wraps.
 
-    group: the ranks that share each sequence (`ulysses`), or None. ring: the rings among them, or None. sees: prompts
-    may have images, so every forward uses the vision tower.
+    group: the ranks that share each sequence (`ulysses`), or None. ring: the rings among them, or None. sees: whether
+    prompts may have images; then every forward uses the vision tower.
     """
 
     sees = False
@@ -54,8 +54,8 @@ class PackedModel(nn.Module):
         self._layers = decoder_layers(model)
 
     def train(self, mode: bool = True) -> PackedModel:
-        """Set training mode for the layers, which then recompute activations, but not for their children: router noise
-        would make the importance ratio of an unchanged policy differ from 1.
+        """Set training mode for the layers, so that they recompute activations, but not for their children, because
+        router noise would make the importance ratio of an unchanged policy differ from 1.
         """
         super().train(mode)
         for layer in self._layers:
@@ -79,12 +79,12 @@ class PolicyModel(PackedModel):
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
         super().__init__(model, group)
-        # A subclass, such as a linear layer with adapters, computes more than its weight, but only the weight is used
-        # here.
+        # A subclass, such as a linear layer with adapters, computes more than a product with its weight, but only the
+        # weight is used here.
         if type(head := model.get_output_embeddings()) is not nn.Linear:
             raise ConfigError(
-                f"{type(model).__name__} has a {type(head).__name__} as its head; rltrain can compute log-probs only "
-                "for a linear head without adapters."
+                f"{type(model).__name__} has a {type(head).__name__} as its head; log-probs can be computed only with "
+                "a linear head without adapters."
             )
         self.routing = Routing(model, model.config) if num_experts(model.config) else None
         """Routing of a model with experts; otherwise None."""
@@ -175,13 +175,13 @@ class ScalarModel(PackedModel):
         super().__init__(model, group)
         parameter = next(model.parameters())
         size = model.config.get_text_config().hidden_size
-        # Without a bias, like the heads of transformers' sequence classifiers.
+        # No bias, like the heads of transformers' sequence classifiers.
         self.score = nn.Linear(size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
         """Compute the head's output at the predictors [response tokens], in fp32."""
         inputs, collect = share_of_row(inputs, self.group)
-        # A larger policy may draw tokens that pad its head: this model reads its own last token.
+        # A larger policy may sample padding rows of its head; they are replaced by this model's last token.
         rows = self.model.config.get_text_config().vocab_size
         hidden = self.hidden(replace(inputs, tokens=inputs.tokens.clamp(max=rows - 1)))
         # Calling the head would multiply in the compute dtype, to which FSDP casts the gathered weight.
@@ -194,11 +194,11 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     base = model.base_model
     if base is not model or model.get_output_embeddings() is None:
         return base
-    # Llama 4's text model has the base_model_prefix of the model with images, but no part of that name.
+    # Llama 4's text model has the base_model_prefix of the vision model, but no attribute of that name.
     if "model" not in dict(model.named_children()):
         raise ConfigError(
             f"{type(model).__name__} does not separate its decoder from its head (it has no `model`), so log-probs "
-            "cannot be computed. Use a model of a family that works (docs/models.md), or the family's text model."
+            "cannot be computed. Use a model of a supported family (docs/models.md), or the text model of this family."
         )
     return model.get_submodule("model")
 
@@ -228,7 +228,7 @@ def model_numbers(policy: PackedModel) -> dict[str, float]:
     settings = config.to_dict()  # a config with heterogeneous layers raises when asked for one head size
     total = sum(parameter.numel() for parameter in policy.parameters())
     embedding = next(policy.model.get_input_embeddings().parameters())
-    output = policy.model.get_output_embeddings()  # a critic's decoder has none
+    output = policy.model.get_output_embeddings()  # a critic's decoder has no head
     tied = output is not None and embedding is next(output.parameters())
     head_size = settings.get("head_dim") or config.hidden_size // config.num_attention_heads
     experts = num_experts(config)

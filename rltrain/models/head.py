@@ -4,9 +4,9 @@ The logits of a batch are its largest tensor (8,192 tokens x 152k vocabulary x 4
 several tensors of this size. Therefore logits exist only for a chunk of tokens at a time and are recomputed in a
 hand-written backward pass. Apart from the gradient of the head's weight, memory grows with neither vocabulary nor
 tokens. The head's product may be in float32 with half-precision weights and states (MiniMax 2025, section 3.2), so that
-logits are not rounded. Heads that are not a linear map are not supported, because they would need a second
-implementation. Under tensor parallelism each rank has the logits of some tokens of the vocabulary: maxima and sums are
-reduced over the ranks, and logits are never gathered.
+logits are not rounded. Nonlinear heads are not supported, because they would need a second implementation. Under tensor
+parallelism each rank has the logits of some tokens of the vocabulary: maxima and sums are reduced over the ranks, and
+logits are never gathered.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class TokenLogProbs(NamedTuple):
     """Outputs of the head: log pi(label), entropy of pi, exact KL(pi || pi_ref), and sum over the vocabulary of pi^2.
 
     Each is [response tokens] in fp32, or None if not requested. The last has no gradient. The KL may be another
-    divergence (`ReferenceStates`). experts: of the tokens [tokens of samples, layers, experts per token], in the order
-    of `PackedInputs.by_sample`. balance_loss: load-balancing loss of the experts (scalar), if `PolicyModel.balance`
-    enabled it.
+    divergence (`ReferenceStates`). experts: experts of each token [tokens of samples, layers, experts per token], in
+    the order of `PackedInputs.by_sample`. balance_loss: load-balancing loss of the experts (scalar), if
+    `PolicyModel.balance` enabled it.
     """
 
     log_probs: Tensor
@@ -48,7 +48,7 @@ class ReferenceStates(NamedTuple):
 
     hidden: Tensor
     logits: Callable[[Tensor, float], Tensor]
-    """Function: hidden states, temperature -> fp32 logits, for at least the policy's vocabulary."""
+    """Function (hidden states, temperature) -> fp32 logits of at least the policy's vocabulary."""
     divergence: Divergence = REVERSE_KL
     """Divergence between the two distributions."""
 
@@ -176,7 +176,7 @@ class _TokenLogProbs(torch.autograd.Function):
         columns = vocabulary.columns(labels, len(weight))
         for part in _chunks(len(labels), weight):
             logits = scaling.apply_(output_of(hidden[part]))
-            # Kept for backward, which would otherwise reduce over the vocabulary again.
+            # Saved for backward, which would otherwise reduce over the vocabulary again.
             normaliser[part] = vocabulary.logsumexp(logits)
             log_pi = logits.sub_(normaliser[part, None])
             log_probs[part] = log_pi.gather(-1, columns[part, None])[:, 0]
@@ -188,7 +188,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if with_squares:
                 squares[part] = torch.linalg.vecdot(probs := log_pi.exp(), probs)
         log_probs = vocabulary.own(log_probs, labels, len(weight))
-        # All are sums over the vocabulary.
+        # All of these are sums over the vocabulary.
         vocabulary.sum(log_probs, entropy, kl, kept, squares)
         ctx.mark_non_differentiable(squares)
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, kept)
@@ -205,7 +205,7 @@ class _TokenLogProbs(torch.autograd.Function):
         columns = vocabulary.columns(labels, len(weight))
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if to_hidden else None
-        # In fp32, because the chunks are summed here: in half precision, small contributions would be rounded away.
+        # In fp32, because the chunks are summed here, and half precision would round small contributions away.
         d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if to_weight else None
         d_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if to_bias else None
         for part in _chunks(len(labels), weight):
@@ -251,7 +251,7 @@ def _theirs(
     reference: ReferenceStates, part: slice, temperature: float, num_columns: int, vocabulary: Vocabulary
 ) -> Tensor:
     """Compute log pi_ref [part, vocabulary] of the policy's tokens, without padding rows of a larger model's head."""
-    # With the same operations as log pi instead of log_softmax: the KL of equal models is then exactly 0.
+    # With the same operations as log pi instead of log_softmax, so that the KL of equal models is exactly 0.
     logits = reference.logits(reference.hidden[part], temperature)[:, :num_columns]
     return logits.sub_(vocabulary.logsumexp(logits)[:, None])
 

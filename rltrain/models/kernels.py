@@ -1,9 +1,7 @@
-"""Fused RMSNorm, SwiGLU and rotary embedding for modules and functions that compute them in many steps.
-
-transformers writes each of them as five to ten element-wise operators, and every operator reads and writes a token's
-state. The kernels of torch_npu or Liger replace them. Modules are matched by structure instead of class names: each
-candidate is run once on a few random numbers and replaced only if it computes the formula. Others stay unchanged, such
-as those with another activation, a clamp, or a bias in the norm.
+"""Fused RMSNorm, SwiGLU and rotary embedding. transformers implements each as five to ten element-wise operators, every
+one of which reads and writes all states. The kernels of torch_npu or Liger replace them. Modules are matched by
+structure instead of class names: each candidate is run once on a few random numbers and replaced only if it computes
+the formula. Others are left unchanged, for example with another activation, a clamp, or a bias in the norm.
 """
 
 from __future__ import annotations
@@ -88,7 +86,7 @@ def liger_kernels() -> Kernels:
             f"actor_rollout_ref.model.use_liger=True needs Liger's kernels: pip install 'rltrain[liger]' ({error})."
         ) from error
     return Kernels(
-        # In place, its backward pass would overwrite a gradient that may be used elsewhere.
+        # The in-place backward pass would overwrite a gradient that may be used elsewhere.
         lambda x, weight, eps: liger.liger_rms_norm(x, weight, eps, in_place=False),
         liger.liger_swiglu,
         lambda query, key, cos, sin, dim: liger.liger_rope(query, key, cos, sin, unsqueeze_dim=dim),
@@ -165,7 +163,7 @@ def _eps(module: Any) -> float:
 def _norm(module: Any) -> Fused | None:
     trial, x = copy.copy(module), _numbers(2, len(module.weight))
     trial._parameters = {"weight": nn.Parameter(_numbers(len(module.weight)), requires_grad=False)}
-    # Gemma's families multiply by 1 + weight, which half precision would round, so they stay unchanged.
+    # Gemma's families multiply by 1 + weight, which half precision would round, so they are not replaced.
     return _norm_forward if _agree(type(module).forward(trial, x), rms_norm(x, trial.weight, _eps(module))) else None
 
 
@@ -173,7 +171,7 @@ def _norm_forward(module: Any, kernels: Kernels) -> Callable[..., Tensor]:
     plain, eps = module.forward, _eps(module)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs:  # such as the gate of a gated norm
+        if args or kwargs:  # for example the gate of a gated norm
             return plain(x, *args, **kwargs)
         return kernels.rms_norm(x, module.weight, eps)
 

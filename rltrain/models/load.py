@@ -45,14 +45,14 @@ def load_config(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        # For a missing folder, transformers complains that it is not a valid hub name.
+        # For a missing folder, transformers' error is that it is not a valid hub name.
         absent = None if Path(path).is_dir() else model_problem(f"{section}.path", path)
         raise ConfigError(absent or f"{section}.path={path} is not a Hugging Face model: {error}") from error
     for key, value in (override or {}).items():
         # In a model with a vision tower, most keys that users change belong to the decoder.
         owner = config if hasattr(config, key) else config.get_text_config()
         if not hasattr(owner, key):
-            # verl accepts any name. A value that is off, such as the dropout of another family, changes nothing.
+            # verl accepts any name. A disabled value, such as a dropout of 0 for another family, changes nothing.
             if is_off(value):
                 continue
             raise ConfigError(f"{section}.override_config.{key}: {type(config).__name__} has no such field.")
@@ -95,7 +95,7 @@ def read_weights(
 ) -> PreTrainedModel:
     """Load the model with its weights, on the CPU, in ``dtype``. ``decoder_only``: without any head.
 
-    Raises ConfigError for files that hold anything else than tensors, or miss weights.
+    Raises ConfigError for files that contain anything but tensors, or lack weights.
     """
     kind = model_kind(config, decoder_only)
     how: Any = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -149,7 +149,7 @@ def empty_model(
             raise
         raise ConfigError(
             f"{type(config).__name__} computes attention outside of transformers' attention interface, so packed "
-            "sequences cannot be trained. Use a model of a family that works (docs/models.md)."
+            "sequences cannot be trained. Use a model of a supported family (docs/models.md)."
         ) from error
     except ValueError as error:
         raise ConfigError(f"transformers cannot build {type(config).__name__} as {kind.__name__}: {error}") from error
@@ -193,8 +193,8 @@ def recompute_activations(
             f"Set {section}.enable_gradient_checkpointing=False."
         )
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    # The reentrant kind needs an input with a gradient, but under LoRA the embeddings are frozen and the first hidden
-    # states have none. Every dropout is 0, so no random state has to be restored.
+    # Reentrant checkpointing needs an input with a gradient, but under LoRA the embeddings are frozen, so the first
+    # hidden states have none. Every dropout is 0, so no random state has to be restored.
     enable({"use_reentrant": False, "preserve_rng_state": False})
     module: Any
     for module in model.modules() if offload or layers == "selective" else ():
@@ -219,8 +219,8 @@ def _recompute_first(model: PreTrainedModel, key: str, number: int) -> None:
 
 
 def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the outputs of attention kernels, whatever the device calls them. They are the costliest to recompute per
-    byte: the cost of a pair of tokens grows with the square of the length, and the output only with the length.
+    """Keep the outputs of attention kernels on any device. They are the most expensive to recompute per byte: the cost
+    grows with the square of the length, but the output only with the length.
     """
     kernel = any(word in str(operator) for word in ("attention", "attn"))
     return CheckpointPolicy.PREFER_SAVE if kernel else CheckpointPolicy.PREFER_RECOMPUTE
@@ -239,7 +239,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} does not name its decoder layers (_no_split_modules); rltrain cannot shard it."
+            f"{type(model).__name__} does not name its decoder layers (_no_split_modules); it cannot be sharded."
         )
     return layers
 
@@ -247,9 +247,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def source_dtype(config: PretrainedConfig, path: str | None = None) -> torch.dtype:
     """Return the dtype of the source checkpoint from its config, else the dtype of most numbers in its files.
 
-    path: of the checkpoint, or None to use only the config.
+    path: path of the checkpoint, or None to use only the config.
     """
-    # Qwen3-VL's folders give it only for the decoder.
+    # Qwen3-VL's configs have it only for the decoder.
     named = (getattr(part, "dtype", None) for part in (config, config.get_text_config()))
     if named_dtype := next((dtype for dtype in named if isinstance(dtype, torch.dtype)), None):
         return named_dtype

@@ -31,7 +31,7 @@ def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: i
     it.
     """
     if step < warmup_steps:
-        # The rate of the first step is above 0, and the first step after the warm-up has the full rate.
+        # The first step's rate is above 0, and the first step after the warm-up has the full rate.
         return cfg.lr * (step + 1) / (warmup_steps + 1)
     if cfg.lr_scheduler_type == "constant":
         return cfg.lr
@@ -57,7 +57,7 @@ def _norm(group: list[nn.Parameter]) -> Tensor:
     if isinstance(first := group[0], DTensor):
         squares = norm.square()
         for dim, placement in enumerate(first.placements):
-            # Rows that tensor parallelism has cut are strided over the other ranks, which is no Shard.
+            # Rows split by tensor parallelism are strided over the other ranks, which `Shard` cannot express.
             if not placement.is_replicate():
                 dist.all_reduce(squares, group=first.device_mesh.get_group(dim))
         norm = squares.sqrt()
@@ -77,8 +77,8 @@ class LossScale:
     """Loss scale for gradients in float16, in which numbers below 6e-8 are 0 (Micikevicius et al. 2018, section 3.2).
 
     It starts, halves and doubles like torch.amp.GradScaler. GradScaler is not used, because its ranks decide
-    independently after another device sync. Here a number reduced over all ranks decides whether a step is made, as for
-    every other dtype. All values are powers of two, so scaling loses no precision.
+    independently, after an additional device sync. Here a number reduced over all ranks decides whether a step is
+    taken, as for every other dtype. All values are powers of two, so scaling loses no precision.
     """
 
     FIRST, LOWEST, HIGHEST = 2.0**16, 1.0, 2.0**24
@@ -86,7 +86,7 @@ class LossScale:
 
     def __init__(self) -> None:
         self.state = torch.tensor([self.FIRST, 0.0])
-        """Scale and number of steps since its last change, on the host; updated in place."""
+        """Scale, and number of steps since its last change; on the host, updated in place."""
 
     @property
     def value(self) -> float:

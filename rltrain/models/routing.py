@@ -1,13 +1,14 @@
 """Routing of tokens to experts: recorded in one pass and replayed in another.
 
-A router's choice is a step function of its input. Different rounding in two passes (other kernels, other micro-batches,
-an engine's precision) sends a few tokens of every layer to other experts, and their log-probs then differ by more than
-rounding. Replaying the choice of an earlier pass (Zheng et al. 2025, arXiv 2507.18071, section 5.3; of the engine: Ma
-et al. 2025, arXiv 2510.11370) still takes the weights of the chosen experts from the router, which keeps its gradient.
+A router's choice is a step function of its input. Different rounding in two passes (different kernels, micro-batches or
+engine precision) sends a few tokens of every layer to different experts, and their log-probs then differ by more than
+rounding. If the choice of an earlier pass is replayed (Zheng et al. 2025, arXiv 2507.18071, section 5.3; of the engine:
+Ma et al. 2025, arXiv 2510.11370), the weights of the chosen experts still come from the router, which keeps its
+gradient.
 
 Every family has its own router, but most select the largest scores by ``torch.topk`` and use only its result. Therefore
-the call is intercepted, and no router has to be copied here. Routers that select in another way are not recorded and
-raise an error.
+the call is intercepted, and no router has to be reimplemented here. Routers that select differently cannot be recorded,
+which is an error.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def num_experts(config: PretrainedConfig) -> int:
 
 
 def _first(number: int | list[int]) -> int:
-    # HunYuan may have a number per layer.
+    # HunYuan's config may have a number per layer.
     return number if isinstance(number, int) else max(number)
 
 
@@ -53,7 +54,7 @@ def correction_biases(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unseen(key: str) -> ConfigError:
-    """Return the error that ``key`` needs router choices, and this model's routers do not expose them."""
+    """Return the error that ``key`` needs router choices, but this model's routers do not expose them."""
     return ConfigError(
         f"{key}: this model's router does not choose the largest scores, so its router indices are unknown. Leave it "
         "out for this model."
@@ -164,13 +165,12 @@ class Routing:
         return load
 
     def load_so_far(self) -> Tensor | None:
-        """Return the same as `load`, without stopping."""
+        """Return the counts like `load`, without stopping."""
         return self._load.total if self._load and self._load.covers_all else None
 
     def _go_around(self) -> None:
-        """Wrap the forward of the blocks that make and use the choice, to include recomputation of activations.
-
-        Only on demand, because compiled layers would be compiled with the wrapper.
+        """Wrap the forward of the blocks that make and use the choice, so that recomputation is included. Only on
+        demand, because compiled layers would be compiled with the wrapper.
         """
         for number, block in enumerate(() if self._is_around else self._blocks):
             block.forward = partial(self._run, block.forward, number)
@@ -218,7 +218,7 @@ class _Load:
 
     def count(self, layer: int, experts: Tensor) -> None:
         """Count ``experts``: the flattened choices of all tokens."""
-        if len(self._times) != len(experts):  # once a forward
+        if len(self._times) != len(experts):  # once per forward
             self._times = self._times.repeat_interleave(len(experts) // len(self._times))
         self._counts[layer].index_add_(0, experts, self._times)
         self._layers.add(layer)
@@ -229,7 +229,8 @@ class _Load:
 
 
 class _Choice(TorchFunctionMode):
-    """Interceptor of ``torch.topk`` over expert scores [tokens, experts]: it records the choice or gives ``given``."""
+    """Interceptor of ``torch.topk`` over expert scores [tokens, experts]: it records the choice or returns
+    ``given``."""
 
     def __init__(self, num_experts: int, num_groups: int, given: Tensor | None, *, with_shares: bool) -> None:
         super().__init__()

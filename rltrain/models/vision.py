@@ -1,8 +1,9 @@
 """Models with a vision tower: image settings of their configuration, the tower's modules, and the forward with images.
 
-transformers' forward would encode an image once per response and derive positions from the tokens of one sample.
+transformers' forward would encode an image once per response, and derive positions from the tokens of one sample.
 Therefore the tower is called here, once for all images of a packed row, and the decoder gets embeddings. Under FSDP
-every rank must call every module, so a row without images encodes a blank image, whose features are multiplied by 0.
+every rank must call every module, so for a row without images a blank image is encoded and its features are multiplied
+by 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def takes_images(config: PretrainedConfig) -> bool:
 def placeholder_ids(config: PretrainedConfig) -> list[int]:
     """Return the token ids that mark or represent an image, a video or sound, ascending.
 
-    They are not text: in a response, the training forward would need features of an image that does not exist.
+    They are not text: if one were in a response, the training forward would need features of an image that does not
+    exist.
     """
     fields = vars(config).items()
     return sorted(
@@ -124,9 +126,9 @@ def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tup
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         output = base.get_image_features(pixel_values=pixels, return_dict=True, **where)
     features = output.pooler_output
-    # Qwen's families return a tensor per image, others one of [tiles, tokens, hidden].
+    # Qwen families return a tensor per image, others a single [tiles, tokens, hidden].
     features = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(list(features))
-    # One tensor of all images (transformers 5.5), or one per image.
+    # One tensor for all images (transformers 5.5), or one per image.
     deep = getattr(output, "deepstack_features", None) or ()
     return features, [
         layer_features if isinstance(layer_features, Tensor) else torch.cat(list(layer_features))

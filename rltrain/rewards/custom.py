@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rltrain.config.schema import ScoringConfig
 
 
-# Keys that verl adds to every extra_info. A response of one turn has two messages, and no agent has scored it before. A
-# response with tool calls brings its own values (`AnswerText`).
+# Keys that verl adds to every extra_info. A single-turn response has two messages and no earlier score. A response with
+# tool calls has other values (`AnswerText`).
 DEFAULT_INFO: dict[str, Any] = {"num_turns": 2, "rollout_reward_scores": {}, "tool_rewards": []}
 _OF_REWARD_LOOP = ("reward_router_address", "reward_model_tokenizer")
 
@@ -72,14 +72,14 @@ class RewardFunction:
         arguments[name] = (
             [DEFAULT_INFO | row_info for row_info in extra] if self._custom.batch else DEFAULT_INFO | extra
         )
-        # By keyword, as in verl: the user chooses the order of the arguments. reward_kwargs win, as in verl.
+        # By keyword, so that users can choose the order of arguments; reward_kwargs take precedence. Both as in verl.
         return self._function(**arguments | self._custom.kwargs)
 
 
 def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return
     arguments = dict.fromkeys(custom.arguments) | custom.kwargs
     where = f"{custom.name}{signature} in {custom.path!r}"
@@ -91,7 +91,7 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
             "address with +custom_reward_function.reward_kwargs.NAME=http://host:port."
         )
     try:
-        # Checked here, so that a wrong signature is one error before training and not a failure per response.
+        # Checked here, so that a wrong signature is a single error before training.
         signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""The life of a run: assembly, steps, callbacks, checkpoints and reports."""
+"""A run: assembly, steps, callbacks, checkpoints and reports."""

@@ -1,6 +1,6 @@
 """Assembly of the algorithm over the workers of a run.
 
-Tests pass a worker group that lives in their process, so nothing but the models is loaded here.
+Tests pass an in-process worker group, so only the models are loaded here.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def make_trainer(
 def make_evaluation(
     cfg: Config, plan: Plan, data: Data, group: Any, pool: Any, folder: Path | None, on_phase: Callable[[str], None]
 ) -> Validation:
-    """Build a validation without the algorithm. ``group`` loads the policy for its engines only.
+    """Build a validation without the algorithm. ``group`` loads the policy only for its engines.
 
-    folder: the checkpoint to load weights from (None: use the model folder). The other arguments
-    are passed to `make_trainer`.
+    folder: the checkpoint to load weights from (None: use the model folder). The other arguments are passed to
+    `make_trainer`.
     """
     models, rewards = _load(cfg, plan, data, group, pool)
     for note in models.policy.load(str(folder / "actor"), True) if folder else ():
@@ -87,10 +87,9 @@ def _load(cfg: Config, plan: Plan, data: Data, group: Any, pool: Any) -> tuple[S
 def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> Sampler:
     """Return the sampler of the training prompts. Raises ConfigError for a sampler that cannot be used.
 
-    trial: also draw one batch from a plugin, to test it. Discard the sampler then.
+    trial: also draw one batch from a plugin as a test; the sampler must then be discarded.
     """
-    # The order draws prompts for a round of generation. With dynamic sampling that is not the number of prompts of a
-    # step.
+    # A draw has the prompts of a round of generation, which with dynamic sampling are not the prompts of a step.
     settings = plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle
     mixing = cfg.data.mixing
     order = mixed_order(rows, mixing, *settings) if mixing else BatchOrder(len(rows), *settings)
@@ -99,14 +98,14 @@ def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> S
     if steps != order.steps_per_epoch:
         lengths = f"{name}: an epoch of it has {steps} batches, and one of the data {order.steps_per_epoch}."
         if cfg.trainer.total_training_steps is None:
-            raise ConfigError(f"{lengths} Say with trainer.total_training_steps how many steps there shall be.")
+            raise ConfigError(f"{lengths} Set the number of steps with trainer.total_training_steps.")
         for key in (key for key in ("save_freq", "test_freq") if getattr(cfg.trainer, key) == EPOCH):
-            raise ConfigError(f"{lengths} Say with trainer.{key}={steps} after how many steps.")
+            raise ConfigError(f"{lengths} Set trainer.{key}={steps}.")
     if trial and is_plugin(cfg.data.sampler.name):
         try:
             sampler.rows(0)
         except RltrainError:
             raise
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported
-            raise ConfigError(f"{name} draws no batch:\n{user_traceback(error)}") from None
+            raise ConfigError(f"{name} fails to draw a batch:\n{user_traceback(error)}") from None
     return sampler

@@ -1,7 +1,7 @@
 """Construction of a trainer, for the command line and for `rltrain.build`.
 
-Settings are read, checked and planned before anything is started or written; `start_run` does the rest. Tests that need
-no Ray call `make_trainer` with a worker group of the test.
+Settings are read, checked and planned before anything is started or written; `start_run` does the rest. Tests without
+Ray call `make_trainer` with their own worker group.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 def build(
     loaded: LoadedConfig, stop: Stop | None = None, callbacks: Sequence[Any] = (), notes: Sequence[str] = ()
 ) -> Trainer:
-    """Return a trainer whose data is read, whose workers run and whose models are loaded. Raises RltrainError.
+    """Return a trainer with data read, workers running and models loaded. Raises RltrainError.
 
     callbacks: objects in addition to ``trainer.callbacks``. stop: the signals received so far, if the caller already
-    handles signals. notes: notes on the settings, which are logged. If an earlier run in the same folder has made all
-    steps, nothing is started.
+    handles signals. notes: notes on the settings, which are logged. If an earlier run in the same folder has finished
+    all steps, nothing is started.
     """
     stop = stop or Stop()
     cfg = loaded.config
@@ -56,7 +56,7 @@ def build(
     limits = (cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, incidents, cfg.trainer.hang_timeout_s)
     deadlines = Deadlines(*limits)
     with ExitStack() as closing, ExitStack() as reading:
-        # Entered first, so that it ends last and train.log has the messages of the other exits.
+        # Entered first, so that it ends last and train.log gets the messages of all other exits.
         closing.enter_context(logs.session())
         reading.enter_context(watch_ray(deadlines, local=False, reads=True, kept=stop.kept))
         reading.enter_context(require_heartbeat())
@@ -107,7 +107,7 @@ def build(
 
 
 def begin_ray(cfg: Config, stop: Stop, closing: ExitStack) -> bool:
-    """ResumePoint Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
+    """Start Ray or join the cluster until ``closing`` ends. Return False if the caller had already connected."""
     with logs.waiting("starting Ray"), stop.keeping_handlers("starting Ray"):
         if started := start_ray(cfg.cluster):
             closing.enter_context(cleanup_after_exit(not cluster_address(cfg.cluster)))

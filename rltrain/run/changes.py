@@ -1,7 +1,7 @@
 """Changed settings of a resumed run: they are logged, and the old config files are kept.
 
-Most keys may change between two starts. A few keys turn the later steps into another experiment. Such a run is refused
-if it has no explicit name, because then it resumes by accident.
+Most keys may change between two starts. A few keys turn the later steps into a different experiment. Such a run is
+refused if it has no explicit name, because then it probably resumes by accident.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ _MISSING = object()
 
 
 def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
-    """Log the settings that changed since the last start. Return the changes that training depends on.
+    """Log the settings that changed since the last start. Return the changes that affect training.
 
     Raises ConfigError if the experiment has changed and the run has no explicit name.
     """
-    # Starting from weights only is a new run, with nothing to compare. An evaluation makes no step.
+    # A start from weights only is a new run, with nothing to compare. An evaluation has no training steps.
     if start.folder is None or start.weights_only or loaded.config.trainer.val_only:
         return []
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in changed_settings(start.folder.parent, loaded)}
     if not changes:
         return []
     of_experiment = [text for key, text in changes.items() if key.startswith(_EXPERIMENT)]
-    # An explicit name or path shows intent. Without one, unrelated runs share the default folder.
+    # An explicit name or path shows intent; without one, unrelated runs share the default folder.
     if of_experiment and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
         raise ConfigError(
-            f"{start.folder.parent} holds {start.step} steps of another experiment ({'; '.join(of_experiment)}), "
-            "and this run would go on from there, as neither has a name. "
-            "Name the new one with trainer.experiment_name=…; "
-            f"to go on all the same, name this one: trainer.experiment_name={loaded.config.trainer.experiment_name}."
+            f"{start.folder.parent} has {start.step} steps of another experiment ({'; '.join(of_experiment)}), "
+            "and this run would resume from there, because neither has a name. Name the new one with "
+            "trainer.experiment_name=…, or resume anyway with "
+            f"trainer.experiment_name={loaded.config.trainer.experiment_name}."
         )
     log.info(
         "settings that changed since this run was last started:\n%s",
@@ -101,7 +101,7 @@ def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
 
 
 def log_finished(run: Path, num_steps: int, changes: list[str]) -> None:
-    """Log that the run has all its steps. changes: settings that differ from the ones of these steps."""
+    """Log that the run has completed all its steps. changes: settings that differ from these steps' settings."""
     log.info(
         "nothing left to do: the run has its %d steps (trainer.total_training_steps, trainer.total_epochs), in %s",
         num_steps,
@@ -140,7 +140,7 @@ def changed_settings(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, An
     """
     try:
         before = OmegaConf.load(run / "config.yaml")
-    # A missing or damaged record is no reason to refuse the run.
+    # A missing or damaged record does not prevent the run.
     except (OSError, YAMLError, OmegaConfBaseException):
         return []
     now = OmegaConf.create(to_dict(loaded.config))

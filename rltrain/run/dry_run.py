@@ -1,9 +1,8 @@
 """``--dry-run``: checks whether a run would start and describes it, within seconds, without Ray or workers.
 
-It calls the functions that a run calls at its start (`preflight`, `load_data`, `make_plan`, `missing_room`,
+It calls the same functions as the start of a run (`preflight`, `load_data`, `make_plan`, `missing_room`,
 `check_columns`, `find_resume_point`), so that the two cannot diverge. All problems are collected; the first one does
-not end the check. Not checked: facts that only a start can reveal, such as other nodes, and rows after the first
-20,000.
+not end the check. Not checked: other nodes, and rows after the first 20,000.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from rltrain.run.scorers import check_columns
 from rltrain.run.splits import Data, encode_split, load_data, splits_of
 from rltrain.trainer.plan import ImageSizes, Plan, make_plan
 
-# Rows per split that are read and tokenised as in a run, and rows whose answers the built-in scorers grade. `python -m
-# rltrain.data_preprocess.lint` reads all rows.
+# Rows per split that are read and tokenised as in a run, and rows whose ground truths the built-in scorers grade.
+# `python -m rltrain.data_preprocess.lint` reads all rows.
 MOST_ROWS, _GRADED_ROWS = 20_000, 100
 
 
@@ -82,11 +81,11 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         if lines:
             # The title already says "no effect".
             parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
-    # A file may be checked twice, and `preflight` names keys as the user wrote them.
+    # A file may be checked twice; `preflight` names keys as the user wrote them.
     problems = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in result.problems)
     refused = f"a run would refuse: {count(len(problems), 'problem')}"
     lacking = [loaded.as_written(too_large, follow=False)] if too_large else []
-    # A run does not check this: it takes seconds, and it is only an estimate.
+    # A run does not check this, because it takes seconds and is only an estimate.
     for title, lines in ((refused, list(problems)), ("a run would run out of memory", lacking)):
         if lines:
             parts.append("\n  ".join([title, *(line.replace("\n", "\n    ") for line in lines)]))
@@ -125,7 +124,7 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
     Problems are added to ``result``.
     """
     data = cfg.data
-    if data.custom_cls or cfg.sft.enabled:  # only the class knows how many rows it makes
+    if data.custom_cls or cfg.sft.enabled:  # only the class knows its number of rows
         try:
             read = _load(cfg, result) if result.tokenizer_works else None
         except RltrainError as error:
@@ -154,7 +153,7 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
     if stores and (cfg.trainer.val_only or "train" in stores):
         result.images = ImageSizes.of(stores)
         check_images(cfg, result)
-    # Only then is the count after the filter the one of the run.
+    # Only then does the count after the filter equal the run's.
     if is_whole:
         return rows, len(stores["train"]), stores["train"].num_dropped
     return rows, sizes.get("train"), 0
@@ -216,17 +215,17 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
-    # Reversed, so that the training row of a source that is in both splits is used, which comes last.
+    # Reversed, so that for a source in both splits the training row is last, and so used.
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
-        # The scorer of a pool worker, in this process: the pool itself would need Ray.
+        # The scorer runs in this process, because the pool would need Ray.
         scorer = (rule_scorer if judges else make_scorer)(cfg.scoring)
         assert isinstance(scorer, ScoringSlot | RemoteScorer)
         try:
             for source, row in firsts.items():
                 started = time.perf_counter()
                 answer, how = str(row.ground_truth), "the ground truth as the answer"
-                # A built-in scorer may need a certain form. A user's function is called only once.
+                # A built-in scorer may require a certain form. A user's function is called only once.
                 if isinstance(scorer, ScoringSlot) and not custom and row.reward_style == "rule":
                     answer, how = _in_best_form(scorer, row)
                 score = scorer.score_truth((source, answer, row.ground_truth, row.extra_info))
@@ -235,7 +234,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
                 printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
                 lines.append(f"{short(source)!r}, {how}: {_said(score)} ({seconds:.2f} s){printed}")
             if custom and not firsts and isinstance(scorer, ScoringSlot):
-                scorer.prepare("")  # an import and a signature need no row
+                scorer.prepare("")  # import and signature are checked without a row
         finally:
             scorer.close()
         if not judges:  # with a judge, a column may come from the judge

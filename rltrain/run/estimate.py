@@ -28,7 +28,7 @@ _MEAN = 0.5
 
 
 def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
-    """Return the estimate for the flags of ``arguments``, and whether the run would be out of memory.
+    """Return the estimate for the flags in ``arguments``, and whether the run would run out of memory.
 
     arguments: flags and overrides as `main_ppo` has parsed them. Raises ConfigError, DataError.
     """
@@ -36,7 +36,7 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     if arguments.nodes is not None:
         words.append(f"trainer.nnodes={arguments.nodes}")
     chip = named_chip(arguments.device) if arguments.device else None
-    if chip:  # first, so that the user's trainer.device wins
+    if chip:  # first, so that the user's trainer.device takes precedence
         words.insert(0, f"trainer.device={chip.kind}")
     # Only the lengths depend on the data.
     loaded = load_config(["data.train_files=none", *words], arguments.config, arguments.problems)
@@ -44,11 +44,11 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     cfg = loaded.config
     chip = chip or chip_here(get_device(cfg.trainer.device))
     if chip is None:
-        raise ConfigError("--device is not given, and this machine has no accelerator whose peaks are known. Give "
+        raise ConfigError("--device is not given, and this machine has no accelerator with known peak FLOP/s. Give "
                           "--device H100 or another.")  # fmt: skip
     plan = make_plan(cfg)
     if not plan.passes.trains:
-        raise ConfigError("trainer.val_only=True: an evaluation has no step. Leave it out.")
+        raise ConfigError("trainer.val_only=True: an evaluation has no training step. Remove it.")
     cfg.trainer.device_memory_gb = cfg.trainer.device_memory_gb or chip.memory_bytes / 2**30 or None
     size = cfg.trainer.device_memory_gb
     lengths = read_lengths(arguments.lengths) if arguments.lengths else _usual_lengths(cfg)
@@ -64,17 +64,15 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
 
 
 def about_seconds(cfg: Config, plan: Plan, device_bytes: int | None) -> list[str]:
-    """Return a line with the step time for a dry run, or nothing.
-
-    Nothing is returned on a CPU, for an unknown chip, and if the run makes no step. device_bytes: memory of a device
-    (None: unknown).
+    """Return a line with the step time for a dry run; None on a CPU, for an unknown chip, or without training steps.
+    device_bytes: memory of a device (None: unknown).
     """
     chip = chip_here(get_device(cfg.trainer.device))
     if chip is None or not plan.passes.trains or cfg.data.max_response_length * _MEAN < 1:
         return []
     try:
         step = estimate_step(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
-    except RltrainError:  # a fault of the model or the engine's memory, which the dry run reports as a problem
+    except RltrainError:  # a problem of the model or the engine's memory, which the dry run reports
         return []
     return [
         f"about {step.step_s:,.0f} s a step, of which {step.seconds['gen']:,.0f} s are generation, with responses of "

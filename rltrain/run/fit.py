@@ -1,8 +1,8 @@
 """The training loop: steps of the algorithm, with validation, saving and trackers between them.
 
-`build` constructs it. A signal or an error may come at any point and must lose as little as possible. So the order in a
-step is update, save, validate, log. `Stop.finishing` is set exactly while something is unsaved, and metrics are logged
-even if saving fails. After an error the process ends; the same command resumes.
+`build` constructs it. A signal or an error may occur at any point, and as little as possible must be lost. So the order
+in a step is update, save, validate, log. `Stop.finishing` is set exactly while something is unsaved, and metrics are
+logged even if saving fails. After an error the process ends; rerunning the command resumes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class Trainer(Callback):
-    """A run that `rltrain.build` has started: make single steps, or `fit` all of them.
+    """A run that `rltrain.build` has started: run single steps, or all of them with `fit`.
 
     Use it as a context manager or call `close`: this finishes the trackers and stops scorers, workers, and Ray if
     `build` has started it. config: the settings. plan: the numbers derived from the settings. ppo: the algorithm with
-    its roles. num_steps: steps made so far, including those before a resume. callbacks: observers of the run.
+    its roles. num_steps: finished steps, including earlier runs. callbacks: observers of the run.
     """
 
     def __init__(
@@ -68,22 +68,23 @@ class Trainer(Callback):
 
     @property
     def ppo(self) -> PPOTrainer:
-        """The algorithm. Raises ConfigError in an evaluation, and if all steps were made before."""
+        """The algorithm. Raises ConfigError in an evaluation, and if all steps were finished before."""
         return self._started[0]
 
     @property
     def _started(self) -> tuple[PPOTrainer, Saver]:
         if self.config.trainer.val_only:
-            raise ConfigError("trainer.val_only=True loads only the models of a validation. Leave it out to train.")
+            raise ConfigError("trainer.val_only=True loads only the models of a validation. Remove it to train.")
         if not self._ppo or not self._saver:
             raise ConfigError(
-                f"the run in {self.folder} has its {self.num_steps} steps. Raise trainer.total_training_steps "
-                "and total_epochs to go on, or choose another trainer.default_local_dir."
+                f"the run in {self.folder} has completed its {self.num_steps} steps. Raise "
+                "trainer.total_training_steps and total_epochs to continue, or choose another "
+                "trainer.default_local_dir."
             )
         return self._ppo, self._saver
 
     def step(self) -> Metrics:
-        """Make the next step of the plan. Return its metrics, which are also sent to the trackers."""
+        """Run the next step of the plan. Return its metrics, which are also sent to the trackers."""
         ppo, _ = self._started
         metrics = self._make(ppo, self.num_steps + 1)
         self.num_steps += 1
@@ -119,7 +120,7 @@ class Trainer(Callback):
         return self.folder / f"global_step_{self.num_steps}"
 
     def fit(self) -> bool:
-        """Make all remaining steps, with validation and saving. Return False if a signal stopped the run."""
+        """Run all remaining steps, with validation and saving. Return False if a signal stopped the run."""
         if self.num_steps >= self.plan.total_steps and not self._pending_validation:
             return True
         with listen(self._stop), require_heartbeat(), self._stop.telling():
@@ -141,7 +142,7 @@ class Trainer(Callback):
 
     def _fit(self, ppo: PPOTrainer, saver: Saver) -> bool:
         trainer, total, stop, first_step = self.config.trainer, self.plan.total_steps, self._stop, self.num_steps
-        # Steps that the caller made with `step` are in no checkpoint yet.
+        # Steps that the caller ran with `step` are not in a checkpoint yet.
         stop.reached(first_step, total, saver.last_step)
         done, untested = first_step, self._pending_validation
         # Nothing is unsaved here, so a signal ends the validation at once.
@@ -152,7 +153,7 @@ class Trainer(Callback):
             saver.best.observe(first_step, val_metrics)
             untested = self._pending_validation = untested and not val_metrics
         for step in range(first_step + 1, total + 1):
-            # Checked between steps: a step that has begun is worth finishing, the next one is not.
+            # Checked between steps, so that a running step is finished and no other is started.
             if stop.requested or saver.best.stalled():
                 break
             started, self._under_way = time.perf_counter(), step
@@ -171,14 +172,14 @@ class Trainer(Callback):
                 metrics["timing_s/wall"] = time.perf_counter() - started
             finally:  # metrics are logged even if saving fails
                 self.callbacks.on_metrics(step, metrics)
-        # The signal may have come after the check whether a save is due.
+        # The signal may have arrived after the check for a due save.
         saver.finish()
         if stop.requested and trainer.save_at_end and saver.last_step < done:
             saver.save(done, ppo.progress)
             saver.finish()
         if stalled := "" if stop.requested else saver.best.stalled():
             log.info("%s", stalled)
-        # A run without its last validation has not finished, even with all steps made.
+        # Without its last validation a run is not finished, even after its last step.
         return bool(stalled) or (done == total and not untested)
 
     def _keep_and_test(self, ppo: PPOTrainer, saver: Saver, metrics: Metrics) -> bool:
@@ -188,7 +189,7 @@ class Trainer(Callback):
         """
         trainer, stop, step, total = self.config.trainer, self._stop, self.num_steps, self.plan.total_steps
         last, untested = step == total, False
-        # Saved first, because validation wakes the engine, which then keeps its weights for the next step.
+        # Saved before validation, which wakes the engine; the engine then keeps its weights for the next step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
             self.callbacks.on_phase("save_checkpoint")
@@ -200,7 +201,7 @@ class Trainer(Callback):
             with self._saved_on_error(ppo, saver, step):
                 val_metrics = {} if stop.requested else self._validate()
             metrics |= val_metrics
-            # An interrupted validation returns nothing.
+            # An interrupted validation returns no metrics.
             untested = not val_metrics
             try:
                 saver.best.observe(step, val_metrics)
@@ -217,12 +218,12 @@ class Trainer(Callback):
     @contextmanager
     def _saved_on_error(self, ppo: PPOTrainer, saver: Saver, step: int) -> Iterator[None]:
         """Save ``step``, the newest step, if generation or scoring fails in the body."""
-        # The progress before the step, because a step draws prompts and adapts the KL coefficient before a reward can
-        # fail.
+        # Uses the progress before the step, because a step draws prompts and adapts the KL coefficient before a reward
+        # can fail.
         before = ppo.progress
         try:
             yield
-        # All of these come before any update of a step, so the weights are still those of the previous step and worth
+        # All of these occur before an update of the step, so the weights are still from the previous step and worth
         # saving. After an error of the workers they may be half updated.
         except (RewardError, JudgeError, AgentError, StepLeft) as error:
             if isinstance(error, StepLeft):
@@ -232,7 +233,7 @@ class Trainer(Callback):
             except (DiskError, StorageError, WorkerLost) as unsaved:
                 if isinstance(error, StepLeft):
                     raise
-                # The original error ends the run: a supervisor acts on it, and it must be fixed first.
+                # The original error ends the run, because a supervisor acts on it, and it must be fixed first.
                 log.warning("step %d could not be saved: %s", step, unsaved)
             raise
 

@@ -1,9 +1,8 @@
-"""Output of earlier starts in a run folder: completed if the run resumes, else moved aside.
-
-A run that starts anew, or resumes from an earlier checkpoint, repeats steps, and its output has the names of existing
-files, which may be all that is left of hours of work. So before anything is written, these files are moved into
-``earlier_1``, ``earlier_2`` and so on. `view` and `report` read these folders like run folders. Checkpoints are not
-moved, because they are never overwritten; neither are logs, which are appended to.
+"""Output of earlier attempts in a run folder: completed if the run resumes, else moved aside. A run that starts over,
+or resumes from an earlier checkpoint, repeats steps, and its output would overwrite existing files, which may be all
+that is left of hours of work. So before anything is written, these files are moved into ``earlier_1``, ``earlier_2``
+and so on. `view` and `report` read these folders like run folders. Checkpoints are not moved, because they are never
+overwritten; neither are logs, which are appended to.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rltrain.run.report.table import METRICS
 from rltrain.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
-# Files that a new run would overwrite. Trackers with separate runs keep them apart.
+# Files that a new run would overwrite. Trackers keep runs apart themselves.
 _RUN_FILES = (
     METRICS, PAGE, "profile", "samples", "tensorboard", "tracking.json", "plan*.json", "env*.json",
     "config*.yaml",
@@ -37,11 +36,11 @@ _SAMPLES, _VAL_SAMPLES, _DATA = (re.compile(each) for each in (
 def archive_outputs(cfg: TrainerConfig, run: Path, step: int, *, anew: bool = False, validates: bool = False) -> None:
     """Move the files that the run starting after ``step`` would overwrite into ``earlier_N`` in their folder.
 
-    anew: nothing in ``run`` belongs to this run, although it may start from a checkpoint of another run. validates: the
-    run starts with a validation of ``step``. Raises DiskError or StorageError if a file cannot be moved.
+    anew: nothing in ``run`` belongs to this run, even if it starts from another run's checkpoint. validates: the run
+    starts with a validation of ``step``. Raises DiskError or StorageError if a file cannot be moved.
     """
     anew = anew or not step
-    # Step 0 has only a validation, which a run from step 0 always repeats.
+    # Step 0 consists only of a validation, which a run from step 0 always repeats.
     first = {"train": step + 1, "val": step + 1 - (validates or not step)}
     with disk_errors(run):
         aside = _free(run)
@@ -62,7 +61,7 @@ def evaluation_folder(cfg: TrainerConfig, run: RunFolder, step: int) -> RunFolde
     """Return the folder for the output of an evaluation of ``step``.
 
     It is ``evaluation_1``, ``evaluation_2`` and so on in the folder of ``run``, because its results do not belong to
-    the run whose weights it loads. If the folder holds no run, it is the folder itself. Responses of ``step`` in
+    the run whose weights it loads. If the folder holds no run, it is the folder itself. Files of ``step`` in
     ``trainer.validation_data_dir`` are moved aside.
     """
     _archive_data(cfg.validation_data_dir, step, step, last=step)
@@ -124,18 +123,18 @@ def _log_archived(folder: Path, aside: Path, step: int | None) -> None:
 
 
 def append_last_line(file: Path, step: int, metrics: dict[str, float]) -> None:
-    """Append the line of ``step`` if it is missing: the run was killed after the checkpoint, before its line."""
+    """Append the line of ``step`` if it is missing because the run was killed between checkpoint and line."""
     if metrics and not any(_step_of(line) == step for line in _lines(file)):
         with disk_errors(file), file.open("a", encoding="utf-8") as lines:
-            # A newline in front too, because the kill may have cut a line off.
+            # Prefixed by a newline, because the kill may have cut a line off.
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
 
 def pending_validation(cfg: TrainerConfig, validates: bool, run: Path, step: int, plan: Plan) -> bool:
     """Return whether the run must validate ``step`` first.
 
-    This holds for an evaluation, and if a signal interrupted the validation of the step that the run resumes from.
-    validates: there are validation prompts.
+    This is the case for an evaluation, and if a signal interrupted the validation of the step that the run resumes
+    from. validates: there are validation prompts.
     """
     due = cfg.validates_after(step, plan.total_steps, plan.steps_per_epoch)
     due = validates and step > 0 and due
@@ -153,5 +152,5 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        # Sorts after every step, so that such a line is never kept.
+        # Larger than any step, so that such a line is never kept.
         return sys.maxsize

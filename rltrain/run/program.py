@@ -17,7 +17,7 @@ ESTIMATE_FLAGS = ("device", "nodes", "lengths", "assume")
 
 
 def explained(usage: str, program: Program, *, estimates: bool = False) -> Program:
-    """Return ``program`` with ``--help``, and an error for flags that only training has.
+    """Return ``program`` with ``--help``, and with an error for flags that only training supports.
 
     estimates: the program takes `ESTIMATE_FLAGS`.
     """
@@ -28,7 +28,7 @@ def explained(usage: str, program: Program, *, estimates: bool = False) -> Progr
             return 0
         for flag in ("print_config", "version", *(() if estimates else ESTIMATE_FLAGS)):
             if getattr(arguments, flag) not in (None, False):
-                raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Leave it out.")
+                raise ConfigError(f"--{flag.replace('_', '-')} is a flag of rltrain train. Remove it.")
         return program(arguments, stop)
 
     return explained_program

@@ -34,11 +34,10 @@ def start_pool(
     deadlines: Deadlines,
     stopped: Callable[[], None],
 ) -> RewardPool | None:
-    """Start the rule scorers on the nodes of ``groups`` and try them on one row per data source.
-
-    Returns None if only a reward model scores, or nothing does. splits: references to the rows of ``data``. Output of
-    scorers goes to ``reward.log`` in ``folder``. deadlines: the trial's deadlines; they also collect the scorers'
-    stacks. stopped(): raises an error to end a wait.
+    """Start the rule scorers on the nodes of ``groups`` and try them on one row per data source. Returns None if no
+    rule scorer is needed. splits: references to the rows of ``data``. Output of scorers goes to ``reward.log`` in
+    ``folder``. deadlines: the trial's deadlines; they also collect the scorers' stacks. stopped(): raises an error to
+    end waiting.
     """
     if plan.passes.supervised or not cfg.reward_model.runs_scorers:
         return None
@@ -63,7 +62,7 @@ def start_pool(
 
 
 def _rows_to_try(cfg: ScoringConfig, rows: Rows, tools: RowTools) -> list[int]:
-    """Return the first row of every data source, except of sources whose trajectories may score themselves."""
+    """Return the first row of every data source, except sources whose trajectories may score themselves."""
     custom = cfg.custom_reward_function.path is not None or cfg.reward.is_elsewhere
     return [row for row in rows.data_sources().values() if custom or not tools.scores_itself(rows[row])]
 
@@ -71,17 +70,18 @@ def _rows_to_try(cfg: ScoringConfig, rows: Rows, tools: RowTools) -> list[int]:
 def check_columns(
     algorithm: AlgorithmConfig, weights: Collection[str], scores: Sequence[Score], split: str = "train"
 ) -> None:
-    """Raise ConfigError if the config names numbers that no scorer returns for the tried rows."""
+    """Raise ConfigError if the config uses numbers that no scorer returns for the tried rows."""
     columns = [("reward.weights", name) for name in weights]
     if split == "train":
         columns += [("algorithm.gdpo_reward_keys", name) for name in algorithm.gdpo_reward_keys]
         if algorithm.filter_groups.enable and algorithm.filter_groups.metric not in FILTER_METRICS:
             columns.append(("algorithm.filter_groups.metric", algorithm.filter_groups.metric))
     for key, name in columns:
-        # A failed score has no names: the ground truth need not look like a response.
+        # A failed score has no names of numbers; the ground truth need not have the form of a response.
         missing = [score for score in scores if score.status == "ok" and name not in (*score.extras, "score")]
         if missing:
             have = ", ".join(["score", *sorted(missing[0].extras)])
             raise ConfigError(
-                f"{key}={name}: a scorer of data.{split}_files returns no number of that name. It returns {have}."
+                f"{key}={name}: a scorer of data.{split}_files does not return a number of that name. It returns "
+                f"{have}."
             )

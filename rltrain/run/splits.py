@@ -37,7 +37,7 @@ class Data:
 
 
 def load_data(cfg: Config) -> Data:
-    """Read, check and tokenise the prompts of both splits. An evaluation reads the validation split only.
+    """Read, check and tokenise the prompts of both splits. An evaluation reads only the validation split.
 
     ``rows`` holds only the rows of the prompts that pass the filter.
     """
@@ -83,8 +83,8 @@ def encode_split(cfg: Config, split: str, found: Rows, encoder: ChatEncoder) -> 
             f"{found.paths}: no prompt is left for data.{split}_files. Raise "
             f"data.max_prompt_length={data.max_prompt_length}."
         )
-    # Rows and prompts must have the same numbering: a batch carries one row number, which finds both the tokens and the
-    # ground truth.
+    # Rows and prompts must have the same numbering, because a batch has one row number for both tokens and ground
+    # truth.
     rows = found.select(store.row_index)
     check_vocabulary(rows, store, encoder)
     check_limit_images(rows, store, cfg.actor_rollout_ref.rollout.limit_images)

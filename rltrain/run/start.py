@@ -1,7 +1,7 @@
 """Start of the workers of a run and of its scorers, trackers and sample writer.
 
-An ExitStack records how to stop each of these, and the `Trainer` unwinds it, so that the order is right however the run
-ends. An evaluation starts in the same way, without steps and their checkpoints.
+An ExitStack records how to stop each of these, and the `Trainer` unwinds it, so that the order is right in every case.
+An evaluation starts in the same way, without steps and their checkpoints.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RunSpec:
     folder: RunFolder
     start: ResumePoint
     find: Callable[[], ResumePoint]
-    """Finds another checkpoint to start from; see `verified`."""
+    """Function that finds another checkpoint to start from; see `verified`."""
 
 
 def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack, deadlines: Deadlines) -> Trainer:
@@ -74,7 +74,7 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
     """
     loaded, plan, data, folder, start = spec.loaded, spec.plan, spec.data, spec.folder, spec.start
     cfg, device = loaded.config, get_device(loaded.config.trainer.device)
-    # Rows and prompts are stored once, not once per process. Images that a dataset class made go with the prompts.
+    # Rows and prompts are stored once, not once per process. Images from a dataset class are stored with the prompts.
     splits = {name: share(_as_scored(cfg, rows)) for name, rows in data.rows.items()}
     prompts = share(data.prompts)
     devices = logs.count(plan.num_devices, f"{device.kind.upper()} device")
@@ -95,9 +95,9 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
     pool = start_pool(cfg.scoring, cfg.algorithm, plan, splits, data, groups, folder.path, deadlines, on_wait)
     rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), callbacks.on_failure)
     group = WorkerGroup("hybrid", groups, device, threads, *rest)
-    # After an error, an orderly stop would wait for workers that hang.
+    # After an error, an orderly stop would wait for hanging workers.
     closing.push(lambda kind, error, where: group.stop() if error is None else group.kill())
-    # If a signal stops at once, scorers end with Ray: a shutdown would wait for the response being scored.
+    # If a signal stops the run at once, scorers end with Ray; a shutdown would wait for the current response.
     closing.callback(unless_lost(lambda: pool.shutdown() if pool and not stop.at_once else None))
     workers = logs.count(group.world, "worker")
     with logs.waiting(f"looking at {logs.count(cfg.trainer.nnodes, 'node')}"):
@@ -106,7 +106,7 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
     owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
     reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
-        # A Config object would arrive as a reference too; only the data is large enough to be shared.
+        # Only the data is large enough to be shared; a Config would arrive as a reference too.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if reads_rows else None})
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
@@ -118,7 +118,7 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
         else:
             validation = make_evaluation(cfg, plan, data, group, pool, start.folder, callbacks.on_phase)
     saver = _resume(spec, start, ppo, callbacks) if ppo else None
-    # Only once the run can start: a refused start leaves the files of the previous run unchanged.
+    # Only when the run can start, so that a refused start leaves the files of the previous run unchanged.
     if ppo:
         archive_outputs(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
     else:
@@ -129,9 +129,9 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
         writer = WriterProcess(splits, prompts, data.encoder.backend)
         callbacks.add(sample_logger := SampleLogger(cfg.trainer, folder.path, writer, tracker))
         closing.callback(unless_lost(lambda: sample_logger.close(wait=not stop.at_once)))
-    # As a context and not as a callback, because a tracker must know whether the run failed.
+    # A context, not a callback, because a tracker must know whether the run failed.
     closing.enter_context(tracker)
-    # Callbacks see the sample_logger's metrics. The notice comes last, because a step ends when all others have run.
+    # User callbacks get the sample_logger's metrics. The notice is last, because a step ends when all others have run.
     callbacks.add(user, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
         callbacks.add(Notice(stop, lambda: saver.under_way_s))

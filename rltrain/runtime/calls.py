@@ -1,8 +1,8 @@
 """Calls of a role's methods, checked by mypy and sent by Ray.
 
 A call names the function of a Protocol (``Actor.update``), never a string: mypy finds typos, wrong arguments and wrong
-uses of the result, and a reader reaches the signature with one click. The function is sent by its import path. The
-worker process calls the method of that name on the role whose class has the Protocol as a base.
+uses of the result, and editors can jump to the signature. The function is sent by its import path. The worker process
+calls the method of that name on the role whose class has the Protocol as a base.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _Chunk = TypeVar("_Chunk", bound=Chunk)
 class Stream(Generic[_Chunk]):
     """Objects that workers return while a call runs. ``poll`` is called repeatedly on every rank until it is done.
 
-    arrived(rank, reference of the object, chunk): receives an object. tick(): called periodically.
+    arrived(rank, reference of the object, chunk): called for every object. tick(): called periodically.
     """
 
     poll: Call[tuple[Any, _Chunk]]

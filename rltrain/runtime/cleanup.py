@@ -1,9 +1,9 @@
-"""Cleanup after a local Ray: without raylet, GCS or driver some of its processes run for minutes.
+"""Cleanup after a local Ray, some of whose processes keep running for minutes without raylet, GCS or driver.
 
-The driver starts this as a program, which waits for the driver's end, even by kill -9. It then prints the driver's last
-instruction (`exit_message`, or nothing for SILENT), because the driver no longer can; after ORDERLY it does nothing. It
-uses the standard library only, so its cost is negligible. Left out: a Ray that the driver has only joined and others
-use: then no session is given, and nothing is ended.
+The driver starts this as a program, which waits for the driver's end, even by kill -9. Then it prints the driver's last
+message (`exit_message`, or nothing for SILENT), which the driver no longer can; after ORDERLY it does nothing. It uses
+only the standard library, so its cost is negligible. Left out: a cluster that the driver has only joined; then no
+session is given, and nothing is ended.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def remove_shared_memory(session: str) -> None:
 def _holders(folder: str) -> list[int]:
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
+        with contextlib.suppress(OSError):  # has ended meanwhile, or belongs to another user
             files = map(os.readlink, (process / "fd").iterdir())
             if int(process.name) == os.getpid() or not any(file.startswith(folder) for file in files):
                 continue

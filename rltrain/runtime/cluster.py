@@ -1,8 +1,8 @@
 """Ray cluster: start or join it, and reserve the devices of a run.
 
-Ray waits long and silently for unreachable addresses, dead nodes and busy devices. So everything that can be checked in
-advance is checked first, and while the run waits for devices the log names the missing ones. Left out: starting Ray on
-other nodes (scripts/ray_start.sh does it), and resizing the reservation of a run.
+Ray waits long and silently for unreachable addresses, dead nodes and busy devices. So everything possible is checked in
+advance, and while the run waits for devices, missing ones are logged. Left out: starting Ray on other nodes
+(scripts/ray_start.sh does it), and resizing the reservation of a run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONNECT_S = 5
 # Minimum size of the object store; Ray does not report a smaller one.
 _LEAST_FILE_BYTES = 80 << 20
 _TRIES = 3
-# The last two: the server of a client died while Ray inspected it.
+# The last two are raised if a client's server died while Ray inspected it.
 _TOO_SLOW = (
     "timed out during startup", "Starting Ray client server failed", "Proxy failed to Connect", "psutil.ZombieProcess",
     "psutil.NoSuchProcess",
@@ -111,7 +111,7 @@ def start_ray(cfg: ClusterConfig) -> bool:
         arguments |= {"num_cpus": max(os.cpu_count() or 1, cfg.trainer.n_gpus_per_node), "include_dashboard": False}
         if "_temp_dir" not in settings and not first_set("RAY_TMPDIR") and (folder := closed_folder()):
             settings["_temp_dir"] = f"{folder}/ray"
-        # "local" starts a new Ray instead of joining one that happens to run on this machine.
+        # "local" starts a new Ray instead of joining one that is already running on this machine.
         _check_limits()
         _have_token()
     arguments |= settings | {"address": address or "local"}
@@ -128,7 +128,7 @@ def start_ray(cfg: ClusterConfig) -> bool:
         named = ", ".join(f"{name}={value}" for name, value in arguments_shown.items())
         raise ConfigError(f"ray.init({named}) failed, see {_KEY}: {error}{way_in(address, error)}") from error
     except Exception as error:
-        # Ray has no exception type for a start that times out or whose processes die.
+        # Ray has no exception type for a start that times out or in which processes die.
         raise WorkerLost(
             f"Ray did not start on this machine: {error} Run the same command again. If it fails again, see "
             f"gcs_server.out and raylet.out in {ray_logs()}."
@@ -139,7 +139,7 @@ def start_ray(cfg: ClusterConfig) -> bool:
 
 
 def closed_folder(parent: str = "/tmp") -> str | None:
-    """Return a folder below ``parent`` that only this user can enter; None if none can be created.
+    """Return a folder below ``parent`` that only this user can access; None if it cannot be created.
 
     Ray makes its temporary folder and its sessions writable for every user. The path is short, because Ray's sockets
     are below it and a socket path has at most 107 bytes.
@@ -179,7 +179,8 @@ def _check_limits() -> None:
 @contextlib.contextmanager
 def _on_this_machine() -> Iterator[None]:
     """Make a local Ray that starts inside the context listen on the loopback only, unreachable from other hosts."""
-    # Ray has this mode for desktops, by a variable that it reads on import. It does not accept 127.0.0.1 as an address.
+    # Ray's mode for desktops, enabled by a variable that it reads on import. It does not accept 127.0.0.1 as an
+    # address.
     constants, name = ray._private.ray_constants, "ENABLE_RAY_CLUSTER"
     before = getattr(constants, name, True)
     setattr(constants, name, False)
@@ -190,7 +191,7 @@ def _on_this_machine() -> Iterator[None]:
 
 
 def _unasked(arguments: dict[str, Any]) -> list[str]:
-    """Return processes that Ray starts but a single run does not need; each takes a second of CPU and 100 MB."""
+    """Return processes that Ray starts but a run does not need; each takes a second of CPU and 100 MB."""
     return [
         "start_monitor",
         *(["start_log_monitor"] if not arguments["log_to_driver"] else []),
@@ -238,7 +239,7 @@ def _use_token() -> None:
 
 
 def way_in(address: str | None, error: BaseException) -> str:
-    """Return advice on a failed attempt to join. Ray gives some reasons only in the cause of its error."""
+    """Return advice on a failed attempt to join. Some reasons are only in the cause of Ray's error."""
     message = f"{error} {error.__cause__ or ''}".lower()
     if not address:
         return ""
@@ -259,14 +260,14 @@ def way_in(address: str | None, error: BaseException) -> str:
 
 
 def num_nodes(cfg: ClusterConfig, device: Device) -> int:
-    """Return the number of cluster nodes with at least ``trainer.n_gpus_per_node`` devices; 1 at least."""
+    """Return the number of cluster nodes with at least ``trainer.n_gpus_per_node`` devices, at least 1."""
     slots = [node["Resources"].get(device.ray_resource, 0) for node in ray.nodes() if node["Alive"]]
     return max(1, sum(num_slots >= cfg.trainer.n_gpus_per_node for num_slots in slots))
 
 
 def first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
     """Log the first sentence of Ray's message, without its advice."""
-    # For a traceback, use the line after it.
+    # For a traceback, use its last line.
     log.warning("Ray: %s", re.split(r"\. |\n", re.sub(r"(?s)^Traceback.*\n(?=\S+:)", "", " ".join(data["lines"])))[0])
 
 
@@ -287,12 +288,12 @@ def reserve(cfg: ClusterConfig, device: Device, within_s: float = _RESERVE_S) ->
     if not cluster_address(cfg) and (have := int(ray.cluster_resources().get(name, 0))) < per_node:
         raise ConfigError(f"trainer.n_gpus_per_node={per_node}, but the local Ray has {have} {name} slots.")
     bundle = {"CPU": 1.0} if device.is_cpu else {"CPU": 1.0, name: 1.0}
-    # One group per node keeps consecutive ranks on one node. The ranks of an engine replica and of a sequence-parallel
-    # group are consecutive, and they communicate most.
+    # One group per node keeps consecutive ranks on one node, because ranks of an engine replica or a sequence-parallel
+    # group are consecutive and communicate most.
     groups = [placement_group([dict(bundle)] * per_node, strategy="STRICT_PACK") for _ in range(trainer.nnodes)]
     try:
         _wait_for(groups, cfg, name, within_s)
-    except BaseException:  # a Ray of the caller keeps running, and would keep or still request these devices
+    except BaseException:  # a Ray started by the caller keeps running, and would keep or still request these devices
         free(groups)
         raise
     return groups
@@ -335,7 +336,7 @@ def lost_node(nodes: Collection[str], wait_s: float) -> tuple[str, str]:
 def ray_logs() -> str:
     """Return the folder of Ray's logs on this node. Its path is the same on all nodes."""
     node: Any = ray._private.worker._global_node
-    # With ray:// this process is not on a node of the cluster.
+    # With ray://, this process does not run on a node of the cluster.
     return node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs"
 
 

@@ -1,9 +1,9 @@
-"""Cross-node bundles: rows that are read on another node than they are stored on.
+"""Cross-node bundles: rows that are read on a different node than they are stored on.
 
-Problem: Ray transfers whole objects, so every node would get all responses of a step for the few that its ranks
-compute, and the traffic would grow with the number of nodes. Choice: before a call, every node packs the rows for
+Problem: Ray transfers whole objects, so every node would receive all responses of a step, although its ranks compute
+only a few, and traffic would grow with the number of nodes. Choice: before a call, every node packs the rows for
 another node into one bundle. Ray transfers it once, and the ranks of the receiving node read it from shared memory.
-Left out: keeping bundles for later calls, which may have other layouts.
+Left out: keeping bundles for later calls, which may have different layouts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.runtime.calls import Call
 from rltrain.runtime.samples import Request, StoredRows, driver_bytes, pick
 
-# Rows of objects to send, by reading node. `ids` of these parts are unused.
+# Rows of objects to send, by reading node; `ids` of these parts are unused.
 RowsByReader = dict[int, list[StoredRows]]
 
 
@@ -92,7 +92,7 @@ def route(
 def pack_for_node(
     bundles: Sequence[Sequence[StoredRows]], objects: Mapping[Any, Batch | list[Any]]
 ) -> tuple[list[Batch | list[Any]] | int, ...]:
-    """Return each bundle as a list of pieces, and last their total bytes. objects: by reference."""
+    """Return each bundle as a list of pieces, followed by the total bytes. objects: references."""
     bundle_pieces = [[pick(part, objects[part.ref]) for part in bundle] for bundle in bundles]
     return (*bundle_pieces, sum(payload_bytes(piece) for pieces in bundle_pieces for piece in pieces))
 

@@ -1,7 +1,6 @@
-"""Exchange of values between ranks: as JSON, or for torch's object collectives only with the signature of the run.
-
-torch's object collectives send pickles, which can run code when they are loaded, and neither a store nor gloo requires
-authentication. Any process that reaches their ports could run code as another rank.
+"""Exchange of values between ranks: as JSON, or for torch's object collectives with a signature of the run. torch's
+object collectives send pickles, which can run code when loaded, and neither stores nor gloo require authentication. So
+any process that reaches their ports could run code on other ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Root cause of the errors of several ranks.
 
-When a rank fails, all others fail soon after, because the collectives they wait in lose their peer. Ray reports errors
-in any order. So errors are ranked by kind, and the worst one of the lowest rank is raised, with advice.
+When a rank fails, all others fail soon after, because their collectives lose a peer. Ray reports errors in any order.
+So errors are ranked by kind, and the worst one of the lowest rank is raised, with advice.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SYMPTOMS = ("gloo", "nccl", "hccl", "connection closed", "connection reset", "b
 _COLOUR = re.compile(r"\x1b\[\d*m")
 # Time after the first error to wait for the error that caused it.
 _ROOT_CAUSE_S = 3.0
-# Time that Ray may need to detect a lost node after its processes are gone.
+# Time within which Ray detects a lost node after its processes are gone.
 _NODE_S = 5.0
 # Bytes to read of the last output of a dead process.
 _WORDS_BYTES = 64 << 10
-# Time that the watch of this node's Ray may need to notice that Ray caused the death of workers.
+# Time within which the watchdog notices that Ray caused the death of workers.
 _NOTICE_S = 0.5
 
 
@@ -42,7 +42,7 @@ def get(reference: Any) -> tuple[Any, Exception | None]:
 
 
 def errors_of(waiting: dict[Any, int]) -> dict[int, Exception]:
-    """Return errors of other ranks within seconds of the first, which may be a consequence of theirs."""
+    """Return errors of other ranks within seconds of the first error, which may be a consequence of them."""
     ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_ROOT_CAUSE_S) if waiting else ([], [])
     errors = {waiting[reference]: get(reference)[1] for reference in ready}
     return {rank: error for rank, error in errors.items() if error}
@@ -55,8 +55,8 @@ def explain(
 ) -> RltrainError:
     """Return the error that most likely caused the others: a death, else an exception, else a broken connection.
 
-    Among several, the lowest rank's. errors: by rank. place(ranks): describes them and their call. lost(seconds): ranks
-    and name of a node that is lost, or will be within that time.
+    Among several, the lowest rank's. errors: mapping from rank. place(ranks): describes them and their call.
+    lost(seconds): ranks and name of a node that is lost, or will be within that time.
     """
     rank = min(errors, key=lambda failed_rank: (_severity(errors[failed_rank]), failed_rank))
     error, where = errors[rank], place([rank])
@@ -91,7 +91,7 @@ def explain(
 def _host_memory(error: Exception) -> str:
     """Return a message if a host (not a device) is out of memory; else "".
 
-    By the text, because Ray, which kills workers before the kernel would, may also report it as the death of an actor.
+    By the text, because Ray, which kills workers before the kernel does, may also report this as the death of an actor.
     """
     cause = getattr(error, "cause", None) or error
     text = str(cause)
@@ -107,7 +107,7 @@ def _host_memory(error: Exception) -> str:
 
 
 def _last_words(death: str) -> str:
-    """Return the stderr of a dead process of this node: C++ terminates it when out of memory."""
+    """Return the last stderr output of a dead process of this node, where C++ reports that it is out of memory."""
     pid, address = (re.search(rf"^\s*{name}: (\S+)$", death, re.MULTILINE) for name in ("pid", "ip"))
     if pid and address and address[1] == ray.util.get_node_ip_address():
         for path in Path(ray_logs()).glob(f"worker-*-{pid[1]}.err"):
@@ -120,7 +120,7 @@ def _last_words(death: str) -> str:
 def death_watch() -> Callable[[Exception], str]:
     """Return a function that describes the death of a process that is not a rank, from Ray's error: out of memory, a
     lost node (often noticed first by such a process), or just dead."""
-    # Only nodes that are alive now: a cluster older than the run may have lost others.
+    # Only nodes that are alive now, because an older cluster may have lost nodes before the run.
     nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def gone(error: Exception) -> str:

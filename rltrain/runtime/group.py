@@ -1,8 +1,8 @@
 """WorkerGroup: one worker process per device. `submit` sends calls, `Handle.collect` waits for the results.
 
-They are separate so that the driver can work in between, queue the next call at the workers, or set a deadline per
-call. Workers run calls in the order of submission. Left out: retries. A repeated optimizer step would be applied twice,
-so any error ends all workers and the run resumes from a checkpoint.
+They are separate so that in between the driver can work or queue the next call, and so that each call can have a
+deadline. Workers run calls in the order of submission. Left out: retries. A repeated optimizer step would be applied
+twice, so any error ends all workers and the run resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _Ranks = range | None
 
 # Timeout of one poll of results and streams.
 _POLL_S = 0.5
-# Time for workers to return their stacks; one that does not is stopped, or its node is lost.
+# Time for workers to return their stacks; a worker that does not is stopped, or its node is lost.
 _STACKS_S = 5.0
-# Time for workers to leave the process group; one that is still busy is killed.
+# Time for workers to leave the process group; busy ones are then killed.
 _LEAVE_S = 10.0
 # Maximum number of ranks named in a message: in a hang, all ranks of a cluster may be late.
 _NAMED_RANKS = 4
@@ -74,7 +74,7 @@ class Handle(Generic[_Result]):
         self._references = references
         self._first_rank = first_rank
         self._since = since
-        # Results by rank so far; pending references, each with its rank.
+        # Results so far by rank; pending references with their ranks.
         self._results: dict[int, Any] = {}
         self._waiting: dict[Any, int] = {
             rank_references[-1]: first_rank + place for place, rank_references in enumerate(references)
@@ -96,17 +96,17 @@ class Handle(Generic[_Result]):
             group.check()
             ray_watchdog.raise_if_lost()
             seconds = group.clock.monotonic() - started
-            # Once all results have arrived, the ranks whose stream is still open are the late ones.
+            # If all results have arrived, ranks whose stream is still open are late.
             late = sorted(waiting.values() or polls.ranks)
-            # An available result is not late, even if it is collected late.
+            # An available result is on time, even if it is collected late.
             if seconds > limit_s and not _look(waiting)[0]:
                 raise group.hung(self._phase, late, seconds)
             if seconds > limit_s / 2 and not warned:
                 place = group.place(late, self._phase)
                 log.warning("%s: not done after %.0f s; the run ends after %.0f s", place, seconds, limit_s)
                 warned = True
-            # Wait for one reference, to process a chunk or an error at once. The timeout allows for `check` and the
-            # deadline when nothing arrives.
+            # Wait for one reference, to process a chunk or an error at once. The timeout is for `check` and the
+            # deadline, if nothing arrives.
             ready, _ = ray.wait([*waiting, *polls.open], num_returns=1, timeout=_POLL_S)
             for reference in ready:
                 result, error = get(reference)
@@ -147,8 +147,8 @@ class WorkerGroup:
     """Workers of a run.
 
     check(): called periodically while the driver waits for workers; its exceptions end the wait. before_end(): called
-    after an error if all processes live, before they are ended. environment: of the workers' processes (None:
-    `worker_environment` for the device and threads).
+    after an error if all processes live, before they are ended. environment: environment variables of the workers'
+    processes (None: `worker_environment` for the device and threads).
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class WorkerGroup:
         self.deadlines.show(
             "workers", lambda: {f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()}
         )
-        # Node of each rank, numbered by first ranks. Known once all have started.
+        # Node of each rank, numbered by first ranks; known once all ranks have started.
         self.nodes = [0] * self.world
 
     def ask(self, function: Callable[[_Argument], _Result], arguments: Sequence[_Argument]) -> Handle[_Result]:
@@ -324,7 +324,7 @@ class WorkerGroup:
         return explain(errors, lambda ranks: self.place(ranks, phase), self._lost)
 
     def _lost(self, wait_s: float) -> tuple[list[int], str]:
-        """Return the ranks and the name of a lost node, which is never the driver's."""
+        """Return the ranks and the name of a lost node (never the driver's)."""
         ids = [identity["node_id"] for identity in self._identities]
         node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
         return [rank for rank, node_id in enumerate(ids) if node_id == node], name
@@ -342,16 +342,16 @@ class WorkerGroup:
         rank_of = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
         answered, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=_STACKS_S)
         stacks = {rank_of[reference]: get(reference)[0] for reference in answered}
-        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a dead process has none
+        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a dead process has no stack
 
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
         """Write all stacks, end all workers, and return an error with the silent ranks, or else the late ones."""
         stacks = self._stacks()
         self.kill()
-        # A process that does not return its stack is stopped or lost, so it is the one to name.
+        # A process that does not return its stack is stopped or lost, so it is reported.
         silent = [rank for rank in late if rank not in stacks]
         for identity in (self._identities[rank] for rank in silent if rank < len(self._identities)):
-            # Ray asks a process to exit; a stopped process does not react.
+            # Ray requests an exit, to which a stopped process does not react.
             if identity["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(identity["pid"], signal.SIGKILL)

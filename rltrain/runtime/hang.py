@@ -1,8 +1,8 @@
 """Timeouts of calls to the workers, and stack dumps of a hang.
 
-A worker that hangs neither responds nor dies, and collectives make all others wait for it: without a deadline a run
-would stall until it is noticed. No fixed limit fits, because one call takes a second and another an hour. So each kind
-of call has a separate limit, a multiple of its longest duration so far. Left out: progress within a call.
+A hanging worker neither responds nor dies, and in collectives all others wait for it. Without a deadline the run would
+stall unnoticed. A fixed limit does not work, because one call takes a second and another an hour. So each kind of call
+has a separate limit, a multiple of its longest duration so far. Left out: progress within a call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rltrain.common.background import BackgroundJob
 
 # Time that storage may take to write the stacks.
 _WRITE_S = 10.0
-# Frames of a faulthandler stack in which torch waits for other ranks; the first is the innermost.
+# Frames of faulthandler stacks in which torch waits for other ranks, innermost first.
 _COLLECTIVE = re.compile(
     r'File "[^"]*torch/distributed/[^"]*", line \d+ in '
     r"((?:_?all_(?:gather|reduce|to_all)|reduce_scatter|broadcast|barrier|scatter|gather|reduce|send|recv)\w*)"
@@ -27,7 +27,8 @@ _COLLECTIVE = re.compile(
 
 @dataclass
 class Deadlines:
-    """Timeouts: a call may take ``factor`` times as long as the longest of its kind so far, but at least ``floor_s``.
+    """Timeouts: a call may take ``factor`` times as long as the longest of its kind so far, or ``floor_s`` if that is
+    more.
 
     The first call of a kind may take ``factor`` times ``floor_s``. floor_s None: no limit.
     """
@@ -84,8 +85,8 @@ class Deadlines:
 def different_collectives(stacks: Mapping[int, str], world: int) -> str:
     """Return a message if all ``world`` ranks wait in collectives, but not all in the same one; else "".
 
-    Ranks in different collectives never complete, so rerunning does not help. If a rank is missing, the others may
-    rightly wait for it.
+    Ranks in different collectives never complete, so rerunning does not help. If a rank is missing, the others may be
+    right to wait for it.
     """
     names = {rank: calls[0] for rank, stack in sorted(stacks.items()) if (calls := _COLLECTIVE.findall(stack))}
     if len(names) < world or len(set(names.values())) < 2:

@@ -1,7 +1,7 @@
 """Process of one rank, as a Ray actor.
 
 Workers do not use Ray: here a call is dispatched to its role, a `Request` is assembled into a batch, and the process
-joins the process group. A control thread responds during a call, for texts that are ready early and for the stacks of a
+joins the process group. A control thread responds during a call: it returns texts that are ready early, and stacks in a
 hang.
 """
 
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 class _Host:
     def __init__(self, rank: int, world: int, threads: int, logs: str | None, environment: dict[str, str]) -> None:
-        # An engine ends this process by SIGQUIT when one of its processes has died. A run that a script started in the
-        # background (`&`) inherits that the signal is ignored, and would wait forever.
+        # An engine ends this process by SIGQUIT when one of its processes has died. A run started in the background
+        # (`&`) by a script inherits an ignored SIGQUIT and would wait forever.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        # Ray's handler allocates memory: without free memory it recurses forever and hides the cause.
+        # Ray's handler allocates memory, so without free memory it recurses forever and hides the cause.
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
         node: Any = ray._private.worker._global_node
         adopt(environment | {SESSION: node.session_name})
@@ -56,8 +56,8 @@ class _Host:
     def open_store(self, num_nodes: int) -> tuple[str, int]:
         """Open the store for the rendezvous of the ranks (rank 0). Returns host and port, or file and 0.
 
-        On one node it is a file in a folder of this user, because a port is open to every user. With several nodes it
-        listens on a port that the system picks, so that no other process can take it first.
+        On one node it is a file in a folder of this user, because a port would be open to every user. With several
+        nodes it listens on a port chosen by the system, so that no other process can take it first.
         """
         if num_nodes == 1:
             node: Any = ray._private.worker._global_node
@@ -69,7 +69,7 @@ class _Host:
         host = ray.util.get_node_ip_address()
         listener = _listen(host)
         port, file = listener.getsockname()[1], listener.detach()
-        # The other ranks get the port only from this call's result, so waiting for them here would deadlock.
+        # The other ranks get the port from this call's result, so waiting for them here would deadlock.
         terms = (self._world, True, COLLECTIVE_TIMEOUT, False)
         store = self._store = dist.TCPStore(host, port, *terms, master_listen_fd=file)
         return host, store.port
@@ -84,7 +84,7 @@ class _Host:
         return function(argument)
 
     def join(self, host: str, port: int, backend: str, num_nodes: int, key: bytes) -> None:
-        """Join the process group. host: with port 0 the file of the store. key: of the run, for `sign_objects`."""
+        """Join the process group. host: with port 0, the file of the store. key: the run's key for `sign_objects`."""
         sign_objects(key)
         use_interface(ray.util.get_node_ip_address(), num_nodes)
         torch.set_num_threads(self._threads)
@@ -96,7 +96,7 @@ class _Host:
         dist.init_process_group(backend, None, COLLECTIVE_TIMEOUT, self._world, self._rank, store)
 
     def build(self, worker: str, kwargs: dict[str, Any]) -> None:
-        """Build the worker ``module:Class``, with references in ``kwargs`` fetched."""
+        """Build the worker ``module:Class``; references in ``kwargs`` are fetched first."""
         module, _, name = worker.partition(":")
         # Ray resolves references that are arguments, but not inside a dictionary.
         fetched = {key: _fetch(value) for key, value in kwargs.items()}
@@ -106,9 +106,9 @@ class _Host:
         self._worker = kind(**fetched)
 
     def run(self, call: Call[Any]) -> Any:
-        """Run the call on its role. A Request argument becomes a Batch, a list of references its objects."""
+        """Run the call on its role. A Request becomes a Batch, and a list of references a list of objects."""
         protocol = getattr(sys.modules[call.method.__module__], call.role)
-        # By base class and not isinstance, which compares method names of a Protocol: actor and critic share several.
+        # By base class, not isinstance, which compares method names of a Protocol, and actor and critic share several.
         role = next(candidate for candidate in self._worker.roles if protocol in type(candidate).__mro__)
         try:
             return getattr(role, call.method.__name__)(*map(_assembled, call.args), **call.kwargs)
@@ -122,12 +122,12 @@ class _Host:
 
     @ray.method(concurrency_group="control")
     def poll(self, call: Call[Any]) -> Any:
-        """Run a call while ``run`` is busy."""
+        """Run a call concurrently with ``run``."""
         return self.run(call)
 
     @ray.method(concurrency_group="saving")
     def run_concurrently(self, call: Call[Any]) -> Any:
-        """Run a call while ``run`` computes the next steps."""
+        """Run a call concurrently with ``run``."""
         return self.run(call)
 
     @ray.method(concurrency_group="bundles")
@@ -164,7 +164,7 @@ def _listen(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, 0), family=family)
-    except OSError:  # the address belongs to a router
+    except OSError:  # the address is a router's
         return socket.create_server(("", 0), family=family)
 
 
@@ -198,5 +198,5 @@ def _get(refs: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise (error.cause or error) from error  # an error of `pack`, not a lost worker
     except _GONE as error:
-        # A separate type, so that the death of the worker that held the object counts as the cause.
+        # A separate type, so that the death of the worker with the object counts as the cause.
         raise WorkerLost(f"the data of another worker did not arrive ({type(error).__name__}). {AGAIN}") from error

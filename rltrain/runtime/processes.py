@@ -1,7 +1,7 @@
 """Memory of a node's processes by kind, from /proc.
 
-Only anonymous pages count: pages of the object store are shared by every process that has read them, and would count
-several times.
+Only anonymous pages count, because pages of the object store are shared by all processes that have read them, and would
+be counted several times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ray
 
 from rltrain.runtime.slots.limits import descendants
 
-# Start of a command line -> kind of the process, and kind of its descendants.
+# Prefix of a command line -> kind of the process, and kind of its descendants.
 _ACTORS = {"ray::_Host": ("worker", "engine"), "ray::RewardWorker": ("scorer", "scorer")}
 
 

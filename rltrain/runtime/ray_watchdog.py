@@ -1,12 +1,13 @@
-"""Watchdog of this node's Ray and of the driver, and the end of a run that lost either.
+"""Watchdog of this node's Ray and of the driver, which ends a run that loses either.
 
 Problem: a driver is not notified when its raylet or GCS dies. Calls block until Ray ends the process below Python, with
 exit code 1 and without any handler. Choice: a thread holds a connection to each of the two, which the kernel closes
-when the peer dies. Waits of the driver check it (`raise_if_lost`), Ray is not called any more (`unless_lost`), and if
-the main thread is stuck below Python, the thread ends the process. The same thread ends a driver that hangs in storage
-or in user code. Ray's library may still end the process, so an error is reported before any part of Ray is shut down,
-and another process repeats it after our end (`cleanup_after_exit`). Left out: Ray on other nodes, whose loss Ray
-reports; the Ray of a client driver (ray://); and a driver that hangs while it holds the GIL.
+when the peer dies. The driver checks for a loss while it waits (`raise_if_lost`) and then no longer calls Ray
+(`unless_lost`). If the main thread is stuck in native code, the watchdog's thread ends the process. The same thread
+ends a driver that hangs in storage or in user code. Ray's library may still end the process, so an error is reported
+before any part of Ray is shut down, and another process repeats the report after this process has ended
+(`cleanup_after_exit`). Left out: Ray on other nodes, whose loss Ray reports; the Ray of a client driver (ray://); and a
+driver that hangs while it holds the GIL.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _CONNECT_S = 5.0
 _UNWIND_S = 15.0
 # Time to write the stacks of a driver that hangs.
 _WRITE_S = 15.0
-# CPU seconds and bytes read per poll above which a driver is busy and not waiting for storage.
+# CPU seconds and bytes read per poll above which a driver counts as busy, not as waiting for storage.
 BUSY_S, _BUSY_BYTES = 0.1 * _POLL_S, 1 << 16
 # Timeout of ray.shutdown.
 _SHUTDOWN_S = 30.0
@@ -67,14 +68,14 @@ class _Connection:
             connection.close()
             raise
         connection.setblocking(False)
-        if self._family != socket.AF_UNIX:  # a host that lost power closes nothing
+        if self._family != socket.AF_UNIX:  # a host without power does not close connections
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         return connection
 
     def broken(self) -> bool:
-        """Return True if the peer is dead. It may also have closed an idle connection."""
+        """Return Return True if the connection is broken: the peer is dead, or has closed an idle connection."""
         try:
             while self.socket.recv(4096):
                 pass
@@ -93,8 +94,8 @@ class _Connection:
 class RayWatchdog(threading.Thread):
     """Watchdog thread.
 
-    connections: to raylet and GCS. session: folder of a Ray that ends with this process, else "". deadlines: for the
-    driver's work; see `require_heartbeat`. reads, kept: see `watch_ray`.
+    connections: connections to raylet and GCS. session: folder of a Ray that ends with this process, else "".
+    deadlines: for the driver's work; see `require_heartbeat`. reads, kept: see `watch_ray`.
     """
 
     def __init__(
@@ -195,11 +196,11 @@ _hanging = False
 
 @contextlib.contextmanager
 def watch_ray(deadlines: Deadlines, local: bool, reads: bool = False, kept: Callable[[], str] = str) -> Iterator[None]:
-    """Watch this node's raylet and the GCS inside the context; raise WorkerLost at its end at the latest if one died.
+    """Watch this node's raylet and the GCS inside the context; raise WorkerLost, at the latest at its end, if one died.
 
-    deadlines: of the driver, see `require_heartbeat`. local: this process has started Ray for itself only. reads: the
-    driver loads and prepares data, which may take long: it does not count as hung while it is busy. kept: last line of
-    the error message (`Stop.kept`).
+    deadlines: the driver's deadlines, see `require_heartbeat`. local: this process has started Ray for itself only.
+    reads: the driver loads and prepares data, which may take long, so it does not count as hung while it is busy. kept:
+    last line of the error message (`Stop.kept`).
     """
     global _watchdog
     if _watchdog:  # an outer caller already watches
@@ -213,7 +214,7 @@ def watch_ray(deadlines: Deadlines, local: bool, reads: bool = False, kept: Call
     try:
         yield
     except Exception as error:
-        # Ray's exceptions for it do not name the cause.
+        # Ray's exceptions do not show that this is the cause.
         if (isinstance(error, RltrainError) and not isinstance(error, WorkerError)) or not lost(_POLL_S):
             raise
         raise WorkerLost(f"{watch.message}\n{kept()}".strip()) from error
@@ -237,7 +238,8 @@ def _connections(node: Any) -> Iterator[_Connection]:
 
 @contextlib.contextmanager
 def require_heartbeat() -> Iterator[None]:
-    """Require regular calls of `raise_if_lost` inside the context; without them the driver hangs, and the process ends.
+    """Require regular calls of `raise_if_lost` inside the context; without them the driver counts as hung, and the
+    process is ended.
 
     Errors are reported here already, because Ray may end the process during cleanup.
     """
@@ -261,8 +263,8 @@ def require_heartbeat() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cleanup_after_exit(local: bool) -> Iterator[None]:
-    """Start a process that reports the error if this process ends inside the context, and cleans up its Ray. local:
-    this process has started Ray."""
+    """Start a process that reports the error and cleans up Ray if this process ends inside the context. local: this
+    process has started Ray."""
     global _cleanup_process
     node: Any = ray._private.worker._global_node
     session = node.get_session_dir_path() if local else ""
@@ -289,8 +291,8 @@ def _set_exit_message(exit_message: bytes) -> None:
 def stop_ray() -> None:
     """Leave the cluster; a local one ends.
 
-    If Ray does not respond, for example a stopped raylet, it is left alone: a local one ends with this process. Ending
-    it earlier would end this process too, in Ray's library, with exit code 1.
+    If Ray does not respond, for example because the raylet is stopped, it is left alone: a local Ray ends with this
+    process. Ending it earlier would make Ray's library end this process with exit code 1.
     """
     global _hanging
     leaving = threading.Thread(target=unless_lost(ray.shutdown), daemon=True)
@@ -299,7 +301,7 @@ def stop_ray() -> None:
     _hanging = leaving.is_alive()
     if _hanging:
         log.warning("ray.shutdown did not return within %d s", _SHUTDOWN_S)
-        atexit.unregister(ray.shutdown)  # it would wait for this call
+        atexit.unregister(ray.shutdown)  # cleanup would wait for this call
 
 
 def hanging() -> bool:
@@ -323,7 +325,7 @@ def raise_if_lost() -> None:
 
 
 def unless_lost(function: Callable[..., Any]) -> Callable[..., None]:
-    """Wrap ``function``, which calls Ray to end something: do nothing once Ray is lost.
+    """Wrap ``function``, which calls Ray to end something, so that it does nothing once Ray is lost.
 
     Errors of Ray are logged as warnings only, because the reason for the end has been reported already.
     """

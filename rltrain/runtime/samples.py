@@ -1,8 +1,8 @@
 """Driver's view of a batch: numbers per sample, and references to the payload.
 
 Problem: tokens and log-probs of a step are gigabytes, and every pass distributes the samples differently. Choice: the
-payload stays in Ray's object store on the worker that produced it. The driver sends a `Request` per rank: objects to
-fetch and rows of them, resolved on the receiving worker. `cross_node` reduces the transfers between nodes.
+payload stays in Ray's object store on the worker that produced it. The driver sends a `Request` per rank, with the
+objects to fetch and their rows, which the receiving worker resolves. `cross_node` reduces the transfers between nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StoredRows:
 
 
 def whole(ref: Any, columns: tuple[str, ...], ids: Array, node: int = 0) -> StoredRows:
-    """Return the rows of an object on ``node`` that holds exactly the samples ``ids``, in this order."""
+    """Return all rows of an object on ``node`` that consists of the samples ``ids``, in this order."""
     return StoredRows(ref, columns, ids, np.arange(len(ids)), node)
 
 
@@ -94,7 +94,7 @@ class Samples:
         """Add payload columns that exist in the object store."""
         self._found = None
         for part in parts:
-            # The id is unique, because the stored part holds the reference.
+            # The id is unique while the stored part keeps the reference alive.
             name = (id(part.ref), part.columns)
             if kept_part := self._parts.get(name):  # merge, so that an object is fetched once
                 ids, rows = (np.concatenate(pair) for pair in ((kept_part.ids, part.ids), (kept_part.rows, part.rows)))
@@ -119,7 +119,8 @@ class Samples:
         self._found = None
 
     def _where(self) -> tuple[list[StoredRows], dict[tuple[str, ...], Array]]:
-        """Return all parts, and by columns for every sample the number of its part (-1: none) and its row there [2, n].
+        """Return all parts, and by set of columns, for every sample the number of its part (-1: none) and its row in it
+        [2, n].
 
         Cached, because every rank needs it in every pass: searching all parts for each would be quadratic in the ranks.
         """
@@ -147,8 +148,8 @@ class Samples:
     def join(cls, pieces: Sequence[tuple[Samples, Array]]) -> Samples:
         """Join selected samples (by id, in order) of several `Samples`, with ids from 0.
 
-        A number that some pieces lack is NaN for their samples, and a text is "". In a column with numbers, texts are
-        missing values, as in the scores of one call.
+        A number that some pieces lack is NaN for their samples, and a text is "". If a column has numbers, texts in it
+        count as missing.
         """
         joined = cls(sum(len(ids) for _, ids in pieces))
         start = 0
@@ -182,7 +183,7 @@ class Samples:
             wanted_columns = tuple(name for name in stored_columns if name in columns)
             if not wanted_columns or not len(ids):
                 continue
-            # Row numbers and positions are sent by the driver with every request, so they use narrow dtypes.
+            # Narrow dtypes, because the driver sends row numbers and positions with every request.
             places = np.argsort(number_of[ids], kind="stable").astype(np.int32)
             numbers_found, starts = np.unique(number_of[ids[places]], return_index=True)
             for number, its in zip(numbers_found.tolist(), np.split(places, starts[1:]), strict=True):
@@ -214,7 +215,7 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
             [_only(name, pick(replace(part, columns=(name,)), stored_object)) for part, stored_object in pairs]
         )
         places = np.concatenate([part.ids for part, _ in pairs])
-        # Rows are joined by object; sorting by position gives the order of the request.
+        # Rows are joined by object; sorting by position restores the order of the request.
         column = joined.select(np.argsort(places, kind="stable"))[name]
         if isinstance(column, Ragged) and len(column) < request.num_samples:
             # A sample without a value gets length 0, so the values are unchanged.
@@ -222,7 +223,7 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
             lengths[torch.from_numpy(np.sort(places)).long()] = column.lengths
             column = Ragged(column.values, lengths)
         elif isinstance(column, DictionaryColumn) and request.groups is not None:
-            column = column.by_group(request.groups)  # replicas that served one prompt have a copy each
+            column = column.by_group(request.groups)  # every replica that served a prompt has a copy of it
         batch.update({name: column})
     batch.update(
         {

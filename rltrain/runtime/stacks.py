@@ -1,9 +1,9 @@
 """Stacks of a process and its descendants, for the incident folder after a hang.
 
-A hanging process cannot respond, so its interpreter writes its stacks on a signal, even while it holds the GIL. It
-writes them into memory that the sender of the signal reads, so no file name is needed and no file remains. For
-processes that do not offer this (an engine's, before it runs our code), the kernel's state is reported. Only the
-standard library is used, because scorer processes import this too.
+A hanging process cannot respond, so its interpreter writes its stacks on a signal, even while the GIL is held, into
+memory that the sender of the signal reads. So no file name is needed and no file remains. For processes that do not
+offer this (an engine's, before it runs our code), the kernel's state is reported. Only the standard library is used,
+because scorer processes import this too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _offered = False
 
 
 def offer() -> None:
-    """Let an ancestor's `stacks_here` read the Python stacks of this process. A second call does nothing."""
+    """Allow an ancestor's `stacks_here` to read the Python stacks of this process. A second call does nothing."""
     global _offered
     if not _offered and hasattr(os, "memfd_create"):
         _offered = True
@@ -72,8 +72,7 @@ def _asked(pid: int) -> str:
     try:
         links = {descriptor: os.readlink(descriptor) for descriptor in (_PROC / str(pid) / "fd").iterdir()}
         offered = next((descriptor for descriptor, link in links.items() if link.startswith(f"/memfd:{_NAME}")), None)
-        # The signal would kill a process that does not handle it. A forked process has the file but no handler thread,
-        # and responds anyway.
+        # The signal would kill a process that does not handle it. A forked process has the file and responds too.
         if offered is None or not catches(pid, _SIGNAL):
             return ""
         before = offered.stat().st_size

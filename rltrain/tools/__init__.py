@@ -1,1 +1,1 @@
-"""Command-line programs around a run. They may import any other room."""
+"""Command-line programs around a run. They may import any other package of rltrain."""

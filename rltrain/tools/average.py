@@ -28,13 +28,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def search(num_models: int, score: Callable[[list[int]], float]) -> tuple[list[int], dict[str, object]]:
-    """Return the selected models, the best first, and the score of their average with all trials.
+    """Return the selected models, best first, and the score of their average with all trials.
 
-    Each model is tried once, in the order of its score. score: of the average of some models; higher is better.
+    Each model is tried once, in order of score. score: returns the score of the average of some models; higher is
+    better.
     """
     scores = [score([number]) for number in range(num_models)]
     trials: list[dict[str, object]] = [{"models": [number], "score": value} for number, value in enumerate(scores)]
-    # The sort is stable: of equal scores the first model comes first.
+    # The sort is stable, so that models with equal scores keep their order.
     best, *others = sorted(range(num_models), key=lambda number: -scores[number])
     chosen, highest = [best], scores[best]
     for number in others:
@@ -52,17 +53,17 @@ def greedy_soup(
     """Return the shares of a greedy soup, and its record for average.json.
 
     Candidates are validated on ``data`` in a temporary folder next to ``folder``. settings: KEY=VALUE of a training.
-    metric: of the validation; None: the mean of ``val-core/…/mean@N``. Raises ConfigError.
+    metric: validation metric; None: the mean of ``val-core/…/mean@N``. Raises ConfigError.
     """
     own = (_DATA, _MODEL, _OUT)
     if taken := [word for word in settings if word.lstrip("+").partition("=")[0] in own]:
-        raise ConfigError(f"{taken[0]}: with --greedy, DATA, MODEL and OUT set this key. Leave it out.")
+        raise ConfigError(f"{taken[0]}: with --greedy, DATA, MODEL and OUT set this key. Remove it.")
     if averager.are_adapters:
         raise ConfigError("--greedy scores models, and these are adapters. Merge them, or average without --greedy.")
     from rltrain.api import evaluate  # takes seconds
 
     def score(numbers: list[int]) -> float:
-        # One candidate on the disk at a time: models are large.
+        # Only one candidate is on disk at a time, because models are large.
         with TemporaryDirectory(prefix=".tmp_soup_", dir=folder.parent) as candidate:
             averager.write(Path(candidate), dict.fromkeys(numbers, 1 / len(numbers)), {})
             words = [f"{_DATA}={data}", f"{_MODEL}={candidate}", f"{_OUT}={candidate}/evaluation"]
@@ -77,7 +78,9 @@ def greedy_soup(
 def _score(metrics: Mapping[str, float], metric: str | None) -> float:
     names = [metric] if metric else [name for name in metrics if _CORE.fullmatch(name)]
     if not names or names[0] not in metrics:
-        raise ConfigError(f"--metric {metric}: a validation with these settings has only {', '.join(sorted(metrics))}.")
+        raise ConfigError(
+            f"--metric {metric}: a validation with these settings has the metrics {', '.join(sorted(metrics))}."
+        )
     return sum(metrics[name] for name in names) / len(names)
 
 
@@ -117,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(names) < 2:
         raise ConfigError(f"there is nothing to average with {', '.join(names) or 'nothing'}. Name two models or more.")
     if not arguments.greedy and (settings or arguments.metric):
-        raise ConfigError(f"{(settings or ['--metric'])[0]} is for the validations of --greedy. Leave it out.")
+        raise ConfigError(f"{(settings or ['--metric'])[0]} is for the validations of --greedy. Remove it.")
     if arguments.greedy and arguments.weights:
         raise ConfigError("--weights and --greedy contradict each other: a greedy soup is uniform. Give one of them.")
     shares, soup = _shares(arguments.weights, len(names)), dict[str, object]()

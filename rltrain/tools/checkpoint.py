@@ -27,10 +27,9 @@ from rltrain.tools.evaluate.results import RESULT
 
 
 def export(name: str, out: str, dtype: str | None = None) -> None:
-    """Write the model of a checkpoint (of a run: its newest intact one) to a separate folder.
-
-    dtype: of the weights; None: unchanged, and then a checkpoint of rltrain is copied. Raises CheckpointError,
-    ConfigError, DataError, DiskError.
+    """Write the model of a checkpoint (for a run: its newest intact one) to a separate folder. dtype: dtype of the
+    weights; None: unchanged (checkpoints of rltrain are then copied). Raises CheckpointError, ConfigError, DataError,
+    DiskError.
     """
     place = Path(name).expanduser()
     source = next((folder for folder in (place, place / "actor") if shard_files(folder)), None)
@@ -38,7 +37,7 @@ def export(name: str, out: str, dtype: str | None = None) -> None:
     if source is None:
         step = find_step(place)
         if step is None:
-            raise CheckpointError(f"{run_folder(place)} holds no checkpoint. Name a run folder or its global_step_N.")
+            raise CheckpointError(f"{run_folder(place)} has no checkpoint. Name a run folder or its global_step_N.")
         source = whole_export(step)
     with new_folder(out) as folder:
         if is_foreign or dtype:
@@ -77,12 +76,12 @@ def verify(name: str) -> int:
 def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
     """Remove the optimizer state from older checkpoints and print the freed space.
 
-    keep: number of the newest checkpoints that stay unchanged. Raises CheckpointError, DiskError, and ConfigError if
-    the run is active.
+    keep: number of newest checkpoints to leave unchanged. Raises CheckpointError, DiskError, and ConfigError if the run
+    is active.
     """
     if keep < 0:
         raise ConfigError(f"--keep {keep}: give 0 or more.")
-    list(_steps(name))  # a folder without checkpoints gets no lock
+    list(_steps(name))  # no lock file in a folder without checkpoints
     run = RunFolder(name)
     try:
         whole = [step for step in run.steps() if not run.damage(run.step_folder(step))]
@@ -126,10 +125,10 @@ def _steps(name: str) -> list[Path]:
         run = Checkpoints(name)
         found = [run.step_folder(step) for step in run.steps()]
     if not found:
-        raise CheckpointError(f"{run_folder(folder)} holds no checkpoint (global_step_N). Name a run folder.")
+        raise CheckpointError(f"{run_folder(folder)} has no checkpoint (global_step_N). Name a run folder.")
     for step in found:
         if (step / RESULT).is_file():
-            raise CheckpointError(f"{step} holds an evaluation of a checkpoint and no weights. Name the run folder.")
+            raise CheckpointError(f"{step} has an evaluation of a checkpoint, but no weights. Name the run folder.")
         if foreign := describe_verl_checkpoint(step):
             raise CheckpointError(f"{step}: {foreign}.")
     return found

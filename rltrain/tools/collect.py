@@ -1,6 +1,6 @@
 """``python -m rltrain.collect RUN``: one archive for a bug report.
 
-Secrets are masked, and large files are cut to their ends.
+Secrets are masked, and of large files only the end is included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_OF_A_FILE = 20 * 2**20
 _BINARY = (".parquet", ".pt", ".safetensors", ".npz")
 # A name and its value, as YAML, JSON, Python and shells write them.
 _NAMED = re.compile(r"([\w.-]+)[\"']?\s*[:=]\s*[\"']?([^\s\"',;&{}()\[\]]+)")
-# A name that begins a line, its value, and more indented lines after it, as in block scalars of YAML.
+# A name at the start of a line, its value, and further indented lines, as in YAML block scalars.
 _ENTRY = re.compile(
     r"(?m)^([ \t]*)((?:- )?[\"']?([\w.-]+)[\"']?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")"
     r"(\S.*(?:\n\1[ \t]+\S.*|\n[ \t]*(?=\n))*)$"
@@ -60,7 +60,7 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
                 data = _end_of(path, most_of_a_file)[1]
             if text is None and (not data or any(secret.encode() in data for secret in secrets)):
                 sys.stderr.write(f"left out: {name} {'holds a secret' if data else 'cannot be read as text'}\n")
-            # Skipped instead of ending the loop: smaller files after it may still fit.
+            # Skipped, because smaller files after it may still fit.
             elif len(data) <= room:
                 room -= len(data)
                 file.writestr(name, data)
@@ -71,10 +71,10 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
 def _files(run: Path) -> Iterator[tuple[str, Path]]:
     samples = sorted(run.glob("samples/**/*.parquet"), key=lambda path: path.stat().st_mtime)[-_NEWEST_SAMPLES:]
     paths = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
-    # A link may lead to any file of the user.
+    # A link may point to any file of the user.
     inside = [path for path in paths if path.resolve().is_relative_to(run.resolve())]
     yield from ((str(path.relative_to(run)), path) for path in inside if path.is_file())
-    # From the record of the run, because a log repeats text of the data and of the model.
+    # From the record of the run, because logs contain text of data and model.
     folder = Path(str((read_json(run / "env.json") or {}).get("ray_logs") or ""))
     if folder.name == "logs" and folder.parent.name.startswith("session_"):
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
@@ -102,7 +102,7 @@ def _secret_values(texts: Iterable[tuple[Path, str]]) -> list[str]:
     values: set[str] = set()
 
     def add(name: str, value: str, *, sure: bool) -> None:
-        # In free text, short values and plain words would match everywhere.
+        # Short values and plain words would match everywhere in free text.
         least = 6 if sure else 8
         lines = {line.strip().strip("'\",") for line in value.splitlines()} if is_secret(name, value) else set()
         values.update(line for line in lines if len(line) >= least and (sure or not line.isalpha()))
@@ -123,7 +123,7 @@ def _end_of(path: Path, most: int) -> tuple[int, bytes, str]:
     with open(path, "rb") as file:
         head = file.read(4)
         code = next((code for code in _WIDE if head.startswith("\ufeff".encode(code))), "utf-8")
-        # A parquet file cannot be read in part; a log's errors are at its end.
+        # A truncated parquet file is unreadable; a log's errors are at its end.
         left_out = max(0, path.stat().st_size - most) if path.suffix != ".parquet" else 0
         left_out -= left_out % 4 if code in _WIDE else 0
         file.seek(left_out)

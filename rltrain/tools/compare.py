@@ -1,8 +1,8 @@
 """``python -m rltrain.compare RUN RUN ...``: compare runs with the first one, as a table and as a page with curves.
 
-Runs that differ only in their seeds are one line: the mean over the runs. Differences are paired, step by step. Their
-intervals use t statistics over seeds if two lines share seeds, else over batches of steps (Law and Kelton 2000,
-section 9.5), because neighbouring steps are correlated.
+Runs that differ only in their seeds are shown as one line, their mean. Differences are paired, step by step. Their
+intervals use t statistics over seeds if two lines share seeds, else over batches of steps (Law and Kelton 2000, section
+9.5), because neighbouring steps are correlated.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ METRICS = (
     "critic/score/mean", "critic/rewards/mean", "response_length/mean", "actor/entropy", "actor/kl_loss",
     "actor/reward_kl_penalty", "actor/ppo_kl", "actor/grad_norm", "val-core/*/mean@*",
 )  # fmt: skip
-# Metrics whose best value is the largest. For others, the best value is unknown.
+# Metrics whose best value is the largest; for others the best value is unknown.
 _HIGHER_IS_BETTER = ("critic/score/*", "critic/rewards/*", "val-*")
-# Keys that name a run or its place and time.
+# Keys with the name, location or time of a run.
 _NAMES = (
     "trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.rollout_data_dir",
     "trainer.validation_data_dir", "env.command", "env.folder", "env.host", "env.hosts",
 )  # fmt: skip
 _BATCHES = 10
-# Quantiles of Student's t at 97.5 % for 1 to 9 degrees of freedom. For more, the last one is too wide by at most 15 %.
+# Quantiles of Student's t at 97.5 % for 1 to 9 degrees of freedom. For more, the last value is too large by at most 15
+# %.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _HEAD = ("metric", "line", "steps", "first", "last", "best", "mean", "difference [95 %]", "paired over")
 
 
 @dataclass(frozen=True)
 class Run:
-    """The newest start of a run. An earlier start has a separate folder (RUN/earlier_1)."""
+    """The newest attempt of a run. Earlier attempts have separate folders (RUN/earlier_1)."""
 
     name: str
     metrics: pd.DataFrame
@@ -68,7 +69,7 @@ class Run:
 
     @cached_property
     def kind(self) -> str:
-        """All settings except the seeds, as JSON. Without config.yaml they are unknown; then it is the name."""
+        """All settings except the seeds, as JSON; without config.yaml the name instead."""
         rest = {key: value for key, value in self.settings.items() if not _is_seed(key)}
         known = any(not key.startswith("env.") for key in self.settings)
         return json.dumps(rest, sort_keys=True, default=str) if known else self.name
@@ -113,7 +114,7 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
     for group in groups:
         if group.mean.index.intersection(groups[0].mean.index).empty:
             names = [run.name for run in group.runs] if group is groups[0] else [groups[0].name, group.name]
-            raise DataError(f"{' and '.join(names)} have no step in common. Give runs of the same steps.")
+            raise DataError(f"{' and '.join(names)} have no step in common. Compare runs that have the same steps.")
     rows = [row for metric in metrics for row in metric_rows(metric, groups)]
     keys = sorted({key for run in runs for key in run.settings} - frozenset.intersection(*(run.unused for run in runs)))
     settings = {key: {run.name: run.settings.get(key) for run in runs} for key in keys}
@@ -141,10 +142,10 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that distinguish them."""
+    """Return the shortest suffixes that distinguish the paths."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
-        raise DataError(f"{' '.join(map(str, folders))}: one run is named twice. Give every run once.")
+        raise DataError(f"{' '.join(map(str, folders))}: a run is named twice. Name every run once.")
     lengths = range(1, 1 + max(map(len, parts)))
     length = next(length for length in lengths if len({part[-length:] for part in parts}) == len(parts))
     return ["/".join(part[-length:]) for part in parts]
@@ -153,7 +154,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read(folder: Path, name: str) -> Run:
     steps = [line for line in read_metrics(folder) if isinstance(line.get("step"), int)]
     if not steps:
-        raise DataError(f"{folder} has no step in its metrics.jsonl: nothing was measured yet.")
+        raise DataError(f"{folder} has no step in its metrics.jsonl: the run has no metrics yet.")
     # A step may have two lines: the training step's and a validation's.
     metrics = pd.DataFrame(steps).groupby("step").last().select_dtypes("number").astype(float)
     # The folder of an earlier start has only metrics. Its settings are in the folder of the run.
@@ -196,8 +197,8 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[str]:
     """Return the metrics that match the patterns, in their order; without patterns, `METRICS`.
 
-    Without patterns, the reward is left out if it equals the score in every run, as it does without a KL penalty.
-    Raises DataError if no run has a metric that matches a pattern.
+    Without patterns, the reward is omitted if it equals the score in every run, as without a KL penalty. Raises
+    DataError if no run has a metric that matches a pattern.
     """
     names = sorted({str(name) for run in runs for name in run.metrics})
     for pattern in patterns:

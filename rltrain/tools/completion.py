@@ -1,6 +1,6 @@
 """``rltrain completion``: Print a script for bash and zsh that completes commands and keys.
 
-Type "source <(rltrain completion)", or put this line into ~/.bashrc or ~/.zshrc. The script holds all words, because
+Type "source <(rltrain completion)", or put this line into ~/.bashrc or ~/.zshrc. The script contains all words, because
 starting Python at every tab would take a second. File names are completed as for other commands.
 """
 
@@ -13,7 +13,7 @@ from rltrain.commands import COMMANDS, converters
 from rltrain.common.errors import command
 from rltrain.config.schema.keys import all_keys
 
-# zsh takes matches by compadd, bash from COMPREPLY. A key ends with = and no space.
+# zsh gets matches by compadd, bash from COMPREPLY. A key ends with = and no space.
 _SCRIPT = """\
 _rltrain() {{
     local first cur place found=""

@@ -2,7 +2,7 @@
 
 Give the settings of the planned run. The checks are the functions that run at the start of a training
 (`run.preflight.health`), on the same devices and network. Then every device computes, all exchange data, and every pair
-of devices is timed. Not included: a load of hours, which would find devices that fail when they are hot.
+of devices is timed. Not included: hours of load, which would find devices that fail when hot.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Exit code 0: nothing failed; 2: something did.
 """
 _WORKER = "rltrain.workers.diagnostics.links:LinksWorker"
 _ALL_BYTES, _PAIR_BYTES = 2**26, 2**24
-_PRODUCT = {True: 512, False: 8192}  # on a CPU, elsewhere
+_PRODUCT = {True: 512, False: 8192}  # on a CPU, on other devices
 _PAIR_S = 120.0
 # A pair is slow below this fraction of the median; on shared links a factor of two is usual.
 _SLOW = 1 / 3
@@ -87,7 +87,7 @@ def _checks(loaded: LoadedConfig, stop: Stop, closing: ExitStack) -> list[Check]
     with logs.waiting("looking at the nodes"), restored_folder(Path(cfg.trainer.default_local_dir)) as folder:
         checks = check_nodes(group, cfg.trainer, specs_of(cfg, device), folder)
     if any(check.problems for check in checks if check.name in ("devices", "network", "versions")):
-        # They would hang, or fail with a less specific message.
+        # The next checks would hang, or fail with a less specific message.
         return [*checks, Check("collectives", "not tried", notes=["fix the failed checks, then all devices are tried"])]
     return [*checks, *try_together(group, cfg.trainer.device, device.is_cpu)]
 
@@ -115,7 +115,7 @@ def _tried(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
     yield Check("collectives", f"{logs.count(group.world, 'rank')}: {summary} per rank")
     speeds = np.full((group.world, group.world), np.nan)
     with logs.waiting("every pair of devices"):
-        # One call per round: a pair that hangs is then the only late one, and can be named.
+        # One call per round, so that a hanging pair is the only late one and can be named.
         for turn in range(group.world - 1 + group.world % 2):
             rows = group.submit([bind(Links.p2p_bandwidth, _PAIR_BYTES, turn)]).collect(_PAIR_S)
             speeds = np.fmax(speeds, np.stack(rows))
@@ -153,7 +153,7 @@ def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Ch
         check = Check(title, f"{pair}: {middle:.2f} GB/s (median), least {least:.2f}: {ends}")
         slow = chosen & (speeds < _SLOW * middle)
         if not least:
-            # Over all pairs: within a node of two devices, a faulty device makes the other look faulty too.
+            # Over all pairs, because in a node of two devices a faulty device makes the other look faulty too.
             check.problems.append(
                 f"{ends}: what arrived was not what was sent. {logs.count(int(wrong.sum()) // 2, 'pair')} in all "
                 f"changed numbers, {_common(wrong, names)}. Take that device out of use, and look again."
@@ -168,7 +168,7 @@ def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Ch
 
 
 def _common(chosen: np.ndarray, names: list[str]) -> str:
-    """Describe the ranks that are an end of most of the chosen pairs [ranks, ranks]."""
+    """Describe the ranks that occur in most of the chosen pairs [ranks, ranks]."""
     counts = chosen.sum(axis=1)
     most = [names[rank] for rank in np.flatnonzero(counts == counts.max())]
     return f"{counts.max()} of them with {' or '.join(most[:4])}"

@@ -1,4 +1,4 @@
-"""``python -m rltrain.report RUN``: the phase table of a run, or its page of charts and answers."""
+"""``python -m rltrain.report RUN``: the phase table of a run, or its page of charts and responses."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     environment = os.environ | ({"VLLM_API_KEY": api_key} if api_key else {})
     server = [*vllm_arguments(settings, found.path, _free_port(settings)), *words[split + 1 :]]
     sys.stdout.flush()
-    # vLLM is started by module, because a program `vllm` of another environment may come first in PATH.
+    # vLLM is started as a module, because a program `vllm` of another environment may be first in PATH.
     os.execve(sys.executable, [sys.executable, "-m", *server], environment)
 
 
@@ -141,7 +141,7 @@ def _free_port(settings: ServeSettings) -> int:
             return int(listener.getsockname()[1])
     except (OSError, OverflowError) as error:
         way_out = f"Give another port={port + 1}, or port=0 for a free one; host= is an address of this machine."
-        raise ConfigError(f"host={host} port={port} cannot be listened on: {error}. {way_out}") from error
+        raise ConfigError(f"host={host} port={port} cannot be bound: {error}. {way_out}") from error
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """``python -m rltrain.sweep key=a,b other=value ...``: a run for every combination, one after the other.
 
-A failed run must not end a sweep, and an interrupted sweep must not start again from the beginning. So all settings are
-checked before the first run; each run has a separate folder, named by the swept values, in which it resumes like any
-run; sweep.json lists the finished runs. All runs use this process and one Ray. Not included: concurrent runs, because a
-run uses all devices, and choosing the next settings by results. Slow imports are inside functions.
+A failed run must not end a sweep, and an interrupted sweep must not start over. So all settings are checked before the
+first run; each run has a separate folder, named by the swept values, in which it resumes like any run; sweep.json lists
+the finished runs. All runs use this process and one Ray. Not included: concurrent runs, because a run uses all devices,
+and choosing the next settings by results. Slow imports are inside functions.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def values_of(text: str) -> list[str]:
     for sign in text:
         if quote:
             quote = "" if sign == quote else quote
-        elif sign in "'\"" and (depth or not values[-1].strip()):  # elsewhere it is an apostrophe
+        elif sign in "'\"" and (depth or not values[-1].strip()):  # otherwise it is an apostrophe
             quote = sign
         elif sign == "," and not depth:
             values.append("")
@@ -79,7 +79,7 @@ def values_of(text: str) -> list[str]:
 
 def combinations(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return a name and the words of every run. Raises ConfigError if nothing is swept, or a value is empty."""
-    # As in a run, the last word with a key counts.
+    # As in a run, the last argument for a key takes precedence.
     given = {key: values_of(text) for key, _, text in (word.partition("=") for word in words)}
     swept = {key: values for key, values in given.items() if len(values) > 1}
     for key, values in swept.items():
@@ -112,7 +112,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
     for name, words in combined:
         try:
             plain = load_config(words, arguments.config, arguments.problems).config.trainer
-            # The default of the first run, because the default may depend on a swept key.
+            # The first run's default, because the default may depend on a swept key.
             out = out or Path(plain.default_local_dir).expanduser()
             own = [f"{_FOLDER}={out / name}", f"{_EXPERIMENT}={plain.experiment_name}-{name}"]
             loaded = load_config([*words, *own], arguments.config)
@@ -125,12 +125,12 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
         raise ConfigError("\n".join(lines))
     assert out
     if len({json.dumps(run.loaded.config.ray_kwargs.ray_init, default=str, sort_keys=True) for run in runs}) > 1:
-        raise ConfigError("ray_kwargs has several values: all runs of a sweep are made on one Ray.")
+        raise ConfigError("ray_kwargs has several values, but all runs of a sweep use one Ray cluster.")
     return runs, out
 
 
 def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
-    """Make all unfinished runs, and compare the finished ones. Return the exit code."""
+    """Run all unfinished runs, and compare the finished ones. Return the exit code."""
     from rltrain.run.build import begin_ray
     from rltrain.runtime.ray_watchdog import lost
     from rltrain.tools.compare import compare
@@ -156,7 +156,7 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
             else:
                 sys.stderr.write(f"{run.name}: {message}\n")
                 messages[run.name] = message.splitlines()[0]
-                # The code of a signal decides, because the signal is the reason why the others are not made.
+                # The exit code of a signal takes precedence, because it is the reason for missing runs.
                 codes = {code} if state == _STOPPED else codes | {code}
             # A signal ends all runs, and without Ray none can start.
             if state == _STOPPED or lost():
@@ -173,7 +173,7 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
 
 
 def _is_finished(run: SweepRun, entry: Mapping[str, Any]) -> bool:
-    """Return whether ``entry`` of sweep.json says that the run is finished, and its length is the same.
+    """Return whether ``entry`` of sweep.json shows that the run is finished with the same length.
 
     Raises ConfigError for a finished run with other settings.
     """
@@ -184,7 +184,7 @@ def _is_finished(run: SweepRun, entry: Mapping[str, Any]) -> bool:
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in changed_settings(run.folder, run.loaded)}
     if others := [text for key, text in changes.items() if not key.startswith("trainer.")]:
         raise ConfigError(
-            f"{run.folder} is a finished run of this sweep with other settings ({'; '.join(others)}). Use another "
+            f"{run.folder} is a finished run of this sweep with different settings ({'; '.join(others)}). Use another "
             "--out, or the earlier settings."
         )
     return not changes.keys() & set(_LENGTH)

@@ -4,7 +4,7 @@
     rltrain agents try shop.py:Shop train.parquet                   # a class; turns are typed
     rltrain agents try agent.py:agent train.parquet --model MODEL   # formatted by the model's chat template
 
-A turn is the policy's text with its tool calls; a line --- ends it. Other settings are those of a run:
+A turn is the policy's text with its tool calls; a line --- ends it. Other settings are keys of a run:
 actor_rollout_ref.rollout.multi_turn.environment_kwargs='{most: 3}'. rltrain evaluate with these settings lets a model
 generate the turns. Exit code 0: the trajectory ended; 2: it failed, or nothing could be tried.
 """
@@ -43,7 +43,7 @@ from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.turn_delta import TurnDelta
 
 _END = "---"
-# Long, because a user may spend any time in breakpoint().
+# Long, because a user may stay in breakpoint().
 _PATIENCE_S = 86400.0
 
 
@@ -53,7 +53,7 @@ class Trial:
     def __init__(self, options: argparse.Namespace, cfg: Config, encoder: ChatEncoder, row: PromptRow) -> None:
         self._turns, self._encoder = cfg.actor_rollout_ref.rollout.multi_turn, encoder
         self._schemas, agent = encoder.row_tools.of(row), encoder.row_tools.agent_of(row)
-        # Without a model no template defines the format of calls.
+        # Without a model there is no template to define the format of calls.
         guessed = self._turns.format == "auto" and encoder.tools and not options.model
         call_format = format_of("hermes" if guessed else self._turns.format, encoder)
         self._turn_delta = TurnDelta(encoder, encoder.tools, call_format) if options.model else None
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     toolbox, encoder = toolbox_of(cfg.actor_rollout_ref.rollout.multi_turn), chat_encoder(cfg)
     rows = read_rows(options.data, keys=keys_of(cfg.data))
     if not 0 <= options.row < len(rows):
-        raise DataError(f"--row {options.row}: {rows.paths} has the rows 0 to {len(rows) - 1}.")
+        raise DataError(f"--row {options.row}: {rows.paths} has rows 0 to {len(rows) - 1}.")
     row = rows[options.row]
     problem = encoder.row_tools.problem(row)
     if encoder.row_tools.agent_of(row) == SINGLE_TURN:
@@ -198,7 +198,7 @@ def _key_of(place: str) -> str:
         return TOOL_CONFIG
     if not is_plugin(place):
         return FUNCTIONS
-    # For the error message if the name does not exist: classes begin with a capital.
+    # For the error message if the name does not exist; class names are capitalised.
     key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
     with verl_stubs.importable():
         return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY

@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = str(error) if isinstance(error, RewardError) else user_traceback(error)
             failure = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{said}"
-            # One per place in the user's code: the same failure on every row is shown once.
+            # One per place in the user's code, so that the same failure on every row is shown once.
             failures.setdefault((type(error), where.filename, where.lineno), failure)
             outcome = [type(error).__name__, ""]
         cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *outcome]
@@ -98,7 +98,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
-    """Yield rows and the responses to them from ``file``."""
+    """Yield rows and their responses from ``file``."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
@@ -134,7 +134,7 @@ def _guesses(truth: str) -> str:
 
 
 def _guesses_pay(earned: dict[tuple[int, str], float], rows: Rows) -> str:
-    """Return a warning if a list of guesses earned more than a wrong response; "" otherwise."""
+    """Return a warning if a list of guesses scored higher than a wrong response, else ""."""
     for (position, answer), score in earned.items():
         if answer == _guesses(_truth(rows, position)) and score > earned.get((position, WRONG), score):
             return (
@@ -149,7 +149,7 @@ class _Function:
     """The user's function, in this process."""
 
     def __init__(self, options: argparse.Namespace, rows: Rows) -> None:
-        kwargs: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.kwargs))  # as a run reads them
+        kwargs: Any = OmegaConf.to_container(OmegaConf.from_dotlist(options.kwargs))  # as in a run
         self._custom = CustomReward(options.reward, options.name, kwargs, options.batch)
         self._function = RewardFunction(self._custom)
 
@@ -167,11 +167,11 @@ class _Judge:
     """The judge of a run with these keys."""
 
     def __init__(self, settings: Sequence[str], rows: Rows) -> None:
-        # rule=beside needs a weight, but nothing is weighted here.
+        # rule=beside requires a weight, but nothing is weighted here.
         loaded = load_config(["reward.weights.judge=1", *(f"reward.judge.{setting}" for setting in settings)])
         judge = loaded.config.reward.judge
         if judge.url is None:
-            raise ConfigError("a judge needs --kwargs url=http://host:port/v1 model=NAME, keys of reward.judge.")
+            raise ConfigError("a judge needs --kwargs url=http://host:port/v1 model=NAME (keys of reward.judge).")
         # The other settings of the run are unknown.
         if problems := [problem for problem in broken_rules(loaded) if "reward.judge" in problem]:
             raise ConfigError("\n".join(problems))

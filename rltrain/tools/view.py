@@ -34,7 +34,7 @@ _ORDERS = {
     "most_turns": "most turns of the policy first",
     "failed_tools": "responses whose tool calls failed, were unreadable or not run; most of them first",
 }
-# Column and direction of the orders that sort.
+# Sort column and direction of each order.
 _SORTED_BY = {
     "worst": ("score", True), "best": ("score", False), "longest": ("response_length", False),
     "most_turns": ("num_turns", False), "failed_tools": ("_errors", False),
@@ -43,15 +43,15 @@ _TROUBLES = ("tool_errors", "unreadable_calls", "calls_not_run")
 
 
 def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.DataFrame:
-    """Return the samples of one data source in one of the orders of the command, one of each prompt first."""
+    """Return the samples of one data source in the requested order, the first of each prompt first."""
     if source is not None:
         sources = frame["data_source"].unique()
         frame = frame[frame["data_source"] == source]
         if not len(frame):
             raise DataError(f"--source {source}: no sample has it. Sources: {', '.join(sources)}.")
     if order in ("most_turns", "failed_tools") and "num_turns" not in frame:
-        raise DataError(f"--{order.replace('_', '-')}: the responses of this run have one turn each.")
-    if order == "mixed" and len(frame):  # for an empty table, pandas' `apply` returns a table and not a column
+        raise DataError(f"--{order.replace('_', '-')}: the responses of this run have only one turn.")
+    if order == "mixed" and len(frame):  # for an empty table, pandas' `apply` returns a table, not a column
         right = frame.apply(is_right, axis=1)
         mixed = right.groupby(frame["row"]).transform("nunique") > 1
         return frame[mixed & ~frame.assign(right=right).duplicated(["row", "right"])]
@@ -61,15 +61,14 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
     elif order == "failed_tools":
         frame = frame.assign(_errors=frame[list(_TROUBLES)].sum(axis=1)).query("_errors > 0")
     column, ascending = _SORTED_BY.get(order or "", (None, True))
-    # Stable, so that equal scores keep the order of the data and repeated calls show the same.
+    # Stable, so that equal scores keep the order of the data and repeated calls show the same samples.
     frame = frame.sort_values(column, ascending=ascending, kind="stable") if column else frame
     return different_prompts_first(frame).drop(columns="_errors", errors="ignore")
 
 
 def compare(run: Path, steps: Sequence[int], count: int, source: str | None, width: int) -> list[str]:
-    """Return one line per first response to the same validation prompts at two steps.
-
-    steps: default is the first and the newest.
+    """Return one line per prompt that compares its first responses at two validation steps. steps: by default the first
+    and the newest.
     """
     tested = list(sample_steps(run, "val"))
     # A single step is compared with the first.
@@ -77,7 +76,7 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
     if steps[0] == steps[-1]:
         only = f"there is one validation only, of step {tested[0]}" if len(tested) == 1 else f"step {steps[0]} twice"
         raise DataError(
-            f"--compare: {only}. Kept are: {', '.join(map(str, tested[:20]))}. trainer.test_freq=N validates every N "
+            f"--compare: {only}. Saved: {', '.join(map(str, tested[:20]))}. trainer.test_freq=N validates every N "
             "steps, trainer.val_before_train=True before the first."
         )
     frames = [arrange(read_samples(run, step, "val"), None, source) for step in (steps[0], steps[-1])]
@@ -93,7 +92,7 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
 
 
 def show(sample: Mapping[str, Any], console: Any, most: int) -> None:
-    """Print one sample: origin, prompt, response, ground truth, and every number. Long texts lose their middle.
+    """Print one sample: origin, prompt, response, ground truth, and every number. The middle of long texts is omitted.
 
     A conversation is printed message by message, with a label on the policy's turns.
     """

@@ -68,7 +68,7 @@ def last_line(run: Path) -> str:
 def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], clock: Clock = SYSTEM) -> None:
     """Write the lines of train.log as they arrive, beginning with the last twenty, until ``ended``."""
     num_written = max(0, len(lines_of(run / "train.log")) - 20)
-    if not (run / "train.log").exists():  # of a job that waits, or the folder of something else
+    if not (run / "train.log").exists():  # the job is still waiting, or this is another folder
         write(f"{last_line(run)}\n")
     while True:
         over = ended()
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.serve is not None or arguments.host is not None:
         raise ConfigError(
             f"--serve and --host were removed. `rltrain report {arguments.run} --html` writes the page of the run, "
-            "also while it runs."
+            "also during the run."
         )
     run = run_folder(arguments.run)
     with suppress(KeyboardInterrupt):

@@ -1,8 +1,8 @@
 """Advantages from scores: KL in the reward, estimator, whitening, and the samples without gradient.
 
-Choice: outcome estimators need a few numbers per sample, which the driver has, so they run here. Turn estimators also
-run here; the workers that store the tokens then spread their values over tokens. Token estimators run on the workers
-and return moments only.
+Outcome estimators need only a few numbers per sample, which the driver has, so they run here. Turn estimators also run
+here; the workers that store the tokens then spread their values over tokens. Token estimators run on the workers and
+return moments only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Advantages:
         self._passes = passes
 
     def restore(self, progress: Progress) -> None:
-        """Restore the coefficient of an adaptive controller. A fixed one follows the config, which may have changed."""
+        """Restore the coefficient of an adaptive controller. A fixed coefficient is read from the config, which may
+        have changed."""
         if progress.kl_coef is not None and self._cfg.kl_ctrl.type == "adaptive":
             self.kl_coef = progress.kl_coef
 
@@ -64,9 +65,9 @@ class Advantages:
     def estimate(self, samples: Samples, policy: Policy, layout: Layout) -> tuple[Whitening, Metrics]:
         """Compute A(x, y) of every sample, as ``advantage`` [n].
 
-        It is 0 for masked samples (``left_out``), which ``layout`` does not contain. If the step does not learn from
-        rewards, it is 1 for all samples in supervised fine-tuning, and otherwise 0. Outcome and turn estimators compute
-        their baseline over all samples that are not ``uncompared``, including masked ones.
+        It is 0 for masked samples (``left_out``), which are not in ``layout``. Without rewards it is 1 for all samples
+        in supervised fine-tuning, else 0. Outcome and turn estimators compute their baseline over all samples that are
+        not ``uncompared``, including masked ones.
 
         Token estimators also write the columns ``advantages`` and ``returns``, turn estimators ``advantages``.
         ``advantage`` is then the mean over the response, and the loss applies the returned whitening to the advantages.
@@ -93,14 +94,14 @@ class Advantages:
             # Whitening is affine, so the mean over the tokens of a response can be whitened like the tokens.
             whitened = (samples[c.ADVANTAGE] - whitening.shift) * whitening.scale
             samples.update({c.ADVANTAGE: np.where(samples[c.MASKED], 0.0, whitened)})
-            # The stored tokens are not whitened: sending two numbers replaces a second copy of the column.
+            # The stored tokens are not whitened: sending shift and scale avoids a second copy of the column.
             return whitening, metrics | m.token_advantage_metrics(moments, whitening.shift, whitening.scale)
         compared = np.flatnonzero(~samples[c.EXCLUDED_FROM_BASELINE])
         terms = {
             name: torch.from_numpy(known_number(samples, name, self._scoring.reward.on_error)[compared])
             for name in self._cfg.gdpo_reward_keys
         }
-        # Whitening covers the tokens that count in the loss.
+        # Whitening uses only tokens that count in the loss.
         scores, groups, lengths = (
             torch.from_numpy(samples[name][compared]) for name in (c.REWARD, c.GROUP, c.LOSS_TOKENS)
         )
@@ -166,7 +167,8 @@ def with_rest(paid: Ragged, rewards: Tensor) -> Ragged:
 
 
 def regroup_by_prompt(layout: Layout, groups: Ids) -> Layout:
-    """Return ``layout`` with all samples of a group [n] on the rank that has most of them, as one micro-batch."""
+    """Return ``layout`` with all samples of a group on the rank that has most of them, as one micro-batch. groups:
+    [n]."""
     ids = np.concatenate(layout.ids)
     ranks = np.repeat(np.arange(len(layout.ids)), [len(of_rank) for of_rank in layout.ids])
     counts = np.zeros((int(groups.max(initial=-1)) + 1, len(layout.ids)), dtype=np.int64)

@@ -11,14 +11,14 @@ from rltrain.trainer.progress import Progress
 
 
 class EntropyBonus:
-    """Entropy coefficient: the controller's state (``actor.adaptive_entropy``), or else the config's constant."""
+    """Entropy coefficient: the controller's state (``actor.adaptive_entropy``), or a constant from the config."""
 
     def __init__(self, cfg: ActorConfig) -> None:
         self.coef = cfg.entropy_coeff
         self._cfg = cfg
 
     def restore(self, progress: Progress) -> None:
-        """Restore the controller's coefficient. A fixed coefficient follows the config, which may have changed."""
+        """Restore the controller's coefficient. A fixed coefficient is read from the config, which may have changed."""
         if progress.entropy_coef is not None and self._cfg.adaptive_entropy.enabled:
             self.coef = progress.entropy_coef
 

@@ -33,7 +33,7 @@ from rltrain.trainer.validation import rollout_seed, sampling_of
 from rltrain.workers.interface.tasks import GenerateTask
 
 log = logging.getLogger(__name__)
-# Dynamic sampling logs its progress every so many rounds.
+# Number of rounds after which dynamic sampling logs its progress.
 _SAY_ROUNDS = 10
 
 
@@ -90,7 +90,8 @@ class Experience:
                 fills_up = len(rounds) * self._plan.prompts_per_round < needed
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
-                # Earlier rounds have enough samples to fill the batch; this one would only take memory in the store.
+                # Earlier rounds have enough samples to fill the batch, so this one is dropped to free memory in the
+                # store.
                 if not (len(useful[-1]) or fills_up):
                     rounds[-1].samples.forget()
             if have < needed:
@@ -111,7 +112,7 @@ class Experience:
         # Created before generation, so that the first responses are scored while the last are still generated.
         arrivals = self._rewards.begin_scoring("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
-        # The draw number of each prompt and not of this round: a prompt that is retried in a later step gets the same
+        # The draw number of each prompt, not of this round, so that a prompt retried in a later step gets the same
         # random numbers.
         draws = np.array([prompt.draw for prompt in started])
         terms = self.pending.terms(started) | {"stream": arrivals is not None}
@@ -155,7 +156,7 @@ class Experience:
         else:
             values = known_number(samples, metric, self._cfg.reward.on_error)
         values = _without_failed(values, failed_of(samples), self._plan.answers_per_prompt)
-        if self._plan.answers_per_prompt < 2:  # there is nothing to compare, so all prompts stay, as in verl
+        if self._plan.answers_per_prompt < 2:  # there is nothing to compare, so all prompts are kept, as in verl
             return np.arange(len(values))
         # Any difference is a signal, however small, unless it is the rounding error of a sum.
         return np.flatnonzero(np.ptp(values, 1) > SCORE_ROUNDING * np.abs(values).max(1))
@@ -167,8 +168,8 @@ class Experience:
         for prompts_of_round in useful:
             groups.append(prompts_of_round[: wanted - sum(map(len, groups))])
         num_useful = sum(map(len, groups))
-        # A batch of fixed size keeps mini-batches and ranks as planned. Most rejected groups have no advantage, so they
-        # change little but the denominators.
+        # A batch of fixed size keeps mini-batches and ranks as planned. Most rejected groups have zero advantage, so
+        # they only change the denominators.
         for number, samples in enumerate(rounds):
             rejected = np.setdiff1d(np.arange(len(samples) // n), useful[number])
             groups[number] = np.sort(np.concatenate([groups[number], rejected[: wanted - sum(map(len, groups))]]))
@@ -197,14 +198,14 @@ class Experience:
             greedy, _ = self._policy.generate(task)
             raise_on_failures(greedy, self._policy.failure, self._cfg.trainer.default_local_dir)
             samples.update({c.BASELINE: self._rewards.score("train", greedy)[c.SCORE].repeat(n)})
-            # A response whose baseline failed has no advantage.
+            # A response whose baseline failed gets an advantage of 0.
             failed = failed_of(greedy).repeat(n)
             samples.update({name: samples[name] | failed for name in (c.MASKED, c.EXCLUDED_FROM_BASELINE)})
         return self._rewards.costs
 
 
 def _without_failed(values: NDArray[np.float64], failed: NDArray[np.bool_], n: int) -> NDArray[np.float64]:
-    """Return values [prompts, n] in which each failed response has the value of another response to its prompt."""
+    """Return values [prompts, n] with failed responses replaced by another response to the same prompt."""
     values, failed = values.reshape(-1, n), failed.reshape(-1, n)
     other = np.take_along_axis(values, failed.argmin(axis=1, keepdims=True), 1)
     return np.where(failed, np.where(failed.all(axis=1, keepdims=True), 0.0, other), values)

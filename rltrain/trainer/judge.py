@@ -14,7 +14,7 @@ from rltrain.workers.interface import roles
 
 
 class Judge:
-    """Generative reward model. ``readings``: attempts per message until its reply can be parsed."""
+    """Generative reward model. ``readings``: maximum attempts per message to get a reply that can be parsed."""
 
     def __init__(self, group: WorkerGroup, seed: int, readings: int) -> None:
         self._group, self._seed, self.readings = group, seed, readings
@@ -22,7 +22,7 @@ class Judge:
     def replies(self, messages: Samples, reading: int, at_once: int | None = None) -> Counter[str]:
         """Attach ``judge_reply`` to ``judge_message``, ``at_once`` (None: all) per call. Returns `JUDGE_COUNTS`.
 
-        reading: the number of earlier attempts.
+        reading: number of earlier attempts.
         """
         started, num_tokens = time.perf_counter(), 0
         lengths, at_once = messages[c.MESSAGE_LENGTH], at_once or max(1, len(messages))

@@ -1,9 +1,9 @@
 """Samples masked out of the loss: failed trajectories, and with `algorithm.mask_truncated` truncated responses.
 
-A failed trajectory (dead process, lost server) says nothing about the policy, and a score of 0 would train on it, so it
-is excluded from the baseline too. A truncated response has no end to judge, but its reward is part of the policy's
-expected reward on the prompt. It stays in the baseline as in DAPO (Yu et al. 2025, section 3.4); the other responses
-alone would overestimate it.
+A failed trajectory (dead process, lost server) carries no information about the policy, and a score of 0 would train on
+it, so it is excluded from the baseline too. A truncated response cannot be judged, but its reward is part of the
+policy's expected reward on the prompt. It stays in the baseline as in DAPO (Yu et al. 2025, section 3.4); the other
+responses alone would overestimate it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rltrain.runtime.samples import Samples
 log = logging.getLogger(__name__)
 # Above this share something is broken, and the remaining responses are a biased sample.
 _MOST = 0.5
-_TRACEBACK = 'File "'  # long tracebacks have lost their first line
+_TRACEBACK = 'File "'  # the first line of a long traceback is cut off
 _OF_SERVICES = re.compile(
     r"OSError|IOError|Connect|Timeout|HTTP|API|RateLimit|Unavailable|Pipe|Memory|SSL|socket", re.I
 )
@@ -57,9 +57,9 @@ def loss_masks(
 ) -> dict[str, NDArray[np.bool_]]:
     """Return ``left_out`` [n], masked in the loss, and ``uncompared`` [n], also excluded from the baseline.
 
-    compares: the estimator compares the responses to a prompt, so a response that is left alone in its group is
-    excluded. mask_truncated: mask truncated responses. by_token: exclude them from the baseline too, which token
-    estimators weight by the responses' gradients.
+    compares: the estimator compares the responses to a prompt, so the only remaining response of a group is excluded.
+    mask_truncated: mask truncated responses. by_token: also exclude them from the baseline, because token estimators
+    weight it by the responses' gradients.
     """
     failed = failed_of(samples)
     failed = failed | samples[c.TRUNCATED] if mask_truncated and by_token else failed

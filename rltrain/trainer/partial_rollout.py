@@ -1,4 +1,4 @@
-"""Prompts that a step starts, and its unfinished prompts (`rollout.tail`).
+"""Prompts of a step, and prompts left unfinished by earlier steps (`rollout.tail`).
 
 Problem: the longest responses keep all engines waiting. Choice: a step starts more prompts than it needs and stops when
 enough are complete. Unfinished prompts are queued in front of new ones: ``oversample`` restarts their responses,
@@ -60,7 +60,7 @@ class PendingPrompts:
         return started
 
     def terms(self, started: Sequence[Prompt]) -> dict[str, Any]:
-        """Return fields of the `GenerateTask`: when to stop, and which responses are missing."""
+        """Return fields of the `GenerateTask`: the stop condition and the missing responses."""
         if not self.stops_early:
             return {}
         pending_mask = np.ones((len(started), self._n), dtype=bool)
@@ -76,7 +76,7 @@ class PendingPrompts:
         """Return the number of (first) prompts that the step must complete.
 
         carry_over: the prompts over the age limit. oversample: if any prompt is over the limit, all prompts that were
-        discarded before, since the step is long anyway.
+        discarded before, because the step is long anyway.
         """
         # The queue is oldest first, so these are the first prompts, and their count identifies them.
         old = [prompt for prompt in started if prompt.age >= self._max_age]
@@ -86,7 +86,7 @@ class PendingPrompts:
 
     def begun(self, started: Sequence[Prompt]) -> Request | None:
         """Return the payload and ``slot`` (prompt index * n + sample) of the responses to continue."""
-        # Only responses with some tokens that are incomplete: complete ones need no engine, empty ones start as new.
+        # Only incomplete responses with some tokens: complete ones need no engine, and empty ones start as new.
         pieces, ids = [], []
         for place, prompt in enumerate(started):
             if prompt.answers:
@@ -108,7 +108,7 @@ class PendingPrompts:
         if self._carries:
             self._add_earlier(started, samples)
         complete = np.flatnonzero(samples[c.COMPLETE].reshape(-1, n).all(1))
-        # First in the queue and not first to end, so that the oldest complete prompts are trained on first.
+        # In queue order, not in order of completion, so that the oldest complete prompts are trained on first.
         chosen = complete[: self._wanted]
         left = np.setdiff1d(np.arange(len(started)), chosen)
         ids, left_ids = ((places[:, None] * n + np.arange(n)).ravel() for places in (chosen, left))
@@ -129,7 +129,7 @@ class PendingPrompts:
         for place in left.tolist():
             answers = self._aged(samples, place) if self._carries else None
             back.append(replace(started[place], age=started[place].age + 1, answers=answers))
-        # In front and in order, so that the queue stays oldest first.
+        # Prepended in order, so that the queue stays oldest first.
         self._waiting = back + self._waiting
         return batch, ids, metrics
 

@@ -97,8 +97,8 @@ def make_plan(
 ) -> Plan:
     """Compute all counts. Raises ConfigError if a count does not divide evenly.
 
-    num_prompts: rows after filtering (None: unknown). num_too_long: rows that the filter removed. images: of the
-    prompts.
+    num_prompts: rows after filtering (None: unknown). num_too_long: rows that the filter removed. images: image sizes
+    of the prompts.
 
     Samples need not be divisible: passes are balanced over ranks by sample, and engines get whole prompts. The run ends
     after the epochs or ``trainer.total_training_steps``, whichever comes first; total_steps is 0 if neither is known.
@@ -162,8 +162,8 @@ def make_plan(
 def _reward_workers(config: Config) -> int:
     """Return the number of scoring processes. Assumes equal cores on all nodes; waiting for a server needs no core."""
     nodes, reward = config.trainer.nnodes, config.reward
-    # Affinity and quota instead of `os.cpu_count`, which in a container counts the cores of the whole machine. One core
-    # per device is reserved for its worker.
+    # By affinity and quota, because in a container `os.cpu_count` returns the cores of the whole machine. One core per
+    # device is reserved for its worker.
     spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
     in_each_node = 1 if reward.is_elsewhere else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
     most = min(_MOST_REWARD_WORKERS, reward.judge.max_concurrency) if reward.judge.url else _MOST_REWARD_WORKERS
@@ -177,14 +177,14 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
             f"data.{key}={drawn} is more than the {num_prompts} training prompts. Lower it"
             + (f", or raise data.max_prompt_length ({num_too_long} are too long)." if num_too_long else ".")
         )
-    # A step needs at least the rounds that fill its batch.
+    # A step needs at least as many rounds as fill its batch.
     return None if num_prompts is None else max(1, num_prompts // (-(-prompts // drawn) * drawn))
 
 
 def _warmup_steps(config: Config, optim: OptimConfig, total: int) -> int:
     if optim.lr_warmup_steps == 0 and config.trainer.verl_version in ("0.5", "0.7"):
         return 0
-    # If 0 or less, the ratio applies, as in verl 0.9.
+    # 0 or less: the ratio applies, as in verl 0.9.
     return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else round(optim.lr_warmup_steps_ratio * total)
 
 

@@ -1,7 +1,7 @@
 """PPO and its variants: `PPOTrainer.step` is one iteration.
 
-Problem: the algorithm gets lost between optional passes, layouts and metrics. Choice: `step` asks `StepPasses` which
-passes to run and reads like the paper; its phases collect their report data in a `StepRecord`. Left out: the loop with
+Problem: optional passes, layouts and metrics would obscure the algorithm. Choice: `StepPasses` determines the passes,
+so `step` reads like the paper, and its phases collect their report data in a `StepRecord`. Left out: the loop with
 checkpoints and trackers (`run.fit.Trainer`), and all computations on tokens (the workers).
 """
 
@@ -121,7 +121,7 @@ class PPOTrainer:
             samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n responses each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
             self.advantages.mask(samples)
-            # Before any update, so that a run that stops here keeps the weights of the previous step.
+            # Before any update, so that a run that stops here still has the weights of the previous step.
             self._alarms.damaged(metrics)
             if passes.rewarded:
                 record.metrics |= self._alarms.collapsed(valid_samples(samples)[c.SCORE])
@@ -166,11 +166,11 @@ class PPOTrainer:
         if covered.any():
             layout = self._lay_out(samples, "old_log_prob", record, np.flatnonzero(covered))
             record.measured = self.actor.log_probs(samples, layout)
-            if self._alarms.stops_on_gap:  # then the pass covers all samples: the run stops before it learns
+            if self._alarms.stops_on_gap:  # then the pass covers all samples, so that the run stops before an update
                 self._alarms.gap(m.policy_metrics(record.measured))
 
     def _estimate_advantages(self, samples: Samples, record: StepRecord) -> Whitening:
-        # No micro-batches: this layout assigns each response to a rank, and the report measures its balance.
+        # This layout only assigns each response to a rank, without micro-batches; the report measures its balance.
         layout = self._cut(samples, "old_log_prob", [np.flatnonzero(~samples[c.MASKED])])
         if self.plan.passes.estimator.sum_pi_squared:
             layout = regroup_by_prompt(layout, samples[c.GROUP])
@@ -183,21 +183,21 @@ class PPOTrainer:
         plan, cfg, step = self.plan, self.cfg.actor_rollout_ref.actor, record.step
         mini_batches = self._without_masked(samples, self._actor_mini_batches(step))
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        # Samples without gradient are dropped after the denominators were counted, so the loss is unchanged.
+        # Samples without a gradient are dropped only after counting the denominators, so the loss is unchanged.
         zero_advantage = self.advantages.zero_advantage(samples)
         mini_batches = [ids[~zero_advantage[ids]] for ids in mini_batches]
         record.layouts["update_actor"] = layout = self._cut(samples, "update_actor", mini_batches)
         # As in verl the schedule starts with the first step that trains the actor. All optimizer steps of a step share
-        # one rate, so `ppo_epochs` and the mini-batch size do not stretch it.
+        # one rate, so the schedule does not depend on `ppo_epochs` and the mini-batch size.
         first = max(1, plan.passes.first_actor_step)
         skipped = self._num_skipped_steps("actor")
         rate = learning_rate(step - first - skipped, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
-            # Mean over the whole batch and not a mini-batch, so that all optimizer steps share one scale. It is known
+            # Mean over the whole batch, not over a mini-batch, so that all optimizer steps share one scale. It is known
             # here because this key makes the old_log_prob pass cover every sample.
             weight_scale = 1.0 / max(m.mismatch_metrics(record.measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
-        # A selection seeds its random numbers by the sample's id and not its position on a rank, so it does not depend
+        # A selection seeds its random numbers by the sample's id, not by its position on a rank, so it does not depend
         # on the layout.
         samples.update({c.SAMPLE_ID: np.arange(len(samples)), c.ZERO_ADVANTAGE: zero_advantage})
         seed = int(stream(self.cfg.data.seed, "selection", step).random_raw())
@@ -213,7 +213,7 @@ class PPOTrainer:
         counted = np.array([count.tokens for count in counts])
         record.metrics |= m.update_metrics(results, computed, counted, "actor") | {"actor/lr": rate}
         record.metrics |= self._expert_load.measure(results[0].expert_load)
-        # Every epoch over the batch would have computed them again.
+        # These passes would have been repeated in every epoch over the batch.
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[zero_advantage].sum() * cfg.ppo_epochs)
         if plan.passes.learns_entropy:
             record.metrics["actor/entropy_coeff"] = entropy_coef
@@ -236,7 +236,7 @@ class PPOTrainer:
         mini_batches = cut_prompts(plan, size, cfg.ppo_epochs, step, self.cfg.data.seed if cfg.shuffle else None)
         mini_batches = self._without_masked(samples, mini_batches)
         counts = [self._denominators(samples, ids) for ids in mini_batches]
-        # Samples without advantage stay: they have returns, and the critic learns from them.
+        # Samples with zero advantage are kept, because they have returns from which the critic learns.
         record.layouts["update_critic"] = layout = self._cut(samples, "update_critic", mini_batches)
         skipped = self._num_skipped_steps("critic")
         rate = learning_rate(step - 1 - skipped, cfg.optim, plan.critic_lr_warmup_steps, plan.schedule_steps)
@@ -247,16 +247,16 @@ class PPOTrainer:
         self._skipped("critic", results[0].num_made, record, skipped, counts)
 
     def _num_skipped_steps(self, role: str) -> int:
-        """Return the number of earlier steps in which ``role`` made no optimizer step; its schedule did not advance
-        in them."""
+        """Return the number of earlier steps in which ``role`` took no optimizer step, so that its schedule did not
+        advance."""
         return int(self._metrics.get(f"{role}/steps_held", 0))
 
     def _skipped(
         self, role: str, num_made: int, record: StepRecord, skipped: int, counts: Sequence[Denominators]
     ) -> None:
-        """Log optimizer steps that were not made. Raises NonFiniteError if there are too many.
+        """Log skipped optimizer steps. Raises NonFiniteError if there are too many.
 
-        skipped: `_num_skipped_steps` before the update. counts: of the mini-batches.
+        skipped: `_num_skipped_steps` before the update. counts: loss tokens per mini-batch.
         """
         self._alarms.overflowed(role, record.metrics)
         record.metrics |= self._alarms.skipped(role, record.metrics) | self._alarms.empty(role, counts)
@@ -267,8 +267,8 @@ class PPOTrainer:
         """Return the metrics of the step."""
         cfg, plan = self.cfg, self.plan
         metrics = timer.metrics() | record.metrics | m.policy_metrics(record.measured)
-        # If the gap only warns, or with `bypass`, the moments are complete only now. An error here still precedes the
-        # checkpoint of the step.
+        # If the gap only warns, or with `bypass`, the moments are complete only now. An error here is still raised
+        # before the checkpoint of the step.
         metrics |= self._alarms.gap(metrics)
         # The phase adv runs no model, so it has no FLOPs.
         costs = {
@@ -330,11 +330,11 @@ class PPOTrainer:
     def _workload(self, samples: Samples, prompts: PromptStore | None, *, updates: bool = False) -> Workload:
         """Return the workload. A token costs 2 FLOPs per matmul weight, a (query, key) pair 4 x heads x head size.
 
-        prompts: of the samples, for their image sizes. updates: include the backward pass; a frozen vision tower has
-        none (`tower_numbers`).
+        prompts: prompts of the samples, for their image sizes. updates: include the backward pass; a frozen vision
+        tower has none (`tower_numbers`).
         """
         # Ratio of the two costs above. The actor's ratio is used for every pass: with a different critic model the
-        # balance is only an estimate, which costs time and changes no number.
+        # balance is only approximate, which costs time but does not change results.
         sizes, groups = self.model_sizes, samples[c.GROUP]
         pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
         work = Workload.of_groups(samples[c.PROMPT_LENGTH], samples[c.RESPONSE_LENGTH], groups, pair_cost)
@@ -343,7 +343,7 @@ class PPOTrainer:
             return work
 
         def cost(rows: Ids, number: Ids) -> NDArray[np.float64]:
-            # Exact if the images of a text have equal sizes, otherwise a slight underestimate.
+            # Exact if the images of a text have equal sizes, else a slight underestimate.
             flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(number, 1)
             share = sizes["backward_share"] if updates else 1.0
             return share * flops / (2 * sizes["matmul_parameters"])
@@ -372,7 +372,7 @@ class PPOTrainer:
         """State of the driver for a checkpoint."""
         drawn, sampler, pending = self.experience.batches_drawn, self.experience.sampler, self.experience.pending
         lengths, experts = self.actor.lengths.state(), self._expert_load.state()
-        # Only the state of a controller: without one, the config applies, even if a resumed run enables a controller.
+        # Saved only for a controller. Without one the config applies, even if a resumed run enables a controller.
         entropy = self.cfg.actor_rollout_ref.actor.adaptive_entropy
         coef = self.advantages.kl_coef if self.cfg.algorithm.kl_ctrl.type == "adaptive" else None
         entropy_coef, metrics = self.entropy_bonus.coef if entropy.enabled else None, self._metrics

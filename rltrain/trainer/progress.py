@@ -1,4 +1,4 @@
-"""Driver's part of a checkpoint, and the mean response length of each prompt."""
+"""The driver's part of a checkpoint, and the mean response length of each prompt."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Progress:
     sampler: dict[str, NDArray[Any]] = field(default_factory=dict)
     """State of the sampler."""
     in_flight: list[list[int]] = field(default_factory=list)
-    """Row, draw and age of the prompts that were drawn and not yet trained on (`PendingPrompts.state`)."""
+    """Row, draw and age of prompts that were drawn but not trained on yet (`PendingPrompts.state`)."""
     answers: Samples | None = None
     """Partial responses of the prompts in flight, in a separate file."""
     lengths: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Mean response length per prompt, by split."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the step, for a run that stops between the checkpoint and its line in metrics.jsonl."""
+    """Metrics of the step, in case the run stops before they are written to metrics.jsonl."""
     entropy_coef: float | None = None
     """Entropy coefficient of a controller."""
     expert_load: dict[str, NDArray[Any]] = field(default_factory=dict)
@@ -43,8 +43,8 @@ class ResponseLengths:
     """Mean response length per prompt, used to start the longest responses first."""
 
     def __init__(self) -> None:
-        # Part of a checkpoint: the start order changes no token of a response, but with `rollout.tail` it decides which
-        # prompts end first, and with several replicas which responses share one.
+        # Part of a checkpoint: the start order does not change the tokens of a response, but with `rollout.tail` it
+        # determines which prompts end first, and with several replicas which responses share a replica.
         self._seen: dict[str, NDArray[np.float64]] = {}
 
     def state(self) -> dict[str, NDArray[np.float64]]:
@@ -58,7 +58,7 @@ class ResponseLengths:
     def order(self, split: str, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
         """Return prompt indices, longest expected response first (Graham 1969). None if no length is known yet.
 
-        A prompt that was never seen counts as the mean of the others.
+        A prompt without a known length gets the mean of the others.
         """
         known = self._grown(split, int(rows.max(initial=-1)) + 1)
         expected = known[rows]
@@ -70,7 +70,7 @@ class ResponseLengths:
     def observe(self, split: str, rows: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
         """Record the mean length per prompt. rows, lengths: one per response."""
         unique, owner = np.unique(rows, return_inverse=True)
-        # Copy: a state that was returned earlier must not change.
+        # A copy, because a state that was returned earlier must not change.
         self._seen[split] = means = self._grown(split, int(rows.max(initial=-1)) + 1).copy()
         means[unique] = np.bincount(owner, weights=lengths) / np.bincount(owner)
 

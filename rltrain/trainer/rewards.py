@@ -1,9 +1,9 @@
 """Rewards of a step: rule rewards, a reward model, and penalties, combined by configured weights.
 
-Problem: rule rewards are computed while other responses are still generated, so they arrive in the order of completion,
-and some belong to responses that the step does not use. Choice: scorers number responses in the order received, and
-`AnswersInScoring` maps these numbers to samples. Left out: overlapping the reward model with generation, because it
-shares the devices with the engine.
+Problem: rule rewards are computed while other responses are still being generated, so they arrive in the order of
+completion, and some belong to responses that the step does not use. Choice: scorers number responses in the order
+received, and `AnswersInScoring` maps these numbers to samples. Left out: overlapping the reward model with generation,
+because it shares the devices with the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Column = NDArray[Any]
 class Rewards:
     """Reward: weight * model + rule_weight * rule - penalty. Without rule_weight the rule is not computed.
 
-    The scored texts never pass through the driver. max_length: of responses.
+    The scored texts never pass through the driver. max_length: maximum response length.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Rewards:
         self.seconds = 0.0
         # Judge costs of the newest rewards: ``judge/calls`` and others.
         self.judged: dict[str, float] = {}
-        # Step time of a judge on the devices, which is not hidden by generation.
+        # Step time of a judge on the devices, which does not overlap generation.
         self.timing: dict[str, float] = {}
         self._judge_counts = JUDGE_COUNTS if cfg.reward.judge.url or judge else ()
         self._judge = judge
@@ -108,7 +108,7 @@ class Rewards:
             columns[c.SCORE] = self._weigh(columns, failed_of(samples))
         total = columns[c.SCORE]
         if self._pool:
-            # Kept even if it equals the score: accuracy and the sampler need the rule's part.
+            # Kept even if it equals the score, because accuracy and the sampler need the rule's part.
             columns[c.RULE_SCORE] = total
         if self._model:
             columns[c.MODEL_SCORE] = self._model.score(split, samples, at_once)
@@ -129,8 +129,8 @@ class Rewards:
             term = _floats(columns.get(column_of(name, columns)), len(failed))
             if np.isnan(term[~failed]).any():
                 raise RewardError(
-                    f"reward.weights.{name}: the scorer did not return the number '{name}' for some answers. Leave it "
-                    "out."
+                    f"reward.weights.{name}: the scorer did not return the number '{name}' for some responses. Remove "
+                    "it."
                 )
             # Only failed responses are NaN here; the last line replaces their sum.
             total = total + weight * np.nan_to_num(term)
@@ -157,7 +157,7 @@ class AnswersInScoring:
 
     def select(self, ids: Ids) -> None:
         """Keep the samples ``ids``, renumbered from 0, and drop the scores of all others."""
-        # Called once, while no id is -1 yet: a second call would read -1 as the last sample.
+        # Called only once, while no id is -1: a second call would take -1 as the last sample.
         new_id = np.full(1 + max(int(ids_of_part.max()) for ids_of_part in (ids, *self._ids)), -1)
         new_id[ids] = np.arange(len(ids))
         self._ids = [new_id[ids_of_part] for ids_of_part in self._ids]
@@ -174,7 +174,8 @@ class AnswersInScoring:
                 self._add(part.ref, ids, samples[c.ROW][ids], part.rows[missing])
 
     def ask(self, judge: Judge, at_once: int | None = None) -> float:
-        """Have a judge on the devices reply for pending samples that the step uses. Returns the seconds of its replies.
+        """Request replies of a judge on the devices for the pending samples that the step uses. Returns the seconds
+        that this took.
 
         at_once: see `Judge.replies`.
         """
@@ -236,7 +237,7 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
     if (missing & (samples[c.REWARD_FAILED] == 0) & ~failed_of(samples)).any():
         have = ", ".join(sorted(term.removeprefix(c.SCORER) for term in samples.numbers if term.startswith(c.SCORER)))
         raise RewardError(
-            f"the scorer did not return the number '{name}' for some answers, but the configuration uses it. It "
+            f"the scorer did not return the number '{name}' for some responses, but the configuration uses it. It "
             f"returned {have or 'only a score'}."
         )
     return np.where(missing, on_error, values)
@@ -245,7 +246,7 @@ def known_number(samples: Samples, name: str, on_error: float) -> Floats:
 def overlong_penalty(lengths: NDArray[np.int64], max_length: int, cfg: OverlongBufferConfig) -> Floats:
     """Return 0 up to max_length - len, then linear to -penalty_factor at max_length   (Yu et al. 2025, DAPO, eq. 13).
 
-    Beyond max_length it keeps decreasing as in verl, whereas the equation stays at -penalty_factor.
+    Beyond max_length it decreases further as in verl, whereas the paper's penalty stays at -penalty_factor.
     """
     exceeded = lengths - (max_length - cfg.len)
     return -cfg.penalty_factor * np.maximum(exceeded / cfg.len, 0.0)

@@ -24,7 +24,7 @@ class SavedRole:
         return RoleSave(self._group, self.role, task)
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
-        """Load them. Returns notes for the log."""
+        """Load the saved state. Returns notes for the log."""
         return self._group.call(self.role.load, folder, weights_only)[0]
 
 

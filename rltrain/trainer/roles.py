@@ -82,7 +82,7 @@ class _Remote:
         ]
         # Workers that share sequences return the same numbers, so the first of each data-parallel rank is used.
         results = self._group.submit(calls).collect()[:: self._group.world // len(calls)]
-        # A rank without samples only took part in the collectives. It returns a batch without columns, from which no
+        # A rank without samples only takes part in the collectives. It returns a batch without columns, from which no
         # rows can be requested.
         parts = zip(layout.ids, self.nodes(len(calls)), results, strict=True)
         non_empty = [part for part in parts if len(part[0])]
@@ -140,7 +140,7 @@ class Policy(_Remote, SavedRole):
         stream = Stream(poll, arrived, listener.tick) if listener else None
         samples = Samples(len(task.rows) * n)
         places = np.arange(len(task.rows)).repeat(n)
-        # Samples that no replica served keep these zeros: neither served nor complete, and without tokens.
+        # Samples that no replica served keep these zeros: not served, not complete, no tokens.
         nothing = np.zeros(len(samples), dtype=np.int64)
         samples.update({c.GROUP: places, c.ROW: task.rows[places], c.SERVED: nothing.astype(bool), c.ENGINE: nothing})
         results = self._group.submit([call]).collect(stream=stream)
@@ -149,9 +149,9 @@ class Policy(_Remote, SavedRole):
         # Renumber the replicas that served samples, from 0.
         served = samples[c.SERVED]
         samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
-        # An aborted response counts as one of maximum length, so that it starts first the next time.
+        # An aborted response counts as maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
-        # Responses completed before this step are not served in it, and would count as aborted.
+        # Responses completed before this step are not served again, and would count as aborted.
         is_asked = np.ones(len(samples), dtype=bool) if task.pending_mask is None else task.pending_mask.ravel()
         self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
         metrics = self._of_sync | generation_metrics([finished for *_, finished in results])
@@ -327,8 +327,8 @@ class RewardModel(_Remote):
 
     def score(self, split: str, samples: Samples, at_once: int | None = None) -> np.ndarray:
         """Return a score per response [n], ``at_once`` per call (None: all). Ranks get about equally many tokens."""
-        # The reward model may use another tokenizer, so the policy's lengths only estimate the work, and its workers
-        # cut their micro-batches themselves.
+        # The reward model may use another tokenizer, so the policy's lengths are only an estimate of the work, and its
+        # workers form their micro-batches themselves.
         lengths, at_once = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], at_once or max(1, len(samples))
         scores = np.zeros(len(samples))
         for first in range(0, len(samples), at_once):
@@ -346,6 +346,6 @@ def deal_by_length(lengths: np.ndarray, num_ranks: int) -> list[Ids]:
     """Deal samples to ranks, longest first, in alternating directions, so that token counts are about equal."""
     order = np.argsort(-lengths, kind="stable")
     place = np.arange(len(order))
-    turn, seat = np.divmod(place, num_ranks)
-    rank = np.where(turn % 2 == 0, seat, num_ranks - 1 - seat)
+    turn, offset = np.divmod(place, num_ranks)
+    rank = np.where(turn % 2 == 0, offset, num_ranks - 1 - offset)
     return [np.sort(order[rank == number]) for number in range(num_ranks)]

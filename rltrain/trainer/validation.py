@@ -1,5 +1,5 @@
-"""Validation: responses to all validation prompts, their scores, and metrics under verl's names. It needs engines and
-scorers only, so an evaluation is nothing more.
+"""Validation: responses to all validation prompts, their scores, and metrics under verl's names. It needs only engines
+and scorers, so an evaluation runs just this.
 
 Metrics per data source are mean, best, worst and majority over the responses to a prompt. Problem: verl bootstraps
 every metric by 1000 draws in Python, which takes minutes on large sets and adds noise. Choice: best and worst are the
@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 Column = NDArray[Any]
 Rows = NDArray[np.int32]
 
-# verl's names and numbers: the scorer's column to vote on, and draws and seed of the bootstrap.
+# verl's values: the scorer's column to vote on, and the draws and seed of the bootstrap.
 _VOTES = "pred"
 _DRAWS, _SEED = 1000, 42
 # This many responses keep an engine replica busy.
@@ -44,11 +44,11 @@ _BUSY_ENGINE = 128
 class Validation:
     """Generation and scoring of the validation prompts.
 
-    folder: of the run, for messages. on_phase(name): called at the start of a phase.
+    folder: the run folder, for messages. on_phase(name): called at the start of a phase.
     """
 
     _reads_images = False
-    """A pass of the trainer reads the responses, with the images of their prompts."""
+    """True if a pass of the trainer reads the responses, with the images of their prompts."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class Validation:
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts per chunk. About the samples of a step, so that a stop takes no longer than during training."""
+        """Prompts per chunk. About the samples of a step, so that a stop request takes effect as fast as during
+        training."""
         step_size = self._plan.samples_per_step * self._plan.passes.trains
         return max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // self.num_samples)
 
@@ -98,13 +99,14 @@ class Validation:
             return None
         samples, scores, num_samples = answered
         samples.update(scores)
-        # A validation subtracts no penalty from the score, so `score` and `reward` are equal; verl calls it reward.
+        # In a validation no penalty is subtracted from the score, so `score` and `reward` are equal; verl calls it
+        # reward.
         hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
         # Without penalty or another score the rule's score equals the reward.
         hidden |= set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
         extras = {name.removeprefix(c.SCORER): values for name, values in scores.items() if name.startswith(c.SCORER)}
         columns = extras | {name: scores[name] for name in scores if name not in hidden and c.SCORER not in name}
-        # A failed trajectory says nothing about the policy.
+        # A failed trajectory carries no information about the policy.
         failed = failed_of(samples)
         columns |= {name: np.where(failed, np.nan, each) for name, each in columns.items() if each.dtype != object}
         metrics = validation_metrics(self._rewards.data_sources("val"), columns, num_samples)
@@ -135,7 +137,7 @@ class Validation:
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
         # Each chunk numbers its groups from 0; after joining the numbers must be unique.
         samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
-        # Also in chunks: scoring all responses in one call would take many times as long as in a step, and time out.
+        # Scored in chunks too, because a single call would take many times as long as in a step, and time out.
         scores = self._rewards.score("val", samples, at_once=at_once * num_samples)
         return samples, scores, num_samples
 
@@ -229,11 +231,11 @@ def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str,
     binary = np.isin(values[~np.isnan(values)], (0.0, 1.0)).all()
     for k in _sizes(n):
         pairs = {"best": _expected_best(values, k), "worst": _expected_best(-values, k)}
-        # The worst of v is minus the best of -v; the second moment has no sign.
+        # The worst of v is minus the best of -v; the second moment is the same.
         pairs["worst"] = (-pairs["worst"][0], pairs["worst"][1])
         if k in votes:
             shares = np.where(np.isnan(values), 0.0, votes[k])
-            # A response without a number cannot represent the majority, so its share goes to the others.
+            # A response without a number cannot represent the majority, so the others share its votes.
             shares, numbers = shares / np.maximum(shares.sum(1, keepdims=True), 1e-12), np.nan_to_num(values)
             pairs["maj"] = ((shares * numbers).sum(1), (shares * numbers**2).sum(1))
         for kind, (first, second) in pairs.items():

@@ -82,16 +82,16 @@ class ActorRefWorker(Actor):
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
         self.inference_models = InferenceWorker(self._specs, passes, self.offloader, self._rollout_cfg.temperature)
-        # The policy with its adapters off is a reference too.
+        # The policy with adapters disabled is also a reference.
         self.reference: PolicyModel = self.inference_models.models.get("ref", self.policy)
         self._exact_reference = ReferenceDistribution(self.reference)
         self._balance = ExpertBalance(self.policy, self._device, passes, self._actor_cfg.router_bias_update_rate)
         self._reference_distribution = self._exact_reference if passes.exact_kl_in_loss else None
-        """Full distribution that the update compares the policy with."""
+        """Reference distribution for the update's exact KL."""
         if passes.exact_teacher:
             teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
             self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
-        # After all models, whose forward passes come first.
+        # Last, because the models' forward passes come first.
         self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
@@ -172,9 +172,9 @@ class ActorRefWorker(Actor):
     def text_log_probs(self, text: EncodedPrompt) -> Tensor:
         """Return log pi(token) at temperature 1 of all tokens but the first, or of the tokens after the last image.
 
-        The forward pass is the update's: the text is packed after another text, and its second half is also a response
-        that shares its prompt. Comparing with an engine therefore also detects a model that mixes the samples of a
-        packed row.
+        The forward pass is the same as in the update: the text is packed after another text, and its second half is
+        packed again as a response that shares a prompt. The comparison with an engine therefore also detects models
+        that mix the samples of a packed row.
         """
         self.policy.eval()
         tokens, images = torch.tensor(text.tokens), text.images
@@ -282,7 +282,8 @@ class ActorRefWorker(Actor):
         return replace(share, measured=measured)
 
     def _teacher_loss(self, micro: Batch, divergence: Tensor | None) -> TeacherLoss | None:
-        """Return the teacher's part of the loss. divergence: from the forward pass, if the update runs the teacher."""
+        """Return the teacher's part of the loss. divergence: computed by the forward pass, if the update runs the
+        teacher."""
         cfg = self._cfg.distillation.distillation_loss
         if self._passes.exact_teacher:
             return TeacherLoss(cfg, divergence=divergence)
@@ -325,7 +326,7 @@ class ActorRefWorker(Actor):
         if self._log_probs_at == self.updater.num_steps or not self._passes.reads_policy_ahead:
             current = [self._old(micro).values for micro in having]
         else:
-            # Micro-batches without samples run too, because the forward pass is a collective.
+            # Empty micro-batches run too, because the forward pass is a collective.
             (measured,) = measure(self.policy, micros, self._device, self._rollout_cfg.temperature)
             current = list(measured.split([len(self._old(micro).values) for micro in having]))
             # `measure` leaves the model in eval mode, in which transformers does not recompute activations.
@@ -338,7 +339,7 @@ class ActorRefWorker(Actor):
         old = [self._old(micro).values for micro in having]
         log_probs, old_log_probs, own = (torch.cat([empty, *parts]) for parts in (current, old, advantages))
         inputs = PolicyLossInputs(log_probs, old_log_probs, own, mask)
-        # Compare by identity: equal mini-batches occur in every epoch.
+        # Compared by identity, because equal mini-batches occur in every epoch.
         number = [other is mini for other in task.mini_batches].index(True)
         seeds = task.noise_seed, number
         add_batch_level_selection(having, inputs, seeds, mini.denominators, self._entry, self._actor_cfg)
@@ -354,8 +355,9 @@ class ActorRefWorker(Actor):
                 self.policy, actor_spec(self._cfg, self._device).load_config(), chat_encoder(self._cfg)
             )
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
-        # Full weights are gathered between devices, because hosts exchange bytes many times more slowly. After an
-        # update the shards are on the device; otherwise onload them as for a pass, shortly before the next sync would.
+        # Full weights are gathered between devices, because exchange between hosts is many times slower. After an
+        # update the shards are on the device. Otherwise they are onloaded as for a pass; the next sync would do this
+        # anyway.
         if (task.export or self._model_cfg.uses_lora) and not self.offloader.is_here(self.policy):
             self.offloader.enter_phase("old_log_prob", whole=True)
         if self._export and task.export:

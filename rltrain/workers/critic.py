@@ -70,7 +70,7 @@ class CriticWorker(SavesState, Critic):
             return empty_loss(values)
         columns = {name: micro[name] for name in (c.VALUES, c.RETURNS, c.LOSS_MASK) if name in micro}
         micro = Batch(columns).to(device)
-        # Values of the values pass, not of the current weights: the clip keeps the critic close to them.
+        # From the values pass, not from the current weights: the clip keeps the critic close to these.
         old, returns = micro.ragged(c.VALUES), micro.ragged(c.RETURNS).values
         mask = loss_mask(micro, old)
         losses, statistics = value_loss(values, old.values, returns, self._cfg.cliprange_value)

@@ -1,8 +1,8 @@
 """Hybrid worker: one process per device that hosts all roles, which share the device in time.
 
-Engine and training weights seldom fit on a device together, and with separate devices per role some would always idle.
-So all roles live in one process, and `OffloadManager` moves their memory per phase. Left out: worker groups for single
-roles.
+Engine and training weights seldom fit on a device together, and separate devices per role would be idle part of the
+time. So all roles live in one process, and `OffloadManager` moves their memory per phase. Left out: worker groups for
+single roles.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class HybridWorker(Models, Advantages):
 def check_room(rollout: RolloutConfig, offloader: OffloadManager) -> None:
     """Raise ConfigError if the second generation would lack memory. Call with all models loaded and the engine asleep.
 
-    An engine compares its share with the free memory at its start. Optimizers allocate their state only in the first
-    update, and without offloading they keep it during generation.
+    An engine checks its memory share only when it starts. Optimizers allocate their state in the first update, and keep
+    it during generation unless it is offloaded.
     """
     device = offloader.device
-    if device.is_cpu or not ENGINES[rollout.name].package:  # the embedded engine uses the memory that is free
+    if device.is_cpu or not ENGINES[rollout.name].package:  # the embedded engine uses whatever memory is free
         return
     offloader.enter_phase("gen")
     free, total = device.free_memory_bytes(), device.total_memory_bytes()
@@ -134,6 +134,6 @@ def check_room(rollout: RolloutConfig, offloader: OffloadManager) -> None:
         raise ConfigError(
             f"after the first update this device would lack {(engine + to_come - free) / 2**30:.1f} GiB to generate: "
             f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, {key}={rollout.gpu_memory_utilization} requests "
-            f"{engine / 2**30:.1f}, and the optimizer will use {to_come / 2**30:.1f}. {lower} "
+            f"{engine / 2**30:.1f}, and the optimizer will need {to_come / 2**30:.1f}. {lower} "
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True (critic.model.fsdp_config likewise)."
         )

@@ -45,8 +45,8 @@ def measure(model: PackedModel, micros: Sequence[Batch], device: Device, *argume
 
 @torch.no_grad()
 def measure_known(model: PolicyModel, micros: Sequence[Batch], device: Device, temperature: float) -> Tensor:
-    """Run `measure` on a model whose vocabulary may lack tokens of the policy. Their log-probs are NaN; as context
-    they are replaced by the model's last token."""
+    """Run `measure` on a model whose vocabulary may lack tokens of the policy. These tokens get log-prob NaN; as
+    context they are replaced by the model's last token."""
     model.eval()
     rows, outputs = model.model.config.get_text_config().vocab_size, []
     for micro in micros:
@@ -90,7 +90,7 @@ class ReferenceDistribution:
     """Full distribution of ``model``, without adapters, during the forward pass of a policy on the same samples.
 
     The hidden states of a micro-batch are computed just before, and the logits chunk by chunk along with the policy's.
-    No logits are stored or sent. The cost is that of a pass.
+    No logits are stored or sent. The cost is one forward pass.
     """
 
     def __init__(self, model: PolicyModel, divergence: Divergence = REVERSE_KL) -> None:
@@ -101,7 +101,7 @@ class ReferenceDistribution:
         # The model uses its router, even if the policy replays another routing.
         with torch.no_grad(), adapters_off(self._model):
             hidden = self._model(replace(inputs, experts=None), states_only=True)
-        # The head is needed outside of its forward pass, and again when the backward pass recomputes logits.
+        # The head is used outside of its forward pass, and again when the backward pass recomputes logits.
         self._model.unshard()  # type: ignore[operator]
         return ReferenceStates(hidden, self._logits, self._divergence)
 

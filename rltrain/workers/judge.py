@@ -1,11 +1,11 @@
 """Judge: a generative reward model whose replies score responses.
 
 It shares the device in time like every role. Its weights are sharded over all ranks like the reference's and may be
-offloaded. To reply, an engine of the policy's type gets them by the policy's weight sync, including the canary, and
-frees them when another phase begins. Messages are dealt to the ranks by length instead of pulled from a shared queue:
-the batches, and so every bit of a reply, then depend on the messages only.
+offloaded. To reply, they are sent to an engine of the policy's type by the policy's weight sync, including the canary,
+and freed when another phase begins. Messages are dealt to the ranks by length, not pulled from a shared queue, so that
+batches, and therefore every bit of a reply, depend only on the messages.
 
-Left out: images, and engines that allocate their memory at start, of which a process can have only one.
+Left out: images, and engines that allocate their memory at startup, because a process can have only one of these.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class JudgeWorker(Judge):
         return replies, JudgeNumbers(num_tokens, time.perf_counter() - started)
 
     def _answered(self, jobs: list[Job]) -> Conversations:
-        # Longest first, so that none of them runs alone at the end.
+        # Longest first, so that no long reply runs alone at the end.
         jobs = sorted(jobs, key=lambda job: -len(job.prompt))
         store, key = dist.distributed_c10d._get_default_store(), f"judge/{dist.get_rank()}"
         queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_aborted)
@@ -149,7 +149,7 @@ class JudgeWorker(Judge):
         greedy, temperature = rollout.temperature == 0, rollout.temperature or 1.0
         self.engine.generate(source, Sampling(self._longest_reply, temperature, rollout.top_k, rollout.top_p, greedy))
         if (num_left := len(jobs) - sum(not answer.aborted for answer in source.all)) and not queue.stopped():
-            raise RuntimeError(f"the judge's engine '{rollout.name}' aborted {num_left} requested replies")
+            raise RuntimeError(f"the judge's engine '{rollout.name}' aborted {num_left} of the requested replies")
         return source
 
     def _too_long(self, length: int) -> str:

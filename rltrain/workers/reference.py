@@ -28,8 +28,8 @@ class ReferenceWorker(SavesState, Reference):
     @torch.no_grad()
     def update_reference(self) -> None:
         """Set reference <- a policy + (1 - a) reference, a = ref.update_mix, for each shard of a weight."""
-        # Weights stay where they are during generation: frozen weights are never copied back to the host, so they must
-        # not be changed on the device.
+        # The weights are not onloaded for this: frozen weights are never copied back to the host, so a change on the
+        # device would be lost.
         self._offloader.enter_phase("gen", whole=True)
         self._writer.reshard_and_synchronize()
         policy, reference = (
@@ -45,7 +45,7 @@ class ReferenceWorker(SavesState, Reference):
 
     def load(self, folder: str, weights_only: bool) -> list[str]:
         """Load the weights, on any number of ranks (a collective). Returns notes for the log."""
-        if weights_only:  # from another run: the reference starts as loaded
+        if weights_only:  # from another run: the reference keeps the loaded weights
             return []
         self._offloader.enter_phase("gen", whole=True)
         return load_training_state(self._reference, None, folder)

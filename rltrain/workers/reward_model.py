@@ -36,7 +36,7 @@ def check_reward_model(spec: ModelSpec) -> ChatEncoder:
         )
     encoder = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code)
     try:
-        _ = encoder.tokenizer  # loading it now finds a missing chat template before the first generation
+        _ = encoder.tokenizer  # loaded now, so that a missing chat template is found before the first generation
     except DataError as error:
         raise ConfigError(f"reward_model.model.path={spec.path}: {error}") from error
     return encoder
@@ -72,7 +72,7 @@ class RewardModelWorker(RewardModel):
         reshard(self._model)
         scores = torch.cat(outputs).cpu().double().numpy()
         if not np.isfinite(scores).all():
-            raise NonFiniteError(f"the reward model {self._path} returned scores that are not finite.")
+            raise NonFiniteError(f"the reward model {self._path} returned non-finite scores.")
         return scores
 
     def _encode(self, batch: Batch, split: str) -> list[list[int]]:
@@ -85,11 +85,11 @@ class RewardModelWorker(RewardModel):
             for row, text in zip(places, texts, strict=True)
         ]
         encoded = self._encoder.encode_batch(conversations, answered=True)
-        # The model's forward would read its last token instead.
+        # Otherwise the model's forward would read its last token instead.
         if (last := max(map(max, encoded))) >= (size := self._encoder.model_vocab_size or last + 1):
             raise ConfigError(
-                f"reward_model.model.path={self._path}: its tokenizer writes token {last:,}, and the model "
-                f"has {size:,}. Use the tokenizer of the model."
+                f"reward_model.model.path={self._path}: its tokenizer has the token id {last:,}, but the "
+                f"model has {size:,} tokens. Use the model's tokenizer."
             )
         return encoded
 

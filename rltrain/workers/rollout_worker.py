@@ -64,7 +64,7 @@ from rltrain.workers.state.weight_sync import WeightSync
 
 # After every sync, engine and trainer are compared on this many tokens of a prompt, after its images.
 _CANARY_TOKENS = 64
-# If an engine damages more than this share of the responses of a call, the others are not trusted either.
+# If more than this share of an engine's responses are damaged, the others are not trusted either.
 _MOST_DAMAGED = 0.01
 _NOTHING = np.zeros(0, dtype=np.int32)
 # Partial responses by prompt index and sample.
@@ -74,8 +74,8 @@ Open = dict[tuple[int, int], Conversation]
 class RolloutWorker(Rollout):
     """Rollout role. Every method except `take_finished` and `abort` is called on all ranks.
 
-    policy: the training weights. version: number of optimizer steps made on the weights. text_log_probs: the trainer's
-    log-probs of a text. rows: of the prompts, for multi-turn runs.
+    policy: the training weights. version: number of optimizer steps so far. text_log_probs: the trainer's log-probs of
+    a text. rows: rows of the prompts, for multi-turn runs.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RolloutWorker(Rollout):
         self.encoder = chat_encoder(cfg)
         self._max_model_len = self._rollout.max_model_len or longest_text(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
-        # If one member takes all jobs, there is nothing to synchronise.
+        # If one member takes all jobs, no synchronisation is needed.
         alone = ENGINES[self._rollout.name].leader_serves
         self._serving_replica = replace(self._replica, size=1, group=None) if alone else self._replica
         self._rows = rows or {}
@@ -186,14 +186,14 @@ class RolloutWorker(Rollout):
                 tell(job, conversations)
 
         source, num_begun_anew = self._converse(task, queue, open_answers, finished, task_images)
-        # Also on ranks without results: the driver polls every rank until it reports the end.
+        # Also called on ranks without results, because the driver polls every rank until it reports the end.
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
-        # Without a stop every response is wanted, so an aborted one is an engine error.
+        # Unless the run stops, all responses are needed, so an aborted one is an engine error.
         num_aborted = sum(answer.aborted for answer in source.all)
         if num_aborted and not queue.stopped():
-            raise RuntimeError(f"the rollout engine '{self._rollout.name}' aborted {num_aborted} requested answers")
+            raise RuntimeError(f"the rollout engine '{self._rollout.name}' aborted {num_aborted} requested responses")
         seconds = {"reshard": reshard_s, "generate_sequences": time.perf_counter() - started}
         seconds |= {"read_images": task_images.seconds} if task_images else {}
         seconds |= {WAIT: source.waited_s} if self._answering else {}
@@ -207,7 +207,7 @@ class RolloutWorker(Rollout):
         if not source.all or not self._replica.is_leader:
             return Batch(), [], numbers
         self._refuse_damaged(source)
-        # The order of completion depends on time; this order does not.
+        # The order of completion depends on timing; this order does not.
         answers = sorted(source.all, key=lambda answer: (answer.prompt_index, answer.sample))
         payload = payload_of(answers)
         if self._with_experts and task.is_learnt_from:
@@ -237,7 +237,8 @@ class RolloutWorker(Rollout):
         finished: Callable[[Job, list[Conversation]], None],
         task_images: TaskImages | None,
     ) -> tuple[Conversations, int]:
-        """Run the engine until the queue is empty. Returns all conversations, and how many a later step restarts."""
+        """Run the engine until the queue is empty. Returns all conversations, and the number that a later step
+        restarts."""
         images_of = task_images.of if task_images else lambda prompt_index: None
         if not self._answering:
             source = Conversations(queue, self._vocabulary, open_answers, finished, images=images_of)
@@ -305,7 +306,7 @@ class RolloutWorker(Rollout):
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
         """Return the texts of jobs that ended since the last call. Waits for the first.
 
-        Called from another thread than the one that generates.
+        Called from a thread other than the generating one.
         """
         finished: list[tuple[Job, list[str]]] = []
         done = False
@@ -333,7 +334,7 @@ class RolloutWorker(Rollout):
         limit, lengths = self._max_response_length, numbers[c.RESPONSE_LENGTH] + (1 - numbers[c.COMPLETE])
         if (longest := int(lengths.max(initial=0))) > limit:
             raise ConfigError(
-                f"data.max_response_length={limit}: partial answers in the checkpoint (rollout.tail=carry_over) are "
+                f"data.max_response_length={limit}: partial responses in the checkpoint (rollout.tail=carry_over) are "
                 f"already longer. Set it to at least {longest}."
             )
         texts = self.encoder.decode_batch([row.tolist() for row in payload.ragged(c.RESPONSE).rows()])
@@ -346,10 +347,11 @@ class RolloutWorker(Rollout):
         """Raise NonFiniteError if more than a few responses are damaged: an empty response has no loss."""
         if source.num_damaged > _MOST_DAMAGED * len(source.all):
             raise NonFiniteError(
-                f"{source.num_damaged} of {len(source.all)} answers of the rollout engine '{self._rollout.name}' have "
-                f"token ids outside the vocabulary of {self._vocabulary} ({source.num_unknown} tokens) or log-probs "
-                "that are not finite: its weights are damaged, or the engine is. At the first step look at the files "
-                "of actor_rollout_ref.model.path; later, resume from an older checkpoint with "
+                f"{source.num_damaged} of {len(source.all)} responses of the rollout engine '{self._rollout.name}' "
+                "have "
+                f"token ids outside the vocabulary of {self._vocabulary} ({source.num_unknown} tokens) or non-finite "
+                "log-probs: its weights or the engine are damaged. At the first step, check the files of "
+                "actor_rollout_ref.model.path; later, resume from an older checkpoint with "
                 "trainer.resume_mode=resume_path."
             )
 
@@ -370,7 +372,7 @@ def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> Enco
     if seeing:
         store = next((store for store in prompts.values() if store.has_images), None)
         if store:
-            # The smallest image, because no budget bounds the tokens of this forward pass.
+            # The smallest image, because this forward pass has no token budget.
             tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
             prompt = store.encoded(int(tokens.argmin()))
         else:  # only tools return images
@@ -378,5 +380,5 @@ def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> Enco
         if len(prompt.tokens) > prompt.image_end:
             return prompt.until(prompt.image_end + _CANARY_TOKENS)
     first = next((store.prompt(0) for store in prompts.values() if len(store)), np.zeros(1, dtype=np.int32))
-    # The first token of a text has no log-prob, so a single token leaves nothing to compare.
+    # The first token of a text has no log-prob, so a single token cannot be compared.
     return EncodedPrompt((first if len(first) > 1 else first.repeat(2))[:_CANARY_TOKENS])

@@ -208,7 +208,7 @@ def reply(executors):
 
 
 def process():
-    """The first of the processes of the executors: the reaper of the one."""
+    """The first of the processes of the executors: the subreaper of the one."""
     return (pids(os.getpid(), "rltrain.agents.executor_main") or [0])[0]
 
 

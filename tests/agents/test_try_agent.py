@@ -142,7 +142,7 @@ def test_agent_runs_its_trajectory(attempt):
     [
         ("count.py:None_", [], "multi_turn.environment=count.py:None_: the file has no function 'None_'"),
         ("none.yaml", [], "multi_turn.tool_config_path=none.yaml cannot be read"),
-        ("tools.py", ["--row", 4], "--row 4: rows.parquet has the rows 0 to 3."),
+        ("tools.py", ["--row", 4], "--row 4: rows.parquet has rows 0 to 3."),
         ("tools.py", [f"{MULTI_TURN}format=klingon"], "multi_turn.format=klingon: no format has this name"),
         ("tools.py", [f"{AGENT_KEY}=env_agent"], "is 'env_agent', and "),
         ("tools.py", [f"{MULTI_TURN}max_trns=3"], "multi_turn.max_trns=3: no version of verl has this key"),

@@ -113,9 +113,9 @@ def test_the_unbiased_kl_has_the_gradient_of_the_policy_that_is_trained():
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": "1"}, "'token_k4' is not a rule"),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "seq_max needs k2 or k3"),
         ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "2 rules and 3 thresholds"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must be over 1"),
-        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.3"}, "has one bound"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_1"}, "the lower one first"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must be above 1"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.3"}, "takes a single upper bound"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_1"}, "lower bound first"),
     ],
 )
 def test_a_wrong_rule_says_what_is_wrong(keys, words):

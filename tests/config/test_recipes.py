@@ -230,7 +230,7 @@ def test_experts_are_refused_on_npus_by_name(dry, without_memory):
     row = the_row("qwen3_30b_a3b_dapo-H100")
     code, out = dry(row, "trainer.device=npu")
     assert code == 2
-    assert "vllm-ascend converts its experts once, at its start. Use rollout.name=hf" in out
+    assert "vllm-ascend converts its experts only once, at startup. Use rollout.name=hf" in out
 
 
 def test_every_script_of_the_folder_is_in_the_table():

@@ -137,7 +137,7 @@ def test_template_errors_are_data_errors(tokenizer_folder, template):
 
 def test_vision_prompts_are_refused_by_name(tmp_path, write, good_row, encoder):
     path = write(tmp_path / "v.parquet", [good_row(0, images=[]), good_row(1, images=[{"bytes": RED}])])
-    with pytest.raises(DataError, match=r"v\.parquet' row 1 holds an image: prompts have images, and config.json in"):
+    with pytest.raises(DataError, match=r"v\.parquet' row 1 holds an image: prompts have images, but config.json in"):
         encode_prompts(read_rows(path), encoder, 99)
     with pytest.raises(DataError, match=r"has an image, but the row has none\. Does data\.image_key name"):
         encoder.encode([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}])
@@ -149,7 +149,7 @@ def test_overlong_prompts_are_filtered_and_rows_follow(rows, encoder):
     assert store.num_dropped == 2
     kept = rows.select(store.row_index)
     assert [encoder.encode(row.prompt) for row in kept] == [store.prompt(i).tolist() for i in range(2)]
-    with pytest.raises(DataError, match=r"leaves no prompt.*max_prompt_length=3.*shortest has 8"):
+    with pytest.raises(DataError, match=r"drops every prompt.*max_prompt_length=3.*shortest has 8"):
         encode_prompts(rows, encoder, 3, filter_overlong=True)
 
 

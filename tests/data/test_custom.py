@@ -91,7 +91,7 @@ def test_the_class_reads_its_config_as_in_verl(made):
         ('"raw_prompt"', '"input_ids"', "neither 'raw_prompt' nor 'prompt'; it has data_source, input_ids"),
         ('"raw_prompt": np', '"images": [b"x"], "raw_prompt": np', "row 0: field 'images[0]': it cannot be read"),
         ('"raw_prompt": np', '"videos": [b"x"], "raw_prompt": np', "row 0 holds videos: only images are supported"),
-        ('"split": "train"', '"split": object()', "extra_info.split is a object; a row holds texts"),
+        ('"split": "train"', '"split": object()', "extra_info.split is a object; a row may hold texts"),
         ('config.get("number", 6)', "0", "no usable row in data.custom_cls="),
     ],
 )
@@ -169,8 +169,8 @@ def test_resumed_sampler_continues_identically(sampler, caplog):
         ("def __iter__", "def walk", "has no __iter__"),
         ("data_config)", "data_config, ratios)", "the class needs ratios"),
         ("len(data_source),", "1 / 0,", "ZeroDivisionError"),
-        ("iter(range(", "iter([6] or range(", "names 6, which is not a row"),
-        ("iter(range(", "iter([1, 1] or range(", "names 1 different rows, fewer than data.train_batch_size=2"),
+        ("iter(range(", "iter([6] or range(", "yields 6, which is not a row"),
+        ("iter(range(", "iter([1, 1] or range(", "yields 1 different rows, fewer than data.train_batch_size=2"),
     ],
 )
 def test_unusable_sampler_error(sampler, old, new, said):

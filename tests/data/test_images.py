@@ -182,7 +182,7 @@ def test_greys_of_16_bits_keep_their_shades(order):
     greys = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     found = np.asarray(open_image(as_file(Image.fromarray(greys.astype(f"{order}u2")))))
     assert np.array_equal(found, np.repeat(greys[..., None] // 257, 3, axis=-1))
-    with pytest.raises(DataError, match="it is unknown which of them is white: save it as a PNG of 8 or 16"):
+    with pytest.raises(DataError, match="it is unknown which value is white: save it as a PNG of 8 or 16"):
         open_image(as_file(Image.new("F", (3, 3), 7), "TIFF"))
 
 

@@ -254,7 +254,7 @@ def test_changed_image_error_names_the_row(folders, make, tmp_path):
     before = read_rows(path).fingerprint()
     # Of the same size, so of as many tokens.
     (tmp_path / "a.png").write_bytes(png(60, 60, 1))
-    with pytest.raises(DataError, match=rf"^'{path}' row 0: its images have changed since"):
+    with pytest.raises(DataError, match=rf"^'{path}' row 0: the images have changed since"):
         store.encoded(0)
     assert read_rows(path).fingerprint() != before
     (tmp_path / "a.png").unlink()

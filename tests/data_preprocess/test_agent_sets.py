@@ -104,7 +104,7 @@ def test_numbers_to_guess_come_equally_often_and_are_found(tmp_path):
         assert game.step(row.ground_truth) == ("correct", 1.0, True)
         assert row.prompt[0]["content"] == "Guess my number from 1 to 31."
         assert find_scorer(row.data_source)(row.ground_truth, row.ground_truth, row.extra_info) == 1.0
-    with pytest.raises(DataError, match="--low 2 is over"):
+    with pytest.raises(DataError, match="--low 2 is above"):
         guess_number.generate(1, 1, seed=0, low=2, high=1)
 
 
@@ -139,8 +139,8 @@ def test_a_hole_ends_a_way_as_in_the_environment():
     ("options", "words"),
     [
         (["--sizes", "2", "--num-test", "50"], "too few maps for 50"),
-        (["--ice", "0.1"], "--ice is 0.6 to 1"),
-        (["--sizes", "99"], "--sizes are 2 to 16"),
+        (["--ice", "0.1"], "--ice must be 0.6 to 1"),
+        (["--sizes", "99"], "--sizes 2 to 16"),
     ],
 )
 def test_lakes_that_are_not_there_are_refused(tmp_path, capsys, options, words):

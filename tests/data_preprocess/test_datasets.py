@@ -202,7 +202,7 @@ def test_there_is_one_slot_for_each_image(tmp_path, capsys):
     assert [row.extra_info["index"] for row in rows] == [0, 1, 3]
     shown = capsys.readouterr().out
     assert "train: 3 dropped" in shown
-    for reason in ("1 with not one <image> for each image", "1 with an image that is not there", "1 with no \\boxed{}"):
+    for reason in ("differs from the number of images (1)", "an image is missing (1)", "has no \\boxed{} (1)"):
         assert reason in shown
     assert f"<{len(RED)} bytes>" in shown
 
@@ -210,13 +210,13 @@ def test_there_is_one_slot_for_each_image(tmp_path, capsys):
 def test_a_math_solution_without_a_box_is_dropped(tmp_path, capsys):
     rows = convert("math_dataset", [MATH, MATH | {"solution": "no box"}, MATH | {"solution": "$\\boxed 5$."}], tmp_path)
     assert [row.ground_truth for row in rows] == ["\\frac{4}{2}", "5"]
-    assert "train: 1 dropped: 1 with no \\boxed{}" in capsys.readouterr().out
+    assert "train: 1 dropped: the solution has no \\boxed{} (1)" in capsys.readouterr().out
 
 
 def test_dapo_prompts_come_once_in_either_layout(tmp_path, capsys):
     rows = convert("dapo_math_17k", [DAPO] * 100, tmp_path / "a")
     assert len(rows) == 1
-    assert "99 with a prompt that came before" in capsys.readouterr().out
+    assert "a repeated prompt (99)" in capsys.readouterr().out
     assert rows[0].prompt == [{"role": "user", "content": DAPO["prompt"][0]["content"]}]
     processed = DAPO | {"prompt": "What is 5?", "solution": "34", "source_prompt": DAPO["prompt"]}
     assert convert("dapo_math_17k", [processed], tmp_path / "b")[0].prompt == rows[0].prompt
@@ -234,7 +234,7 @@ def test_aime_copies_of_every_shape_give_a_plain_number(tmp_path, capsys):
     rows = convert("aime", shapes, tmp_path / "a", "--dataset", "aime25", file="aime.jsonl")
     assert [row.ground_truth for row in rows] == ["33", "336", "25", "0"]
     assert {row.data_source for row in rows} == {"aime25"}
-    assert "1 with an answer that is not a number" in capsys.readouterr().out
+    assert "the answer is not a number from 0 to 999 (1)" in capsys.readouterr().out
     assert len(convert("aime", [DAPO] * 32, tmp_path / "b")) == 1
     assert aime.main(["--input", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "out")]) == 2
 
@@ -325,7 +325,7 @@ def test_an_input_that_leaves_no_row_says_why(tmp_path, capsys):
     file = write(tmp_path / "a.jsonl", [DEEPSCALER | {"answer": " "}] * 3)
     main = importlib.import_module("rltrain.data_preprocess.deepscaler").main
     assert main(["--input", str(file), "--output", str(tmp_path / "out")]) == 2
-    assert "leaves no row: 3 with an empty answer" in capsys.readouterr().err
+    assert "leaves no row: the answer is empty (3)" in capsys.readouterr().err
 
 
 def test_without_a_local_file_the_hub_is_asked_for_stored_bytes(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def test_a_blank_answer_or_question_is_dropped_and_told(convert, answer):
     rows, out = convert([blank, {"question": " ", "answer": "1"}, {"question": "1+2", "answer": "3"}])
     assert [row.ground_truth for row in rows] == ["3"]
     assert "no answer in 'answer'" in out
-    assert "an empty prompt" in out
+    assert "the prompt is empty" in out
 
 
 @pytest.mark.parametrize("name", ["twice.csv", "twice.jsonl", "twice.parquet"])
@@ -89,13 +89,13 @@ def test_prompts_in_each_form_become_messages(convert, question, wanted):
     ("question", "said"),
     [
         ([{"content": "2+3"}], "'question'[0]: the role is missing (the message has content)"),
-        ([{"from": "narrator", "value": "x"}], "'question'[0]: the role is 'narrator'; known are system"),
+        ([{"from": "narrator", "value": "x"}], "'question'[0]: the role is 'narrator'; supported are system"),
         ([{"from": "human", "text": None}], "'question'[0] has no content; it has from, text"),
         ([{"role": "user", "content": {"a": 1}}], "'question'[0]: the content is dict"),
         ([{"role": "user", "content": [{"type": "video", "video": "x" * 9999}]}], "holds a part of type 'video'"),
         ([{"role": "user", "content": "x"}, "y"], "'question'[1] is str 'y'; a message is"),
         (5, "'question' is int 5; it must be text, or a list of messages"),
-        (None, "'question' is not there, or null; columns: 'question', 'answer'"),
+        (None, "'question' does not exist or is null; columns: 'question', 'answer'"),
     ],
 )
 def test_a_prompt_that_cannot_be_read_is_named_with_file_row_and_field(convert, question, said):
@@ -122,7 +122,7 @@ def test_rows_without_an_answer_are_counted(convert):
     given = [{"question": f"{at}?", "answer": answer} for at, answer in enumerate(["5", None, float("nan"), []])]
     rows, out = convert(given)
     assert len(rows) == 1
-    assert "3 dropped: 3 with no answer in 'answer'" in out
+    assert "3 dropped: no answer in 'answer' (3)" in out
 
 
 def test_an_answer_of_several_fields_names_the_one_to_give(convert):
@@ -171,7 +171,7 @@ def test_files_of_many_kinds_are_read(convert, tmp_path, name, data, wanted):
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("a.csv", b"question,answer\n1,2\n1,2,3\n", "line 3 has 3 cells, and the first line has 2"),
+        ("a.csv", b"question,answer\n1,2\n1,2,3\n", "line 3 has 3 cells, but the first line has 2"),
         ("a.csv", b'question,answer\n1,"2\n', "line 2 is not a complete csv line"),
         ("a.jsonl", b'{"question": "1", "answer": "2"}\n{"question": "1", "ans', "line 2 is not complete JSON"),
         ("a.jsonl", b'{"question": "1", "answer": "2"}\n\n["1"]', "row 1: it has no columns"),

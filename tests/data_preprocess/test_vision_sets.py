@@ -63,7 +63,7 @@ def test_a_data_set_comes_to_the_model_as_it_was_drawn(made, tmp_path, encoder, 
     images = made(tmp_path)
     main = importlib.import_module(f"rltrain.data_preprocess.{made.__name__}").main
     assert main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
-    assert ("1 dropped: 1 with an image that cannot be read" in capsys.readouterr().out) == (made is virl39k)
+    assert ("1 dropped: an image cannot be read (1)" in capsys.readouterr().out) == (made is virl39k)
     rows = read_rows(str(tmp_path / "out/train.parquet"))
     store = encode_prompts(rows, encoder, 2000)
     assert store.num_images.tolist() == [len(of) for of in images]

@@ -264,7 +264,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(straight_run, tiny_model, ar
     ("changes", "words"),
     [
         ({"data__seed": 2, "trainer__total_training_steps": 3}, "data.seed: 1 then, 2 now"),
-        ({"algorithm__adv_estimator": "gae"}, "holds no critic"),
+        ({"algorithm__adv_estimator": "gae"}, "has no critic"),
         ({"trainer__resume_mode": "disable"}, "already holds a checkpoint of step 2"),
         ({"trainer__resume_weights_only": True}, "already holds a checkpoint of step 2"),
     ],

@@ -99,7 +99,9 @@ def test_a_run_says_how_it_validates_unless_the_command_does(tiny_model, arithme
     (tmp_path / "second" / "config.yaml").write_text("data: {max_response_length: 8}")
     words = [f"model={run},{tmp_path / 'second'}", data, "custom_reward_function.path=reward.py"]
     others = [f"{ANSWERS}.do_sample=True", f"{ANSWERS}.temperature=0.5"]
-    with pytest.raises(ConfigError, match=r"data.max_response_length is 9 in the run of .* and 8 in that of .*second"):
+    with pytest.raises(
+        ConfigError, match=r"data.max_response_length is 9 in the run of .* but 8 in the run of .*second"
+    ):
         _ = read(*words, *others).run_settings
     assert "data.max_response_length" in read(*words, *others, "data.max_response_length=8").run_settings
 
@@ -236,7 +238,7 @@ def test_words_that_cannot_be_meant_are_refused(tiny_model, arithmetic_files, wo
 
 
 def test_several_greedy_answers_and_unknown_keys_are_refused(tiny_model, arithmetic_files):
-    for words, told in ((["n=4"], "all 4 to a prompt would be one and the same"), (["flavour=1"], "unknown key")):
+    for words, told in ((["n=4"], "all 4 to a prompt would be equal"), (["flavour=1"], "unknown key")):
         request = read(f"model={tiny_model}", f"data={arithmetic_files[1]}", *words)
         with pytest.raises(ConfigError, match=told):
             request.settings(request.models[0])

@@ -17,7 +17,7 @@ REWARD = """
 import os, select
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if os.path.exists({slow!r}):
-        with open(f"/proc/{{os.getppid()}}/stat") as opened:  # of the reaper, whose parent is the worker
+        with open(f"/proc/{{os.getppid()}}/stat") as opened:  # of the subreaper, whose parent is the worker
             worker = opened.read().rpartition(")")[2].split()[1]
         with open({scoring!r}, "a") as opened:
             opened.write(f"{{worker}}\\n")

@@ -345,7 +345,9 @@ def test_words_that_a_shell_has_expanded_are_ported(capsys):
     assert "actor_rollout_ref.model.path=/m" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("text", "told"), [("echo hello", "starts no run"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "told"), [("echo hello", "does not start a recognizable verl run"), (None, "cannot be read")]
+)
 def test_what_is_no_launch_script_is_said(tmp_path, capsys, text, told):
     path = tmp_path / "x.sh"
     if text:

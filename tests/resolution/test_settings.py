@@ -108,7 +108,7 @@ def test_models_that_see_nothing_or_at_one_size_alone_are_refused(tiny_model, fi
 def test_splits_with_few_prompts_or_without_images_are_refused(model, files, arithmetic_files, tmp_path):
     few = tmp_path / "few.parquet"
     pq.write_table(pq.read_table(files[1]).slice(0, MIN_PROMPTS - 1), few)
-    with pytest.raises(DataError, match=rf"test={few}: 19 prompts cannot tell one resolution from another\. Give 20"):
+    with pytest.raises(DataError, match=rf"test={few}: 19 prompts cannot distinguish resolutions\. Give at least 20"):
         settings_of(model, [files[0], few])
     with pytest.raises(DataError, match=r"no prompt has an image\. data\.image_key names the column"):
         settings_of(model, [arithmetic_files[0], files[1]])

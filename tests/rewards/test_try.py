@@ -115,7 +115,7 @@ def test_a_judge_is_tried_like_a_function(attempt, double):
     judge = double(lambda message, _: "\\boxed{yes}" if "4711" in message.split("graded:")[1] else "Who knows?")
     code, text = attempt("--rows", "0", "--kwargs", f"url={judge.url}", "model=grader", reward="judge")
     assert code == 2
-    assert text.count("rejected: it ends with neither yes, no nor a number from 0 to 1") == 1
+    assert text.count("rejected: it does not end with yes, no or a number from 0 to 1") == 1
     assert "judge: calls 20, parse_failures 6, retries 4, seconds" in text
     assert "tokens 200" in text
     code, text = attempt("--kwargs", "model=grader", reward="judge")

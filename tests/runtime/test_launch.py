@@ -393,8 +393,8 @@ def test_a_node_of_another_run_is_refused_and_breaks_nothing(make_launch, words,
 @pytest.mark.parametrize(
     ("versions", "words", "message"),
     [
-        ("Python 3.10.1 and Ray 2.6", "-- x", "the head Python 3.10.1 and Ray 2.6. Install the same"),
-        (module.VERSIONS, "", "the head has a command after --, this node does not"),
+        ("Python 3.10.1 and Ray 2.6", "-- x", "the head has Python 3.10.1 and Ray 2.6. Install the same"),
+        (module.VERSIONS, "", "the head was started with a command after --, this node was not"),
     ],
 )
 def test_a_node_that_cannot_take_part_is_named_by_both(make_launch, versions, words, message):

@@ -185,7 +185,7 @@ def test_a_process_in_another_session_ends_with_the_one_that_died(slot, tools, t
 
 
 def test_programs_end_with_a_slot_whose_processes_were_killed(slot, tools, tmp_path):
-    """The reaper and the process below it at once: neither can end what is below."""
+    """The subreaper and the process below it at once: neither can end what is below."""
     slot.prepare(tools("program"))
     pid = slot.pid
     with ThreadPoolExecutor(1) as threads:
@@ -230,7 +230,7 @@ remove_folder(sys.argv[1])
 
 
 def test_a_process_that_outlives_its_slots_process_does_not_print_into_later_calls(slot, tools, tmp_path):
-    """As one in another session does where the reaper was killed."""
+    """As one in another session does where the subreaper was killed."""
     slot.call(tools("leave"), str(tmp_path / "pid"), "trap '' PIPE; while echo FLOOD; do :; done")
     os.kill(slot.pid, signal.SIGKILL)
     ended([slot.pid])

@@ -101,7 +101,7 @@ def test_a_port_in_use_is_reported_before_vllm_starts(model, capsys, vllm):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         error = error_of(capsys, f"model={model}", f"port={port}")
-    assert error.startswith(f"error: host=127.0.0.1 port={port} cannot be listened on: ")
+    assert error.startswith(f"error: host=127.0.0.1 port={port} cannot be bound: ")
     assert "port=0 for a free one" in error
     assert not vllm
 

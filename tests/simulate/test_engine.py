@@ -57,7 +57,7 @@ def test_a_full_cache_makes_answers_wait_and_computes_their_tokens_again():
 
 
 def test_an_answer_without_room_is_an_error_and_no_endless_loop():
-    with pytest.raises(ValueError, match="one answer of 12 tokens has no room in a cache of 10"):
+    with pytest.raises(ValueError, match="a response of 12 tokens does not fit in a cache of 10"):
         answered([10], prompt=2, cache_tokens=10)
 
 

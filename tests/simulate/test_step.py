@@ -90,7 +90,7 @@ def test_an_answer_that_has_no_room_names_the_key(settings):
     # In two bytes, the weights and the keys and values of 50 tokens.
     memory = int(2 * (sizes["num_parameters"] + 50 * sizes["cache_width"]) / 0.5)
     with pytest.raises(
-        ConfigError, match=r"gpu_memory_utilization=0.5: one answer of 96 tokens has no room in a cache of 50"
+        ConfigError, match=r"gpu_memory_utilization=0.5: a response of 96 tokens does not fit in a cache of 50"
     ):
         estimate_step(cfg, make_plan(cfg), read_lengths("mean:20,max:64"), find_chip("H100"), Assumptions(), memory)
 

@@ -57,7 +57,7 @@ def test_a_damaged_answer_is_empty_and_counted(tiny_trainer, monkeypatch, caplog
 def test_an_engine_that_damages_many_answers_stops_the_run(tiny_trainer):
     trainer = tiny_trainer()
     damage(trainer, token=20)
-    with pytest.raises(NonFiniteError, match="1 of 16 answers of the rollout engine 'hf' have token ids outside"):
+    with pytest.raises(NonFiniteError, match="1 of 16 responses of the rollout engine 'hf' have token ids outside"):
         trainer.step(1)
 
 

@@ -109,7 +109,7 @@ def test_missing_room_is_told_before_the_run(folder, free):
     for room, problem, note in (
         (32_000, "", ""),
         (31_999, "", "there is no room for more than 1: trainer.save_every_s=1800.0 saves only where"),
-        (15_999, f"there is no room for the checkpoint of step 10. {folder.path} has 15.6 KiB free and a", ""),
+        (15_999, f"there is no disk space for the checkpoint of step 10. {folder.path} has 15.6 KiB free and a", ""),
     ):
         free(room)
         found = missing_room(cfg, folder.path, 16_000, 0, 10)

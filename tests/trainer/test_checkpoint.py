@@ -145,7 +145,7 @@ def test_a_file_that_was_written_is_waited_for_and_must_come(folder, clock, appe
         files = json.loads((folder.commit(temporary, 1, digests) / "manifest.json").read_text())["files"]
         assert files["__1_0.distcp"] == {"bytes": 1, "xxh3_128": xxhash.xxh3_128(b"x").hexdigest()}
     else:
-        with pytest.raises(DiskError, match=r"__1_0.distcp was written and is not there \(1 of 2 such files"):
+        with pytest.raises(DiskError, match=r"__1_0.distcp was written but is missing \(1 of 2 such files"):
             folder.commit(temporary, 1, digests)
         assert folder.steps() == []
 
@@ -202,7 +202,7 @@ def test_room_is_asked_for_before_the_first_step(folder, free, caplog):
     grpo = [GRPO, "trainer.save_freq=1"]
     saver, cfg = saver_of(folder, *grpo, "trainer.max_actor_ckpt_to_keep=null")  # 16,000 bytes each
     free(15_999)
-    with pytest.raises(DiskError, match="no room for the checkpoint of step 3"):
+    with pytest.raises(DiskError, match="no disk space for the checkpoint of step 3"):
         saver.check_room(2, 6)
     saver.check_room(6, 6)  # nothing left to save
     free(50_000)
@@ -227,7 +227,7 @@ def test_a_resume_asks_for_the_room_of_its_checkpoint(folder, free):
     again, _ = saver_of(folder, *grpo)  # estimates 16,000 bytes
     free(start.size)
     again.check_room(start.step, 2, start.size)
-    with pytest.raises(DiskError, match="no room for the checkpoint of step 2"):
+    with pytest.raises(DiskError, match="no disk space for the checkpoint of step 2"):
         again.check_room(start.step, 2, start.size + 1)
     assert ResumePoint(folder=start.folder, weights_only=True).size == 0
 
@@ -242,7 +242,7 @@ def test_room_that_storage_gives_back_late_is_waited_for(folder, clock, free):
     saver.save(3, Progress())
     assert folder.steps() == [3]
     free(0)
-    with pytest.raises(DiskError, match="no room for the checkpoint of step 4"):
+    with pytest.raises(DiskError, match="no disk space for the checkpoint of step 4"):
         saver.save(4, Progress())
 
 

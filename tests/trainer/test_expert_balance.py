@@ -108,8 +108,8 @@ def test_what_cannot_be_balanced_is_refused(tiny_trainer, tiny_model, moe, biase
     save_tiny_tokenizer(deepseek)
     AutoModelForCausalLM.from_config(CONFIGS["deepseek_v3"]).save_pretrained(deepseek)
     for model, changes, words in (
-        (tiny_model, {COEF: 0.1}, "Qwen3 has no experts. Leave it out."),
-        (tiny_model, {RATE: 0.1}, "Qwen3 has no experts. Leave it out."),
+        (tiny_model, {COEF: 0.1}, "Qwen3 has no experts. Remove it."),
+        (tiny_model, {RATE: 0.1}, "Qwen3 has no experts. Remove it."),
         (moe, {RATE: 0.1}, "the routers of Qwen3Moe have no correction bias that is a buffer"),
         (deepseek, {RATE: 0.1, **half}, "model_dtype=bfloat16 would round the steps of the bias away. Set"),
         (moe, {**compiled, LORA + "lora_rank": 2, LORA + "target_modules": "[q_proj,experts]"}, "target_modules=["),

@@ -54,7 +54,7 @@ def test_a_token_that_the_reward_model_lacks_is_named(make, reward_model):
     model = AutoModelForSequenceClassification.from_pretrained(reward_model)
     model.resize_token_embeddings(8)
     model.save_pretrained(reward_model)
-    with pytest.raises(ConfigError, match="its tokenizer writes token"):
+    with pytest.raises(ConfigError, match="its tokenizer has the token id"):
         make(reward_model__enable=True, reward_model__model__path=reward_model).step(1)
 
 

@@ -97,7 +97,7 @@ def test_all_answers_go_into_a_file_that_is_named_or_an_error_says_why(make, tmp
     sample_logger.write(answered(3), tmp_path / "parts" / "a.parquet")
     assert pd.read_parquet(tmp_path / "parts" / "a.parquet")["answer"].tolist() == [f"answer {i}" for i in range(10)]
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(DiskError, match=r"a.parquet could not be written: .*Fix that, and run the same command again"):
+    with pytest.raises(DiskError, match=r"a.parquet could not be written: .*Fix that and rerun the command"):
         sample_logger.write(answered(3), tmp_path / "file" / "a.parquet")
 
 

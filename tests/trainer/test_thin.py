@@ -173,9 +173,9 @@ def test_the_card_of_an_export_has_the_scores_before_and_after(run, tmp_path, ca
 def test_a_folder_without_checkpoints_is_refused(program, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     write_json(tmp_path / "run" / "global_step_4" / RESULT, {})
-    refusals = [("empty", "empty holds no checkpoint"), ("none", "none is not a folder")]
+    refusals = [("empty", "empty has no checkpoint"), ("none", "none is not a folder")]
     if program != "export":
-        refusals += [("run", "global_step_4 holds an evaluation of a checkpoint and no weights")]
+        refusals += [("run", "global_step_4 has an evaluation of a checkpoint, but no weights")]
     for name, said in refusals:
         words = [program, str(tmp_path / name), *([str(tmp_path / "out")] if program == "export" else [])]
         assert main(words) == 2

@@ -167,7 +167,7 @@ def test_adapters_without_a_place_are_an_error(policy, engine, sync):
         return
     sync()
     lost = [Weight(f"model.layers.0.mlp.router.lora_{kind}.weight", torch.ones(4, 4)) for kind in "AB"]
-    with pytest.raises(SyncError, match=r"has no place for the adapters of model\.layers\.0\.mlp\.router"):
+    with pytest.raises(SyncError, match=r"does not support the adapters of model\.layers\.0\.mlp\.router"):
         engine.load_weights(iter(lost))
 
 
@@ -183,7 +183,7 @@ def test_slots_have_the_ranks_that_vllm_knows():
     ranks = pytest.importorskip("vllm.config.lora").MaxLoRARanks
     assert [slot_rank({"a": rank}) for rank in get_args(ranks)] == list(get_args(ranks))
     assert slot_rank({"a": 1, "b": 33}) == 64
-    with pytest.raises(ConfigError, match=r"merge=False: vLLM holds adapters of rank 512 at most, and these have 600"):
+    with pytest.raises(ConfigError, match=r"merge=False: vLLM holds adapters of rank 512 at most, but these have 600"):
         slot_rank({"a": 600})
 
 

@@ -82,7 +82,7 @@ WRONG = {
     "noise in training": (
         "rltrain.models.forward.PackedModel.train",
         lambda right: torch.nn.Module.train,
-        "computes something else in training",
+        "computes different outputs in training",
     ),
     "a wrong gradient": (
         "rltrain.models.forward.token_log_probs",
@@ -123,7 +123,7 @@ def test_a_trial_draws_no_random_number():
 
 def test_a_family_without_a_small_copy_is_told_of():
     note = check_numbers(PolicyModel, SPEC, config_of("blt"), decodes=True)
-    assert note.startswith("actor_rollout_ref.model.path=a/folder: whether its numbers are right was not tried, as no")
+    assert note.startswith("actor_rollout_ref.model.path=a/folder: its outputs could not be checked: a small copy")
 
 
 def test_a_small_copy_has_every_kind_of_layer_and_few_weights():

@@ -59,7 +59,7 @@ def test_a_second_sync_of_a_version_is_refused(make):
     trainer.step(1)
     sync = trainer.worker.rollout.weight_sync
     version = sync.version = trainer.worker.actor.num_updates
-    with pytest.raises(SyncError, match="a second sync is a mistake"):
+    with pytest.raises(SyncError, match="a second sync is a bug"):
         sync.run(version, lambda: None)
 
 

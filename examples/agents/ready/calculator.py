@@ -1,6 +1,6 @@
 """A calculator for the policy: arithmetic in Python's syntax, parsed to a tree and never run as code.
 
-Integers and decimals are fractions inside, so that 0.1+0.2 is 0.3 and 1/3*3 is 1. Roots and logarithms are
+Integers and decimals are represented as fractions, so that 0.1+0.2 is 0.3 and 1/3*3 is 1. Roots and logarithms are
 floating-point numbers unless they are exact. A power is bounded before it is computed: 9**9**9 is rejected within a
 millisecond.
 """
@@ -16,11 +16,11 @@ from typing import Any
 Number = Fraction | float
 
 _MAX_CHARS = 1000
-# Of a numerator or denominator: about 1,200 digits.
+# Maximum bits of a numerator or denominator: about 1,200 digits.
 _MAX_BITS = 4096
 _MAX_EXPONENT = 1000
 _MAX_FACTORIAL = 400
-# Digits after the point that are shown of a fraction: of a finite one, and of an infinite one.
+# Decimals shown for a fraction: with a finite and with an infinite expansion.
 _MAX_PLACES, _ROUNDED_PLACES = 12, 10
 _SHOWN_DIGITS = 12
 # Operators as models write them, in addition to Python's.
@@ -46,7 +46,7 @@ def calculator(expression: str) -> str:
 
 def _evaluated(expression: str) -> Number:
     text = expression.strip().rstrip("=").strip().translate(_TABLE)
-    # Outside of a call, 1,234 is a number above a thousand and not two arguments.
+    # Outside of a call, 1,234 is one number, not two arguments.
     text = text if "(" in text else text.replace(",", "")
     if len(text) > _MAX_CHARS:
         raise _CannotCalculate(f"an expression has at most {_MAX_CHARS} characters.")
@@ -91,12 +91,12 @@ def _value(node: ast.expr, text: str) -> Number:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name], *(_value(argument, text) for argument in node.args))
         case _:
-            raise _CannotCalculate("only numbers, operators and functions of mathematics can be calculated.")
+            raise _CannotCalculate("only numbers, operators and mathematical functions are supported.")
 
 
 def _constant(node: ast.Constant, text: str) -> Number:
     if isinstance(node.value, float):
-        # By its text: 0.1 is a tenth. As a fraction 1e999999999 would fill the memory.
+        # From its text, so that 0.1 is a tenth. 1e999999999 as a fraction would fill the memory.
         written = Decimal((ast.get_source_segment(text, node) or "").replace("_", ""))
         if abs(written.adjusted()) > _MAX_EXPONENT:
             raise _CannotCalculate("the result is too large.")

@@ -1,4 +1,4 @@
-"""FrozenLake: cross a lake of ice without falling into a hole. Each observation is the map with the player in it.
+"""FrozenLake: cross a lake of ice without falling into a hole. Each observation is the map with the player's position.
 
 Rows come from ``python -m rltrain.data_preprocess.frozen_lake``, with their maps in ``extra_info.make.desc``.
 """
@@ -28,7 +28,7 @@ class FrozenLake(TextEnv):
 
 
 def _seen(env: Any, observation: Any) -> str:
-    """Return the map with the player in it, and the end in words."""
+    """Return the map with the player, and a sentence about the end."""
     rows = [[cell.decode() for cell in row] for row in env.unwrapped.desc]
     row, column = divmod(int(observation), len(rows[0]))
     under = rows[row][column]

@@ -1,8 +1,8 @@
-"""Environments of gymnasium as conversations: an observation is rendered as text, a turn is parsed as an action.
+"""Environments of gymnasium as conversations: observations are rendered as text, and turns are parsed as actions.
 
-The first observation is in the row's prompt (`TextEnv.first` writes it), so an environment starts with the seed of its
-row, ``extra_info.seed``, and all responses to a prompt start alike. A row may set arguments of ``gymnasium.make``
-(``extra_info.make``) only if the configuration names them: an argument may choose a file or code.
+The first observation is in the row's prompt (`TextEnv.first` writes it), so an environment starts with its row's seed,
+``extra_info.seed``, and all responses to a prompt start in the same state. A row may set arguments of
+``gymnasium.make`` (``extra_info.make``) only if the configuration names them: an argument may choose a file or code.
 """
 
 import re
@@ -118,7 +118,7 @@ def _rendered(env: Any, observation: Any) -> str:
 
 
 def _in_words(piece: re.Match[str]) -> str:
-    """Return a coloured piece with its colour in words, because only the colour may mark the player."""
+    """Return coloured text with its colour in words, because only the colour may mark the player."""
     code, text = piece.groups()
     colours = [_NAMES[int(number) % 10] for number in code.split(";") if 30 <= int(number or 0) <= 47]
     return f"<{' '.join(colours)} {text}>" if colours else text

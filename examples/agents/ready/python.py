@@ -11,10 +11,10 @@ from rltrain.runtime.slots.program import Ending, end_of_program, needs_programs
 _MAX_CODE_CHARS = 65_536
 # Characters of the output; the limit of a turn (multi_turn.max_tool_response_length) is usually lower.
 _MAX_OUTPUT_CHARS = 100_000
-# Of a call's deadline: the rest is for ending processes and replying.
+# Share of a call's deadline; the rest is for ending processes and replying.
 _SHARE_OF_DEADLINE = 0.8
 # Runs as the program. As in a notebook, the last line shows its value, because models seldom print it. A traceback
-# begins in the policy's lines and goes to stdout. Prints survive a timeout.
+# starts in the policy's code and goes to stdout. Prints are kept after a timeout.
 _NOTEBOOK = """
 import ast, linecache, sys, traceback
 sys.stdout.reconfigure(line_buffering=True, errors="replace")

@@ -1,4 +1,4 @@
-"""Search in a corpus by words (BM25), with an index on disk: sqlite's FTS5, so no server and no package is needed.
+"""Search in a corpus by words (BM25), with an index on disk: sqlite's FTS5, which needs no server or package.
 
 The first process builds the index of a corpus, and the others wait for it. It is named by a hash of the corpus, is
 created atomically, and is read-only afterwards for any number of processes.
@@ -26,16 +26,16 @@ from rltrain.common.errors import DataError, command
 from rltrain.common.storage import bounded_lines
 from rltrain.runtime.slots.limits import current_limits
 
-_LAYOUT = "2"  # of an index; another version is rebuilt
+_LAYOUT = "2"  # of an index; indexes of other versions are rebuilt
 _READ_BYTES = 1 << 22
 # Maximum corpus size for an index that a trajectory builds: it takes seconds, and a call has a deadline.
 _MAX_BUILT_BYTES = 64 << 20
-_UNPACKED = {".gz": 4, ".parquet": 4}  # about how many bytes one byte of the file holds
+_UNPACKED = {".gz": 4, ".parquet": 4}  # approximate text bytes per byte of the file
 _BATCH, _MAX_LINE_BYTES = 2000, 64 << 20
-# Of a query: a longer one would match most of the corpus.
+# Maximum words of a query; a longer one would match most of the corpus.
 _MAX_QUERY_CHARS, _MAX_WORDS = 1000, 32
-# Approximate limit of passages that a search ranks, at a microsecond each. From a query that matches more, the most
-# common words except two are removed. Frequencies are stored for words in more than _NOTED passages.
+# Approximate limit of passages that a search ranks, at a microsecond each. If a query matches more, its most common
+# words are removed until two are left. Frequencies are stored for words in more than _NOTED passages.
 _MAX_RANKED, _NOTED = 2_000_000, 1000
 # Steps of sqlite between two checks of the clock, and the share of a call's deadline that a search may take.
 _STEPS, _SHARE_OF_DEADLINE = 100_000, 0.8
@@ -44,7 +44,7 @@ _NOT_BUILT = (
     "corpus={0} is large and has no index yet. Build it before the run, which takes a while: "
     "python -m rltrain.agents.ready.search {0} --tokenizer '{1}' --folder {2}"
 )
-# Nearly every passage has them: they distinguish nothing, and ranking all passages takes time.
+# Nearly all passages contain them, so they distinguish nothing, and ranking all passages takes time.
 _COMMON = frozenset(
     _WORD.findall(
         "a an and are as at be been by did do does for from had has have he her his how i in is it its of on or she "
@@ -101,7 +101,7 @@ def index_of(
     """
     path = Path(corpus).expanduser().absolute()
     if not path.is_file():
-        raise DataError(f"corpus={corpus}: there is no such file. Give a jsonl or parquet file of passages.")
+        raise DataError(f"corpus={corpus}: the file does not exist. Give a jsonl or parquet file of passages.")
     status = path.stat()
     may_build = most is None or status.st_size * _UNPACKED.get(path.suffix, 1) <= most
     return _index_of(path, (status.st_size, status.st_mtime_ns), tokenizer, folder, may_build)
@@ -128,7 +128,7 @@ def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str 
             return _index(indexes, digest)
     except (OSError, sqlite3.Error) as error:
         raise DataError(
-            f"the index of corpus={path} cannot be kept in {indexes}: {error}. Give another folder with folder=…"
+            f"the index of corpus={path} cannot be stored in {indexes}: {error}. Give another folder with folder=…"
         ) from error
 
 
@@ -164,7 +164,7 @@ def _build(path: Path, index: Path, tokenizer: str) -> None:
 
 def _write(path: Path, index: Path, tokenizer: str) -> None:
     with closing(sqlite3.connect(index)) as database:
-        # A crash can only lose an index that is not in place yet.
+        # A crash can only lose an unfinished index.
         database.execute("PRAGMA journal_mode=OFF")
         database.execute("PRAGMA synchronous=OFF")
         try:
@@ -231,8 +231,8 @@ def _words(query: str) -> list[str]:
 
 
 def _search(index: Path, words: list[str], most: int, tokenizer: str) -> list[tuple[str, str]]:
-    # Within quotes nothing of a query is parsed as FTS5 syntax. A connection per search: methods of an instance may run
-    # in several threads, and opening one takes a fraction of a millisecond.
+    # Inside quotes, nothing in a query is parsed as FTS5 syntax. Each search opens a connection, because methods of an
+    # instance may run in several threads, and opening takes a fraction of a millisecond.
     deadline = time.monotonic() + _SHARE_OF_DEADLINE * current_limits().timeout_s
     with closing(sqlite3.connect(f"{index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
         database.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
@@ -244,7 +244,7 @@ def _search(index: Path, words: list[str], most: int, tokenizer: str) -> list[tu
 
 def _rarest_words(database: sqlite3.Connection, words: list[str], tokenizer: str) -> list[str]:
     """Return the rarest words of a query, as many as can be ranked in time."""
-    # Only FTS5 can tokenise a word for its index, so a temporary table of the words does it.
+    # Only FTS5 can tokenise words for its index, so they are inserted into a temporary table.
     database.execute(f"CREATE VIRTUAL TABLE temp.words USING fts5(word, {_option(tokenizer)})")
     database.executemany("INSERT INTO temp.words(rowid, word) VALUES (?, ?)", enumerate(words))
     database.execute("CREATE VIRTUAL TABLE temp.terms USING fts5vocab(temp, words, instance)")
@@ -266,7 +266,7 @@ def _option(tokenizer: str) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    """Build an index before a run, as that of millions of passages takes longer than a run waits for a tool."""
+    """Build an index before a run, because for millions of passages this takes longer than a tool call may."""
     parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("corpus", help="jsonl (also .gz) or parquet, with contents, or title and text")
     parser.add_argument("--tokenizer", default="porter unicode61", help="FTS5's; as in the run")

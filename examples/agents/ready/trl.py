@@ -1,8 +1,8 @@
 """Adapter for environments in the format of TRL 1.16's ``environment_factory``.
 
-TRL creates one without arguments, calls ``reset(**row)``, shows all its other public methods as tools, and calls
-``get_reward()`` if it exists. TRL appends the return value of ``reset`` to the prompt when it generates. Here a prompt
-is complete before the run, so the row must already contain that text.
+TRL creates an environment without arguments, calls ``reset(**row)``, shows all its other public methods as tools, and
+calls ``get_reward()`` if it exists. TRL appends the return value of ``reset`` to the prompt when it generates. Here
+prompts are complete before the run, so the row must already contain that text.
 """
 
 import functools
@@ -52,8 +52,8 @@ class _Adapted:
         observation = await call_user(self._theirs.reset, **_accepted_values(self._theirs.reset, row, extra, seed))
         if observation is not None and observation != extra.get("observation"):
             raise DataError(
-                f"reset of {type(self).__name__} returned {observation!r:.200}, which the policy must read: write it "
-                "at the end of the row's prompt, and as extra_info.observation."
+                f"reset of {type(self).__name__} returned {observation!r:.200}, which the policy would not see: put "
+                "it at the end of the row's prompt, and as extra_info.observation."
             )
 
 

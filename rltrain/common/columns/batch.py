@@ -127,7 +127,7 @@ class Batch:
         parts = [Batch() for _ in counts]
         for name, column in self._columns.items():
             for part, piece in zip(parts, _split(column, counts), strict=True):
-                # `update` would check every piece again, but pieces with the same counts have equal lengths.
+                # `update` would check every part again, but parts with the same counts have equal lengths.
                 part._columns[name] = piece
         return parts
 
@@ -179,9 +179,9 @@ def _concat(columns: Sequence[Any]) -> Column:
     if isinstance(first, Tensor):
         return torch.cat(list(columns))
     if isinstance(first, DictionaryColumn):
-        # Values are concatenated without comparison, so a prompt of two parts is stored twice until `by_group`.
+        # Values are concatenated without comparison, so a prompt in two parts is stored twice until `by_group`.
         starts = np.cumsum([0, *(len(column.values) for column in columns)]).tolist()
-        # The last start is the end of all values and belongs to no column, so the zip is not strict.
+        # The last start is the end of all values and has no column, so the zip is not strict.
         index = torch.cat([column.index + start for column, start in zip(columns, starts, strict=False)])
         return DictionaryColumn(_concat([column.values for column in columns]), index)  # type: ignore[arg-type]
     return [item for column in columns for item in column]

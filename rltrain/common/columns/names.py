@@ -3,10 +3,10 @@
 Phases exchange data under these names. Code uses these constants, so that one search finds maker and readers of a
 column, and a misspelt name is an error.
 
-A response may contain tokens that the policy did not generate, such as a tool's text between two turns: `RESPONSE_MASK`
-is 0 there. All other token columns have entries only for tokens of the policy, in order. Therefore losses,
-denominators, advantages, the KL, correction and metrics cannot include a tool's tokens by mistake, and no pass computes
-logits for them.
+A response may contain context tokens that the policy did not generate, such as a tool's text between two turns;
+`RESPONSE_MASK` is 0 there. All other token columns have entries only for tokens of the policy, in order. Therefore
+losses, denominators, advantages, KL, correction and metrics cannot include context tokens by mistake, and no pass
+computes logits for them.
 
 Token columns stay in the object store. Numbers [n] are also on the driver (`Samples.numbers`) and become columns of a
 batch if a pass requests them. Not listed are the scorers' numbers, which users name (`SCORER`), and the sums that a
@@ -23,7 +23,7 @@ PER_PROMPT_TOKEN = "[prompts, prompt_length]"
 PER_PROMPT = "[prompts]"
 PER_ANSWER_TOKEN = "[n, response_length]"
 PER_POLICY_TOKEN = "[n, policy_tokens]"
-# All computed tokens: the last token of a response predicts nothing.
+# All computed tokens: without the last token of a response, which predicts nothing.
 PER_COMPUTED_TOKEN = "[n, prompt_length + response_length - 1]"
 
 
@@ -61,7 +61,7 @@ RESPONSE_LENGTH = _add("response_length", PER_SAMPLE, "int64", "rollout", "balan
 POLICY_TOKENS = _add("policy_tokens", PER_SAMPLE, "int64", "rollout: sum of the mask", "advantages, metrics")
 LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "rollout; less rejected, left out", "denominators, estimators")
 TRUNCATED = _add("truncated", PER_SAMPLE, "bool", "rollout", "metrics, files")
-# Only with tools. num_turns: turns of the policy; the others count calls.
+# Only with tools. num_turns: turns of the policy; the other columns count calls.
 NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_RUN = OF_TURNS = tuple(
     _add(name, PER_SAMPLE, "int64", "rollout", "metrics, files")
     for name in ("num_turns", "tool_calls", "tool_errors", "tool_timeouts", "unreadable_calls", "calls_not_run")
@@ -111,7 +111,7 @@ OVERLONG = _add("overlong", PER_SAMPLE, "float64", "rewards", "metrics, files")
 REWARD_FAILED = _add("reward_failed", PER_SAMPLE, "float64", "scorers: 1 = failed", "rewards, metrics")
 REWARD_TIMEOUT = _add("reward_timeout", PER_SAMPLE, "float64", "scorers: 1 = timeout", "metrics")
 REWARD_ERROR = _add("reward_error", PER_SAMPLE, "str", "scorers, where one failed", "files")
-# Sent to a judge on the run's devices, and back (`rewards.judge.reply.Reply`). Here, samples are requests.
+# Messages to a judge on the run's devices, and its replies (`rewards.judge.reply.Reply`). Here, samples are requests.
 JUDGE_MESSAGE = _add("judge_message", PER_SAMPLE, "str", "scorers", "judge")
 MESSAGE_LENGTH = _add("message_length", PER_SAMPLE, "int64", "scorers: characters", "driver: who judges what")
 JUDGE_REPLY = _add("judge_reply", PER_SAMPLE, "object", "judge", "scorers")

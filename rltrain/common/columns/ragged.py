@@ -1,8 +1,8 @@
 """Ragged: n rows of different length, stored end to end.
 
-The lengths of responses differ widely, so a padded tensor would be largely padding, and every sum would need a mask.
-Here there is neither. Lengths stay on the host, because reading them from an accelerator would wait for all its
-kernels. There is no arithmetic on rows: it is done on ``values``, and `Ragged.like` restores the rows.
+Response lengths differ widely, so a padded tensor would be mostly padding, and every sum would need a mask. Ragged data
+needs neither. Lengths stay on the host, because reading them from an accelerator would wait for all its kernels.
+Arithmetic is done on ``values``, and `Ragged.like` restores the rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Rows:
 
     def ids_on(self, device: torch.device) -> Tensor:
         if device not in self.ids:
-            # On the host, because a device would have to sync for the length of the result.
+            # On the host, because on a device the length of the result would need a sync.
             self.ids[device] = send(torch.arange(len(self.lengths)).repeat_interleave(self.lengths), device)
         return self.ids[device]
 
@@ -115,7 +115,7 @@ class Ragged:
         index = torch.as_tensor(numbers, dtype=torch.long, device="cpu")
         lengths = self.lengths[index]
         total = int(lengths.sum())
-        # All values of a row move by the same distance, so one index replaces a loop over the rows.
+        # All values of a row are shifted by the same distance, so one index replaces a loop over rows.
         shift = self.offsets[:-1][index] - torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
         where = shift.repeat_interleave(lengths, output_size=total) + torch.arange(total)
         return Ragged(self.values[send(where, self.values.device)], lengths)

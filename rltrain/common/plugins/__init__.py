@@ -1,7 +1,7 @@
 """Package of user files: the file at path NAME is the module rltrain.common.plugins.NAME.
 
-A fresh process of `multiprocessing` or Ray finds a function only by its module's name. The name works there, because
-importing it first imports this package.
+A fresh process of `multiprocessing` or Ray finds a function only by its module's name. There the name can be imported,
+because that first imports this package.
 """
 
 from __future__ import annotations

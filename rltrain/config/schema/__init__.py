@@ -100,8 +100,8 @@ class DataConfig:
     """A user's dataset class that makes the rows: FILE.py:NAME (verl's data.custom_cls.path and name); null: data files
     are read as they are."""
     own_keys: dict[str, Any] = key({})
-    """Free-form: further keys of data for the user's classes (custom_cls, sampler), which find them in their config.
-    Unknown keys of data are put here."""
+    """Free-form: additional keys of data for the user's classes (custom_cls, sampler), passed in their config. Unknown
+    keys of data are put here."""
     sampler: SamplerConfig = section(SamplerConfig)
     """Order of the prompts."""
     mixing: dict[str, Any] = key({})

@@ -141,20 +141,20 @@ class RolloutCorrectionConfig:
             if found is None:
                 raise ValueError(f"'{name}' is not a rule")
             over, measure = found.groups()
-            # k1 has a sign, and its largest value says nothing about tokens that differ in the other direction.
+            # k1 is signed, so its largest value does not cover tokens that differ in the other direction.
             if (over, measure) == ("seq_max", "k1"):
                 raise ValueError("seq_max needs k2 or k3")
             low, high = bounds(limit)
             # k1 is measured as log(pi_engine / pi_trainer), so bounds on the ratio become bounds on its logarithm.
             if measure == "k1":
                 if low is None and high <= 1:
-                    raise ValueError(f"{name}={limit}: one bound x means 1/x to x, so it must be over 1")
+                    raise ValueError(f"{name}={limit}: a single bound x means 1/x to x, so it must be above 1")
                 if low == 0:
-                    raise ValueError(f"{name}={limit}: the lower bound of a ratio must be over 0")
+                    raise ValueError(f"{name}={limit}: the lower bound of a ratio must be above 0")
                 rules.append(RejectionRule(over, measure, math.log(low or 1 / high), math.log(high)))
             else:
                 if low is not None:
-                    raise ValueError(f"{name}={limit}: {measure} has one bound, the largest value")
+                    raise ValueError(f"{name}={limit}: {measure} takes a single upper bound")
                 rules.append(RejectionRule(over, measure, -math.inf, high))
         return rules
 
@@ -218,5 +218,5 @@ def bounds(text: str) -> tuple[float | None, float]:
     except ValueError:
         raise ValueError(f"'{text}' is not a number or low_high, such as 2.0 or 0.5_2.0") from None
     if not float("inf") > numbers[1] > (numbers[0] or 0.0) >= 0:
-        raise ValueError(f"'{text}': bounds are positive and finite, the lower one first")
+        raise ValueError(f"'{text}': bounds must be positive and finite, lower bound first")
     return numbers

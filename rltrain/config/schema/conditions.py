@@ -38,11 +38,11 @@ class Condition:
             return not is_off(value)
         if self.operator in "<>":
             limit = float(self.values[0])
-            if not isinstance(value, int | float):  # a word instead of a number: trainer.save_freq=epoch
+            if not isinstance(value, int | float):  # a word, not a number: trainer.save_freq=epoch
                 return False
             return value < limit if self.operator == "<" else value > limit
         values = [as_text(lookup(text[2:-1])) if text.startswith("${") else text for text in self.values]
-        # Switches are often typed as 0 and 1.
+        # Booleans are often typed as 0 and 1.
         is_among = as_text(value) in values or (value in (0, 1) and str(bool(value)) in values)
         return is_among == (self.operator == "=")
 
@@ -62,7 +62,7 @@ def is_met(config: Config, section: str, text: str) -> bool:
 
 
 def unmet(config: Config, section: str, text: str) -> str:
-    """Return the values by which a condition fails, and the condition under which the key has an effect."""
+    """Return the values that make a condition fail, and the condition under which the key has an effect."""
     conditions = [parse(clause) for clause in text.split(" or ")]
     keys = dict.fromkeys(_full_name(config, section, condition.key) for condition in conditions)
     values = " and ".join(f"{key}={as_text(get(config, key))}" for key in keys)
@@ -74,7 +74,7 @@ def unmet(config: Config, section: str, text: str) -> str:
 def _full_name(config: Config, section: str, name: str) -> str:
     """Return the full name of the key that ``name`` means in a section."""
     around = section
-    # From the inside out, so that a condition is short in its section and may still name any key.
+    # From the inside out, so that a condition can use short names in its section and still refer to any key.
     while not hasattr(get(config, around), name.partition(".")[0]):
         assert around, f"{name} is not known in {section}"
         around = around.rpartition(".")[0]

@@ -1,9 +1,9 @@
 """Declarations of advantage estimators and policy losses: their inputs and requirements.
 
-Whether a run has a critic, a greedy baseline or a selection over a mini-batch must be known before anything starts, and
-the configuration must not wait seconds for the import of torch. So the declarations of built-in functions are here,
-without torch, and their formulas in `rltrain.algorithms`. A user's function (FILE.py:NAME) is declared by the
-decorators there; its file is imported once to read the declaration. No other code depends on the name of an algorithm.
+The need for a critic, a greedy baseline or a selection over a mini-batch must be known before anything starts, without
+waiting seconds for the import of torch. So the declarations of built-in functions are here, and their formulas in
+`rltrain.algorithms`. A user's function (FILE.py:NAME) is declared by the decorators there; its file is imported once to
+read the declaration. No other code depends on the name of an algorithm.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class EstimatorTraits:
     """Declaration of an advantage estimator."""
 
     per_token: bool = False
-    """It returns one advantage per token, computed on the workers; otherwise one per response, computed on the
-    driver."""
+    """True if it returns one advantage per token, computed on the workers; otherwise it returns one per response, on
+    the driver."""
     per_turn: bool = False
-    """It returns one advantage per turn of the policy, computed on the driver."""
+    """True if it returns one advantage per turn of the policy, computed on the driver."""
     values: bool = False
-    """It needs a critic's value of every token."""
+    """True if it needs a critic's value of every token."""
     greedy_baseline: bool = False
-    """It needs the reward of a greedy response per prompt."""
+    """True if it needs the reward of a greedy response per prompt."""
     compares: bool = False
-    """It compares the responses of a group."""
+    """True if it compares the responses of a group."""
     takes_one: bool = False
-    """A response without others has its score as advantage, as in verl. Otherwise one response per prompt is
+    """True if the advantage of a single response is its score, as in verl. Otherwise one response per prompt is
     refused."""
     sum_pi_squared: bool = False
-    """Per token, it needs the sum over the vocabulary of pi_old^2, and the samples of a group on one rank."""
+    """True if it needs the sum over the vocabulary of pi_old^2 per token, and the samples of a group on one rank."""
     reward_terms: bool = False
-    """It uses the numbers named by ``gdpo_reward_keys`` instead of the reward."""
+    """True if it uses the numbers named by ``gdpo_reward_keys`` instead of the reward."""
     whitens: bool = False
-    """Its token advantages are whitened over the batch."""
+    """True if its token advantages are whitened over the batch."""
     reads: tuple[str, ...] | None = None
     """Keys of ``algorithm`` that it reads (None: unknown)."""
 
@@ -62,11 +62,11 @@ class LossTraits:
     """Declaration of a policy loss."""
 
     selects: bool = False
-    """It treats some tokens of the global mini-batch differently."""
+    """True if it treats some tokens of the global mini-batch differently."""
     weighs_groups: bool = False
-    """It weighs a response by the others of its group in the global mini-batch."""
+    """True if it weights a response by the others of its group in the global mini-batch."""
     silent_at_zero: bool = False
-    """A response without any advantage has no gradient, so it may be left out of the update."""
+    """True if a response with zero advantage has no gradient, so that the update may skip it."""
     aggregation: str = TOKEN_MEAN
     """Aggregation in the definition of the loss, used unless ``loss_agg_mode`` is set."""
     reads: tuple[str, ...] | None = None
@@ -80,8 +80,7 @@ ESTIMATORS = {
     "grpo": dataclasses.replace(_GROUP, reads=_BY_STD),
     "grpo_vectorized": dataclasses.replace(_GROUP, reads=_BY_STD),
     "reinforce_plus_plus": EstimatorTraits(per_token=True, whitens=True, reads=("gamma",)),
-    # Whitened on the driver by its formula, as gdpo is; `whitens` concerns advantages per token, which do not exist on
-    # the driver.
+    # Its formula whitens on the driver, as in gdpo; `whitens` concerns token advantages, which are not on the driver.
     "reinforce_plus_plus_baseline": _GROUP,
     "rloo": _GROUP,
     # verl returns 0 for a single response here, so nothing would be learnt.
@@ -115,14 +114,14 @@ POLICY_LOSSES = {
     "gpg": LossTraits(silent_at_zero=True, reads=()),
     "cispo": LossTraits(silent_at_zero=True, reads=_CLIP),
     "sapo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("tau_pos", "tau_neg")),
-    # Every token of a response carries the loss of the response, so this is GMPO's mean over responses.
+    # Every token of a response has the loss of the response, so this is GMPO's mean over responses.
     "geo_mean": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=_CLIP),
-    # Not silent: a token without advantage may be selected; without it another one would be.
+    # Not silent: a token with zero advantage may be selected; without it another token would be.
     "clip_cov": LossTraits(selects=True, reads=(*_CLIP, *_CLIP_COV)),
     "kl_cov": LossTraits(selects=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
     "dppo_tv": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
     "dppo_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
-    # Not silent: a token without advantage is pulled back to the old policy.
+    # Not silent: a token with zero advantage is pulled back to the old policy.
     "dro": LossTraits(reads=("policy_loss.dro_beta",)),
     "luspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_CLIP),
     "vespo": LossTraits(silent_at_zero=True, reads=_VESPO),
@@ -130,7 +129,7 @@ POLICY_LOSSES = {
     "real": LossTraits(
         weighs_groups=True, silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("policy_loss.real_tau",)
     ),
-    # Not silent: tokens without advantage are counted.
+    # Not silent: tokens with zero advantage are counted.
     "m2po": LossTraits(selects=True, reads=("policy_loss.m2_threshold",)),
     "future_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c", *_FUTURE_KL)),
 }
@@ -145,7 +144,7 @@ def declared(function: Any, traits: EstimatorTraits | LossTraits) -> Any:
 def estimator_traits(name: str) -> EstimatorTraits:
     """Return the declaration of ``algorithm.adv_estimator=name``.
 
-    A function without one gives one advantage per response and has no requirements.
+    A function without a declaration returns one advantage per response and has no requirements.
     """
     return _of_plugin(ESTIMATOR_KEY, name) if is_plugin(name) else ESTIMATORS.get(name, EstimatorTraits())
 

@@ -39,9 +39,9 @@ class DistillationLossConfig:
     """Use the distance as a cost of the sampled token (its advantage is minus the distance, in PPO's loss with the
     actor's clip); False: use it as a loss that is differentiated."""
     loss_max_clamp: float | None = key(None, over=0)
-    """Clamp distances to +- this, without a gradient beyond; null: no limit."""
+    """Clamp distances to +- this value, with no gradient beyond it; null: no limit."""
     log_prob_min_clamp: float | None = key(None, most=0, only_with=_OF_ESTIMATES)
-    """Clamp log-probs of both models from below to this; null: no limit."""
+    """Clamp log-probs of both models to at least this value; null: no limit."""
 
     @property
     def is_exact(self) -> bool:

@@ -1,8 +1,8 @@
 """The rollout engines, one row per engine: its name, its capabilities, and its adapter.
 
 Checks, notes, help and workers use this table instead of comparing names, so a new engine is one adapter file and one
-row here. An adapter is named by a string and imported only by the worker, so the table needs neither torch nor the
-engine's package.
+row here. Adapters are named by strings and imported only by workers, so the table needs neither torch nor an engine's
+package.
 """
 
 from __future__ import annotations
@@ -20,56 +20,57 @@ class Engine:
     factory: str
     """``module:Class`` of the adapter, a `RolloutEngine`."""
     package: str | None = None
-    """Package that it imports; None if rltrain is enough."""
+    """Package that the adapter imports; None if no package is needed."""
     install: str = ""
     """Install target for the user."""
     embedded: bool = False
-    """It runs the trained model's code: no graphs, and no reserved share of the device."""
+    """True if it runs the trained model's code: no graphs, and no reserved share of the device."""
     tensor_parallel: bool = False
-    """It may span several devices."""
+    """True if it may span several devices."""
     expert_parallel: bool = False
-    """Each of its devices may hold some experts whole (``rollout.expert_parallel_size``)."""
+    """True if each of its devices may hold some experts completely (``rollout.expert_parallel_size``)."""
     over_nodes: bool = False
-    """It may span several nodes."""
+    """True if it may span several nodes."""
     leader_serves: bool = False
-    """Only the first process of a replica takes and answers prompts; the others pass weights."""
+    """True if only the first process of a replica serves prompts, and the others pass weights."""
     images: bool = False
-    """Prompts may have images."""
+    """True if prompts may have images."""
     fp32_head: bool = False
-    """It can multiply with the head in float32."""
+    """True if it can multiply with the head in float32."""
     adapters: bool = False
-    """It can keep adapters separate from the weights (``model.lora.merge=False``)."""
+    """True if it can keep adapters separate from the weights (``model.lora.merge=False``)."""
     tells_experts: bool = False
-    """It returns the router indices of each token (``actor.router_replay.mode=R3``)."""
+    """True if it returns the router indices of each token (``actor.router_replay.mode=R3``)."""
     speculation: bool = False
-    """It can verify guessed tokens (``rollout.tail=exact``)."""
+    """True if it can verify draft tokens (``rollout.tail=exact``)."""
     stops: bool = False
-    """Responses may end with a text (``rollout.stop``), whichever tokens encode it."""
+    """True if responses may end with a text (``rollout.stop``), independent of its tokens."""
     penalises: bool = False
-    """It supports ``rollout.repetition_penalty`` and returns log-probs without it."""
+    """True if it supports ``rollout.repetition_penalty`` and returns log-probs without it."""
     counted_seeds: bool = False
-    """Its random numbers depend only on the sample's seed and the position, equally in every such engine."""
+    """True if its random numbers depend only on the sample's seed and the position, and equal the numbers of other such
+    engines."""
     temperatures: tuple[float, float] = (0.0, math.inf)
-    """Range of sampling temperatures, besides 0 (greedy)."""
+    """Range of sampling temperatures, in addition to 0 (greedy)."""
     rigid_on_npu: bool = False
-    """On an NPU it fixes the layout of experts' and latent attention's weights at its start."""
+    """True if on an NPU it fixes the weight layout of experts and latent attention at startup."""
     beyond_positions: bool = True
-    """It generates past the positions of the model's configuration."""
+    """True if it generates past the positions of the model's configuration."""
     strict_prefill: bool = False
-    """Without chunked prefill it refuses a token budget below the longest sequence."""
+    """True if without chunked prefill it refuses a token budget below the longest sequence."""
     unused_keys: tuple[str, ...] = ()
-    """Keys under ``actor_rollout_ref.rollout`` that it does not read."""
+    """Keys under ``actor_rollout_ref.rollout`` that the engine does not read."""
     arguments: str = ""
     """``file:class`` in its package; the class has a field per argument."""
     refused_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that would make the engine differ from the trainer, each with the reason."""
+    """Refused arguments, which would make the engine differ from the trainer, each with the reason."""
     outdated_arguments: tuple[str, ...] = ()
     """Arguments of earlier versions that did not change responses."""
 
     def handed_on(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the user's arguments that are passed to the engine.
 
-        A refused argument can only be off, and passing it must not undo a setting of the adapter.
+        A refused argument can only be off, and is not passed, because that could undo a setting of the adapter.
         """
         return {name: given[name] for name in given if name not in {*self.outdated_arguments, *self.refused_arguments}}
 
@@ -113,7 +114,7 @@ ENGINES = {
         counted_seeds=True,
         rigid_on_npu=True,
         # vLLM refuses more than 2. It raises less than 0.01 to 0.01 with a warning, so that the trainer would compute
-        # log-probs of another temperature than the engine's.
+        # log-probs at a temperature other than the engine's.
         temperatures=(0.01, 2.0),
         beyond_positions=False,
         strict_prefill=True,

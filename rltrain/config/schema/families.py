@@ -15,17 +15,17 @@ class Family:
     """Facts about a family."""
 
     images: bool = False
-    """Its image tokens and positions have been compared with transformers, so prompts may have images."""
+    """True if its image tokens and positions have been compared with transformers, so that prompts may have images."""
     why_no_images: str = "its image tokens and positions have not been compared with transformers'"
     """Reason for the error if prompts have images anyway."""
     mrope: bool = False
-    """Positions of prompts with images have three rows (time, height, width)."""
+    """True if positions of prompts with images have three rows (time, height, width)."""
     takes_max_pixels: bool = False
-    """Its processor shrinks an image by ``max_pixels``."""
+    """True if its processor shrinks images by ``max_pixels``."""
     gated_delta_nets: bool = False
-    """Its layers of type "linear_attention" are gated delta nets (`models/attention/recurrent.py`)."""
+    """True if its layers of type "linear_attention" are gated delta nets (`models/attention/recurrent.py`)."""
     multiplies_logits: bool = False
-    """Its ``logits_scaling`` multiplies the logits; others divide by it."""
+    """True if its ``logits_scaling`` multiplies the logits; other families divide by it."""
     closed_layers: str = ""
     """Class of layers that do not pass the keyword arguments of a forward to their attention."""
 

@@ -3,7 +3,7 @@
 Rules about one key are metadata of its field: the bounds, the allowed names, and the settings under which the key has
 an effect. The type is the annotation (a `Literal` if no other table has the choices); the help text is the string under
 the field. `check` reads the bounds, `notes` the conditions, `help` all of them. Rules that compare several values are
-functions in `check`, because a language for them would be harder to read than Python.
+functions in `check`, because a rule language would be harder to read than Python.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ class Rules:
     among: tuple[str, ...] = ()
     """The allowed names."""
     plugin: bool = False
-    """FILE.py:NAME is allowed too."""
+    """True if FILE.py:NAME is allowed too."""
     only_with: Mapping[str, str] = field(default_factory=dict)
-    """Conditions in the syntax of `conditions`, which must all hold for the key to have an effect.
-
-    Each has the reason for the note if it does not hold ("": the values by which it failed).
+    """Conditions (syntax: `conditions`) that must all hold for the key to have an effect. Each has the reason for the
+    note if it does not hold ("": the values that make it fail).
     """
 
     def bounds(self) -> str:
@@ -55,7 +54,7 @@ def key(default: Any, *, only_with: str | Mapping[str, str] = "", **rules: Any) 
     """Return a field with rules. ``only_with`` may be a single condition."""
     conditions = only_with if isinstance(only_with, Mapping) else dict.fromkeys([only_with] if only_with else [], "")
     metadata = {"rules": Rules(only_with=conditions, **rules)}
-    # dataclasses refuse mutable defaults, because all instances would share them.
+    # Dataclasses refuse mutable defaults, because all instances would share them.
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -47,8 +47,8 @@ class JudgeConfig:
     rate_limit_per_min: float | None = key(None, over=0, only_with=_SERVED)
     """Requests started per minute, over all of reward.num_workers; null: no limit."""
     timeout_s: float = key(60.0, least=0.01, only_with=_SERVED)
-    """Timeout of one request in seconds. It is retried up to five times, and whenever the server gives a time
-    to retry."""
+    """Timeout of one request in seconds. It is retried up to five times, and whenever the server specifies when to
+    retry."""
     deadline_s: float = key(600.0, least=0.01, only_with=_SERVED)
     """Seconds that a step waits for the judge after all responses have ended; responses that are not judged by then
     count as failed."""

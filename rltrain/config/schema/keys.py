@@ -1,7 +1,7 @@
 """The keys of the schema, with type, default, rules and help text. Needs only the schema's source.
 
-Help, checks, notes and the reader of overrides use this list. The help texts are read from the source, because only the
-string under a field cannot diverge from the field.
+Help, checks, notes and the reader of overrides use this list. The help texts are read from the source, so that they are
+next to their fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Key:
     default: Any
     help: str
     free_form: bool
-    """A dictionary with arbitrary keys."""
+    """True for a dictionary with arbitrary keys."""
     choices: tuple[Any, ...]
     """The allowed values; empty if any value is allowed."""
     rules: Rules
@@ -87,14 +87,14 @@ def followed(name: str) -> str | None:
 def similar_keys(name: str) -> list[str]:
     """Return up to three keys that a mistyped ``name`` may mean.
 
-    They are from its section, because keys of other sections have other meanings.
+    They are from its section, because keys of other sections have different meanings.
     """
     section, _, leaf = name.rpartition(".")
     inside = [candidate for candidate in all_keys() if candidate.startswith(f"{section}." if section else "")]
     keys = {candidate.rpartition(".")[2]: candidate for candidate in inside if candidate.rpartition(".")[0] == section}
     near = [keys[match] for match in difflib.get_close_matches(leaf, keys, n=2, cutoff=0.8)]
     below = [candidate for candidate in inside if candidate.endswith(f".{leaf}")]
-    # The start of the name was omitted or mistyped, and the rest exists.
+    # The start of the name was omitted or mistyped, but the rest exists.
     whole = [candidate for candidate in all_keys() if section and candidate.endswith(f".{name}")]
     sections_like = difflib.get_close_matches(section, sections(), n=2, cutoff=0.85)
     whole += [candidate for like in sections_like if (candidate := f"{like}.{leaf}") in all_keys()]
@@ -106,7 +106,7 @@ def nearest(name: str) -> list[str]:
     names = list(all_keys())
     leaf = name.rpartition(".")[2]
     alike = difflib.get_close_matches(name, names, n=2, cutoff=0.8)
-    # Reversed, so that of several keys with the same last part the first in the schema is offered.
+    # Reversed, so that among several keys with the same last part the first in the schema is suggested.
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(names)}
     same = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
     leaves = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.8)]

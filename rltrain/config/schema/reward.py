@@ -112,7 +112,8 @@ def reward_terms(config: ScoringConfig, algorithm: AlgorithmConfig) -> Iterator[
 
 
 def asked_of_scorers(model: RewardModelConfig, algorithm: AlgorithmConfig, sampler: str) -> Iterator[str]:
-    """Yield errors for settings that read the numbers of a scorer, without a scorer. sampler: of the prompts."""
+    """Yield errors for settings that read the numbers of a scorer, without a scorer. sampler: the prompt sampler's
+    name."""
     metric = algorithm.filter_groups.metric
     asking = {
         f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.estimator.reward_terms,
@@ -133,7 +134,8 @@ def _needs_scorer(model: RewardModelConfig, setting: str) -> str:
 def _reward_model(config: ScoringConfig, max_response_length: int) -> Iterator[str]:
     model, buffer = config.reward_model, config.reward_model.overlong_buffer
     if model.classifies and model.rule_weight is None and config.custom_reward_function.path:
-        # verl 0.5 takes the model's score. Its main branch takes the function's, which calls the model over HTTP.
+        # verl 0.5 takes the model's score. Its main branch takes the score of the function, which calls the model over
+        # HTTP.
         yield (
             f"reward_model.enable=True and custom_reward_function.path={config.custom_reward_function.path} both score "
             "answers, and verl's versions differ in which one counts. Set reward_model.rule_weight=0 for the model "

@@ -31,7 +31,7 @@ VALIDATES = {"data.val_files": "data.val_files is not set"}
 _BY_METRIC = {"keep_best": "trainer.keep_best is not set"}
 
 _TRAIN, _VAL = "trainer.rollout_data_dir", "trainer.validation_data_dir"
-# Names in the run folder that the run moves, counts or removes.
+# File names in the run folder that the run moves, counts or removes.
 _OF_THE_RUN = (
     ".", "samples", "tensorboard", "logs", "incidents", "objects", "global_step_*", "damaged_global_step_*",
     "earlier_*", "evaluation_*",
@@ -197,7 +197,7 @@ def word_problems(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def name_problems(trainer: TrainerConfig) -> Iterator[str]:
-    """Yield errors for names that are no folder names, or that lead to the folder of another name."""
+    """Yield errors for names that are not valid folder names, or that resolve to another name's folder."""
     for part in ("project_name", "experiment_name"):
         name = getattr(trainer, part)
         parts = name.split("/")
@@ -214,7 +214,7 @@ def name_problems(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def profile_problems(trainer: TrainerConfig, phases: Sequence[str]) -> Iterator[str]:
-    """Yield errors for steps, phases and ranks that a run does not have. phases: of a step."""
+    """Yield errors for steps, phases and ranks that a run does not have. phases: the phases of a step."""
     last = trainer.total_training_steps
     for step in trainer.profile_steps or ():
         if step < 1 or (last is not None and step > last):
@@ -251,7 +251,7 @@ def folder_problems(trainer: TrainerConfig, validates: bool) -> Iterator[str]:
         return
     run = _real(trainer.default_local_dir)
     for setting, name in named.items():
-        # The first part below the run folder: all files in a checkpoint are removed with it.
+        # The first path component below the run folder, because all files in a checkpoint are removed with it.
         inside = os.path.relpath(_real(name), run).split(os.sep)[0]
         if any(fnmatch(inside, pattern) for pattern in _OF_THE_RUN):
             yield (

@@ -1,8 +1,8 @@
 """Extraction of the user's settings from a configuration saved by a run of verl.
 
-The saved tree has 300 to 900 keys, of which the user wrote thirty. All others would be reported as without effect, or
-count as chosen. So values that only repeat verl's defaults count as not written. The tables hold the defaults of verl
-0.5 to main that differ from rltrain's.
+A saved tree has 300 to 900 keys, but the user wrote about thirty. All others would be reported as without effect, or
+count as chosen. So values equal to verl's defaults count as not written. The tables hold the defaults of verl 0.5 to
+main that differ from rltrain's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from rltrain.config.schema.keys import all_keys, followed, is_known
 from rltrain.config.verl.keys import leaves_of, rename
 
-# No user types this many keys that rltrain lacks, so a program wrote the tree.
+# A tree with this many keys that rltrain lacks was written by a program.
 _WHOLE = 50
-# Known keys whose default differs here, with verl's default: in a saved tree this value was not chosen.
+# Known keys whose default differs here, with verl's default, which in a saved tree counts as not chosen.
 _NOT_CHOSEN = {
     "*.use_dynamic_bsz": (False,),
     "*.log_prob_use_dynamic_bsz": (False,),

@@ -1,6 +1,6 @@
 """Composition of YAML files with Hydra's ``defaults:`` lists, without Hydra.
 
-verl's recipes are such files. A list is composed as in Hydra. verl's stock files stand for verl's defaults, so they are
+verl's recipes are such files. A list is composed as in Hydra. verl's stock files contain verl's defaults, so they are
 not read. Not supported: ``override`` of a choice of an earlier file, and groups chosen on the command line.
 """
 
@@ -24,9 +24,9 @@ Tree = dict[str, Any]
 
 # Tokens of a value: quoted texts, openings of interpolations and single characters.
 _WORDS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\$\{|.""", re.DOTALL)
-# First characters of values that are parsed as YAML instead of by Hydra's rules.
+# First characters of values that are parsed as YAML, not by Hydra's rules.
 OPENINGS = ("{", "[", "'", '"')
-# Words of a switch, on and off in turn.
+# Words for on and off, alternating.
 SWITCHES = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _WORDS_WITH_A_VALUE = {
     "": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False,
@@ -35,7 +35,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"(?i)[+-]?(([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|\.inf|\.nan)")
 # Numbers that YAML 1.1 reads as octal or in base sixty.
 _ODD_NUMBER = re.compile(r"[+-]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-# verl's stock files by name, with their settings that differ from verl's defaults and matter here.
+# verl's stock files by name, with the relevant settings that differ from verl's defaults.
 _DAPO: Tree = {"reward_model": {"reward_manager": "dapo"}, "trainer": {"project_name": "verl-dapo"}}
 _STOCK: dict[str, Tree] = {
     "ppo_trainer": {}, "ppo_megatron_trainer": {}, "ppo_veomni_trainer": {}, "ppo_torchtitan_trainer": {},
@@ -102,10 +102,10 @@ def flow(text: str) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a text on the command line; interpolations stay. Raises YAMLError or an OmegaConf error.
+    """Return the value of a text on the command line; interpolations are kept. Raises YAMLError or an OmegaConf error.
 
-    Brackets and quotes are parsed as YAML. All else is read as in Hydra, and not by YAML 1.1, where 064 is 52, 1:20 is
-    80 and " #1" is not part of a name.
+    Brackets and quotes are parsed as YAML. Everything else is read as in Hydra, not as in YAML 1.1, where 064 is 52,
+    1:20 is 80 and " #1" is not part of a name.
     """
     word = text.strip()
     if not word.startswith(OPENINGS):
@@ -114,7 +114,7 @@ def parsed(text: str) -> Any:
     if odd_number := next(_odd_numbers(tokens), None):
         raise YAMLError(odd_number[1])
     if rest := flow(word)[tokens[-1].end_mark.index :].strip():
-        raise YAMLError(f"{rest} would be a comment")
+        raise YAMLError(f"{rest} would be read as a comment")
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={flow(word)}"]), resolve=False)
     return tree["value"]
 
@@ -151,14 +151,14 @@ def stock(name: str) -> Tree | None:
 
 
 def named(config_path: str | None, config_name: str | None, config_dir: str | None = None) -> Tree:
-    """Return the settings that Hydra's flags of these names select. Raises ConfigError.
+    """Return the settings selected by Hydra's flags with these names. Raises ConfigError.
 
     A stock file of verl need not exist.
     """
     name = (config_name or "ppo_trainer").removesuffix(".yaml")
     folders = [Path(folder).expanduser() for folder in (config_path, config_dir) if folder]
     for folder in folders or [Path()]:
-        # Without a folder, names of verl's stock files mean these files.
+        # Without a folder, names of verl's stock files refer to these files.
         if (folder / f"{name}.yaml").is_file() and (folders or stock(name) is None):
             return compose(folder / f"{name}.yaml", folders)
     if (stock_tree := stock(name)) is not None:
@@ -191,7 +191,7 @@ class _Composer:
             self.roots += _search_path(content, file)
         entries = content.pop("defaults", None) or []
         has_self = "_self_" in entries
-        # Without a `_self_`, the file comes first and its list overrides it.
+        # Without `_self_`, the list overrides the file.
         for entry in entries if has_self else ["_self_", *entries]:
             if entry == "_self_":
                 _merge(self.tree, _under(package, content))

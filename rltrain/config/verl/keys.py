@@ -1,10 +1,7 @@
-"""Answers to keys that a user wrote.
-
-`rename` returns the spelling of the schema. For a key that the schema lacks, `verdict` returns the error or the note.
-
-The answers are rows of `table`. They are not in the schema, so that help, defaults and a printed configuration show
-only keys with an effect. The first row that fits a key decides, and the row of a key comes before a pattern. A key that
-is turned off is neither refused nor noted, unless a row gives its value after "=".
+"""Treatment of keys that a user wrote. `rename` returns the spelling of the schema. For a key that the schema lacks,
+`verdict` returns the error or the note. These are rows of `table`, not of the schema, so that help, defaults and a
+printed configuration show only keys with an effect. The first matching row decides; rows of single keys precede
+patterns. A key that is turned off is neither refused nor noted, unless a row has its value after "=".
 """
 
 from __future__ import annotations
@@ -22,10 +19,10 @@ from rltrain.config.verl.table import Row, rows, sentence
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to a key that the schema lacks."""
+    """Treatment of a key that the schema lacks."""
 
     row: Row
-    """The row of the table that fits the key."""
+    """The row of the table that matches the key."""
     why: str
     """The sentence of the row."""
     applies: bool
@@ -79,7 +76,7 @@ def leaves_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def rows_of(key: str) -> Iterator[Row]:
-    """Yield the rows that fit a key, whatever its value."""
+    """Yield the rows that match a key, independent of its value."""
     for row in rows("refused", "section", "no effect", "other"):
         name = f"{key}." if row.action == "section" else key
         if row.key == key or ("*" in row.key and fnmatchcase(name, row.key) and _is_owned(key, row)):
@@ -87,7 +84,7 @@ def rows_of(key: str) -> Iterator[Row]:
 
 
 def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: None) -> Verdict | None:
-    """Return the answer to a key that the schema lacks; None if no row fits.
+    """Return the treatment of a key that the schema lacks; None if no row matches.
 
     lookup: returns the value of a key of the schema, for rows that compare with one.
     """
@@ -95,8 +92,7 @@ def verdict(key: str, value: Any, lookup: Callable[[str], Any] = lambda key: Non
         is_switch = row.action != "section" or not row.to or key.endswith(f".{row.to}")
         operator = row.condition.operator
         holds = is_switch and row.condition.holds(value, lookup) and (operator == "=" or not is_off(value))
-        # Another row may fit other values of the key. A key of a recipe that is off may be a mistyped key of the
-        # schema.
+        # Another row may match other values of the key. A recipe's key that is off may be a mistyped key of the schema.
         is_last = row.action in ("section", "no effect") or (row.action == "refused" and operator in ("", "!="))
         if holds or is_last:
             return Verdict(row, row.note.format(**places_of(key), to=row.to), holds)

@@ -1,4 +1,4 @@
-"""Translation of settings that a version of verl writes with several keys, or does not write at all."""
+"""Translation of settings that versions of verl write with several keys, or omit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> I
 
 
 def _importance_of_06(old: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield translations of algorithm.rollout_is* of verl 0.6, where nothing counts without a threshold."""
+    """Yield translations of verl 0.6's algorithm.rollout_is*, which have no effect without a threshold."""
     high, level, mode = (_number(old, _IS + "_threshold", "such as 2.0", over=0), *_level_and_mode(old))
     low = _number(old, _IS + "_threshold_lower", "such as 0.5", over=0, under=high) if high else 0.0
     weighs = high > 0 and old.get(_IS) in (True, 1)
@@ -153,13 +153,12 @@ def read_by_version(
 
 
 def sizes_not_written(explicit: Collection[str], value: Callable[[str], Any]) -> Iterator[tuple[str, int, str]]:
-    """Yield (key, value, note) for sizes that were not written and whose default would be refused.
-
-    verl runs these commands. explicit: keys that were written. value: returns the value of a key.
+    """Yield (key, value, note) for omitted sizes whose default would be refused, because verl runs these commands.
+    explicit: keys that were written. value: returns the value of a key.
     """
     batch, mini = value(_BATCH), value(_MINI)
     if _MINI not in explicit and _are_whole(batch, mini) and 0 < batch < mini:
-        # As in older versions of verl, which cut a batch into pieces of at most this size; newer ones assert.
+        # As in older versions of verl, which split a batch into parts of at most this size; newer versions assert.
         note = f"{_MINI} is not set and {_BATCH}={batch} is below its default, {mini}: one mini-batch a step"
         yield _MINI, batch, note
     engine, budget = ENGINES.get(str(value(_R + "name"))), value(_BUDGET)

@@ -1,8 +1,8 @@
 """Other trainers: their names for rltrain's keys, and detection of their configurations.
 
 The names appear in the error of a mistyped key. A configuration of another trainer gets one error instead of one per
-key. The names are rows of `table`. A name that means something else here, or has no counterpart, has no row, because a
-wrong hint is worse than none.
+key. The names are rows of `table`. Names with a different meaning or no counterpart here have no row, because a wrong
+hint is worse than none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rltrain.config.verl.table import rows
 
-# Keys with the name of a run or the path of its code, and the text before a recipe's name in them.
+# Keys with a run's name or code path, and the text before a recipe's name in their values.
 _NAMES = {
     "trainer.project_name": "(?<![a-z])", "trainer.experiment_name": "(?<![a-z])",
     "custom_reward_function.path": "recipe[./]", "data.custom_cls": "recipe[./]",
@@ -40,7 +40,7 @@ def names_elsewhere(key: str) -> list[str]:
 def trainer_of(names: Collection[str]) -> tuple[str, str] | None:
     """Return the trainer whose files have these top-level names, and the page about its keys.
 
-    None for files of verl and of rltrain, and for unknown ones.
+    None for files of verl, rltrain and unknown trainers.
     """
     plain = {name.replace("-", "_") for name in names}
     for row in rows("trainer"):
@@ -64,7 +64,7 @@ def refusal(trainer: str, page: str, written: str, names: Collection[str]) -> st
 def recipes_named(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error for each run name or code path that names a recipe of verl.
 
-    Launches of these recipes have no special key: by their keys alone they would be plain PPO or GRPO.
+    Launches of these recipes have no special key, so by their keys they would be plain PPO or GRPO.
     """
     for key, before in _NAMES.items():
         for row in rows("named"):

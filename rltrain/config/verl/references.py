@@ -20,7 +20,8 @@ _REFERENCE = re.compile(r"\$\{(?P<select>oc\.select:)?(?P<key>[A-Za-z_]\w*(?:\.[
 
 
 def target(value: Any) -> str:
-    """Return the key of the schema that ``value`` takes its value from; "" if it is not a single interpolation."""
+    """Return the key of the schema that the interpolation ``value`` refers to; "" if it is not a single
+    interpolation."""
     match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
     return rename(match["key"]) if match else ""
 

@@ -6,10 +6,10 @@ from rltrain.data.turns.formats.reading import Call, CallFormat, Parsed
 
 __all__ = ["FORMATS", "Call", "CallFormat", "Parsed"]
 
-# Llama's comes first, because others read JSON without marks, too (`detect.detect_format`).
+# Llama's format is first, because others also read JSON without marks (`detect.detect_format`).
 _ALL = (
     of.LLAMA3_JSON, of.HERMES, of.QWEN3_CODER, of.GLM, of.DEEPSEEK_V3, of.DEEPSEEK_V4, of.KIMI, of.MISTRAL, of.GEMMA4,
     of.SEED, of.MINIMAX,
 )  # fmt: skip
 FORMATS = {item.name: item for item in (*(family.format for family in _ALL), GPT_OSS)}
-"""Formats by name. The names of ``multi_turn.format`` in verl, where it has the format."""
+"""Formats by name. For formats in verl, its names of ``multi_turn.format`` are used."""

@@ -25,8 +25,8 @@ def format_of(name: str, encoder: ChatEncoder) -> CallFormat:
     if call_format is None:
         why = "the chat template writes calls in no known format" if name == "auto" else "no format has this name"
         raise ConfigError(
-            f"{_KEY}={name}: {why}. Known formats are {', '.join(FORMATS)}, or a function of your "
-            "own: FILE.py:NAME. A template with tools can be set by actor_rollout_ref.model.custom_chat_template."
+            f"{_KEY}={name}: {why}. Known formats are {', '.join(FORMATS)}, or your own function: FILE.py:NAME. A "
+            "template with tools can be set by actor_rollout_ref.model.custom_chat_template."
         )
     return call_format
 
@@ -55,8 +55,8 @@ def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> Ca
         for start in (shared(before, text), shared(bare, text)):
             for call_format in FORMATS.values():
                 parsed = call_format.parse(text[start:], probe)
-                # The rest is text that the template writes in any turn, such as its role. Otherwise it is marks of
-                # other formats.
+                # The rest must be text that the template writes in any turn, such as the role; otherwise it contains
+                # marks of other formats.
                 rest = call_format.parse(answer[start:], probe).text.replace("Yes.", "").strip()
                 if parsed.calls == [known] and not parsed.problems and parsed.text == rest:
                     return call_format

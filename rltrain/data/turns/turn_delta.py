@@ -1,9 +1,9 @@
 """Tokens that the chat template writes between two turns of the policy.
 
-Trajectories are append-only, so sampled tokens are never rendered again. Once per turn, the template renders a stub (a
-user's message, and a turn that contains a sentinel) followed by the new messages. The context is the text after the
-stop token that follows the sentinel. Therefore nothing depends on how the template would write the policy's turn, and
-no table of families is needed. `TurnDelta.problem` checks this for a template.
+Trajectories are append-only, so sampled tokens are never rendered again. After each turn, the template renders a stub
+(a user message and a turn with a sentinel) followed by the new messages. The context is the text after the stop token
+that follows the sentinel. So the result does not depend on how the template would render the policy's turn, and no
+table of families is needed. `TurnDelta.problem` checks this for a template.
 
 Texts of tools and users may contain the text of a special token, which must not end a turn or open a role. The template
 sees a placeholder instead. In the tokenized text, another special token replaces it, whose id is then replaced by the
@@ -23,8 +23,8 @@ from rltrain.data.turns.calls import Call, CallFormat
 
 ASK: Message = {"role": "user", "content": "What is 3 + 4?"}
 _SENTINEL = "qzSENTINELzq"
-# Variants of the stub: with the calls' arguments as dict or as text, with only the first call if the template supports
-# only one per turn, and with the sentinel in the content if the template drops calls. The first that works is used.
+# Variants of the stub: with arguments as dict or as text, with only the first call if the template supports one per
+# turn, and with the sentinel in the content if the template drops calls. The first variant that works is used.
 _STUBS = (("dict", "all"), ("text", "all"), ("dict", "first"), ("text", "first"), ("dict", "dropped"), ("none", "none"))
 
 
@@ -49,7 +49,7 @@ class TurnDelta:
         stops = {*encoder.eos_token_ids, *(added[text] for text in call_format.stop_tokens if text in added)}
         self.stop_token_ids = sorted(stops)
         self._stop = _any_of(tokenizer.convert_ids_to_tokens(self.stop_token_ids))
-        # Added tokens that are not special may open a role too, if the template writes them.
+        # Added non-special tokens may also open a role, if the template writes them.
         template = str(tokenizer.chat_template)
         self._ids = {
             text: number
@@ -63,7 +63,7 @@ class TurnDelta:
         self._barrier = next(iter([*whole, *special, *self._ids]), "")
         self._stub: dict[bool, int] = {}
         self.notes: list[str] = []
-        """Harmless differences within turns of the policy, set by `problem`."""
+        """Harmless differences inside turns of the policy, set by `problem`."""
 
     def context(self, end_token: int | None, calls: Sequence[Call], messages: Sequence[Message]) -> list[int]:
         """Return the token ids between a turn and the next turn.
@@ -83,12 +83,14 @@ class TurnDelta:
     def _hide_special(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """Replace texts of special tokens in messages by placeholders. Returns messages, and texts by placeholder."""
         if not all(isinstance(message.get("content"), str | list) for message in messages):
-            raise DataError("a message of a tool or user between two turns must be text, or parts of texts and images.")
+            raise DataError(
+                "a tool or user message between two turns must be a text, or a list of text and image parts."
+            )
         contents = [text for message in messages for text in texts_in(message["content"])]
         joined = "\n".join([*contents, *(str(message.get("name")) for message in messages)])
         if not self._ids or not self._mark.search(joined):
             return list(messages), {}
-        # Private-use characters, which no font and no template knows.
+        # Private-use characters, which fonts and templates do not use.
         border = next(chr(number) for number in range(0xE000, 0xF900) if chr(number) not in joined)
         texts: dict[str, str] = {}
 
@@ -163,8 +165,8 @@ class TurnDelta:
             if missing := texts.keys() - set(delimiters):
                 raise DataError(f"the chat template changes {texts[min(missing)]!r} of a message.")
             text = "".join(self._barrier if piece in texts else piece for piece in pieces)
-        # After the token that ends the turn, as in the trajectory, because some tokenizers treat the start of a text
-        # differently.
+        # Tokenized after the token that ends the turn, as in the trajectory, because some tokenizers treat the start of
+        # a text differently.
         ids = self._plain_ids(context.end + text)
         end = self._added.get(context.end)
         ids = ids[ids.index(end) + 1 :] if end in ids[:2] else ids
@@ -175,7 +177,7 @@ class TurnDelta:
             raise DataError(f"the tokenizer merges {self._barrier} with its neighbours.")
         remaining = iter(delimiters)
         plain_ids = {placeholder: self._plain_ids_of_special(mark) for placeholder, mark in texts.items()}
-        # A barrier of the template stays itself.
+        # A barrier token that the template writes is kept.
         return [
             plain
             for token in ids
@@ -193,11 +195,10 @@ class TurnDelta:
         return ids
 
     def problem(self, roles: Sequence[str] = ("tool", "user"), *, images: bool = False) -> str:
-        """Return why the template cannot be continued token by token, with both texts around the difference, or "".
-
-        It is checked with messages of these roles, after one and two results, after a user's message, and twice in a
-        row. The trajectory must equal the template's render of the whole conversation. images: check only messages with
-        an image, for which the template must write one placeholder.
+        """Return the reason why the template cannot be continued token by token, with both texts around the difference,
+        or "". This is checked with messages of these roles: after one and two results, after a user message, and twice
+        in a row. The trajectory must equal the template's render of the whole conversation. images: check only messages
+        with an image, for which the template must write one placeholder.
         """
         self.notes = []
         for name, exchanges in self._trials_with_image(roles) if images else self._trials(roles):
@@ -265,7 +266,7 @@ class TurnDelta:
                 return _describe_difference(context.text, rest)
             if difference := self._token_difference(history, whole, context):
                 return difference
-            # The opening of the next turn may be written differently after that turn.
+            # The template may write the opening of the next turn differently after this turn.
             bare = self._encoder.render(history, answered=True, tools=self._schemas)
             length = shared(whole, bare) - (len(whole) - len(rest))
             borders.append((sentinel, replace(context, text=context.text[: max(0, length)])))
@@ -302,7 +303,7 @@ def _text_after_turn(whole: str, sentinel: str, end: str, start: int) -> str:
     place = whole.rfind(sentinel)
     place = whole.find(end, place) if place >= 0 else -1
     if place < start:
-        raise DataError("the chat template leaves out a turn of the policy.")
+        raise DataError("the chat template omits a turn of the policy.")
     return whole[place + len(end) :]
 
 
@@ -316,7 +317,7 @@ def _takes_space(token: Any) -> bool:
 
 
 def _turn(calls: Sequence[Call], ids: Sequence[str], sentinel: str, stub: int) -> Message | None:
-    """Return a policy turn with the sentinel, in a variant of `_STUBS`, or None if the variant does not apply."""
+    """Return a turn with the sentinel, in a variant of `_STUBS`, or None if the variant does not apply."""
     arguments, which = _STUBS[stub]
     if not calls or which == "none":
         return {"role": "assistant", "content": sentinel} if not calls or which == "none" else None

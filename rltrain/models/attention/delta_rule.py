@@ -1,8 +1,8 @@
 """Gated delta rule over segments of a packed row (Yang et al. 2025, arXiv 2412.06464).
 
-Each head has a memory. It is updated chunk by chunk: first within all chunks of all segments at once, then from chunk
-to chunk, in parallel over the segments that have another chunk. flash-linear-attention has the same as a kernel. That
-kernel is called by its documented arguments and has not been run here.
+Each head has a memory, which is updated chunk by chunk: first within all chunks of all segments at once, then from
+chunk to chunk, in parallel over the segments that have another chunk. flash-linear-attention has a kernel for this; it
+is called with its documented arguments but has not been run here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def delta_rule(
         *(tensor.split(counts) for tensor in (query, key, new, read, within, end.exp()[..., None])), strict=True
     )
     for queries, keys, values, reads, inner, keep in pieces:
-        # Segments are sorted by their number of chunks, so the finished ones are last.
+        # Segments are sorted by number of chunks, so finished ones are last.
         ended.append(memory[len(queries) :])
         memory = memory[: len(queries)]
         values = values - reads @ memory
@@ -99,7 +99,7 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor
     """
     size = min(_CHUNK, max(lengths))
     firsts, total = list(accumulate((0, *lengths[:-1]))), sum(lengths)
-    # Python integers, because a dry run on meta tensors has no values on the device.
+    # Python integers, because in a dry run meta tensors have no values.
     numbers = [-(-length // size) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda segment: -numbers[segment])
     counts = [sum(num_chunks > number for num_chunks in numbers) for number in range(max(numbers))]

@@ -1,10 +1,9 @@
 """Attention over packed sequences: every segment attends causally to itself and to its prefix.
 
-Padding would waste most of a batch of responses, and a mask over all packed tokens would grow with their square.
-Therefore this module registers an attention implementation with transformers that computes segment by segment. Every
-decoder that uses the attention interface of transformers can then train without padding. The plan of segments is a
-keyword argument of the forward call. It holds host integers, so it needs no device sync, and gradient checkpointing
-replays it.
+Padding would waste most of a batch of responses, and a mask over all packed tokens would grow quadratically. Therefore
+this module registers an attention implementation with transformers that computes segment by segment, so every decoder
+that uses transformers' attention interface can train without padding. The plan of segments is a keyword argument of the
+forward call. It consists of host integers, so it needs no device sync, and gradient checkpointing passes it again.
 
 The device's entry in `rltrain.common.device` selects the kernel: scaled dot products per block here, or the accelerator
 kernels in `models.attention.varlen`. Not every kernel supports soft-capped scores and sinks. Without support, the
@@ -53,7 +52,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind:
     """
     if kind.chunk is not None:
         plan = plan.chunked(kind.chunk)
-    # Drop a window that hides nothing, so that kernels use their plain causal path.
+    # Ignore a window that hides nothing, so that kernels use their plain causal path.
     if kind.window is not None and kind.window >= max(plan.key_lengths):
         kind = kind._replace(window=None)
     if (kernel := kernel_for(query, kind)) is not None:
@@ -112,7 +111,7 @@ def register() -> None:
 
     No mask function is registered, so transformers skips mask creation and does not inspect the positions.
     """
-    # Every load calls this, and compiled layers may have registered a wrapper that torch.compile skips.
+    # Every load calls this again, but compiled layers may have registered a wrapper that torch.compile skips.
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(NAME, packed_attention)
 
@@ -120,7 +119,7 @@ def register() -> None:
 def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
     """Raise ConfigError for models whose layers would mix the samples of a packed row.
 
-    These models have kinds of layers that `attend` does not support, or rotary frequencies that depend on the longest
+    These are models with layer types that `attend` does not support, or rotary frequencies that depend on the longest
     sequence of a forward pass. longest: maximum number of tokens per sequence.
     """
     text = config.get_text_config()
@@ -131,8 +130,8 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
         if rope.get("rope_type") not in ("longrope", "dynamic") or (longest is not None and longest <= limit):
             continue
         raise ConfigError(
-            f"{type(config).__name__} has other rotary frequencies beyond {limit} tokens "
-            f"(rope_type={rope['rope_type']}), so samples of one forward would change each other. Keep "
+            f"{type(config).__name__} changes its rotary frequencies beyond {limit} tokens "
+            f"(rope_type={rope['rope_type']}), so samples of one forward would affect each other. Keep "
             f"data.max_prompt_length + data.max_response_length (now {longest}) within {limit}."
         )
     # Griffin calls them block types.
@@ -141,7 +140,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
     kinds -= {"linear_attention"} if family(text.model_type).gated_delta_nets else set()
     if kinds:
         raise ConfigError(
-            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which rltrain cannot train on "
+            f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which cannot be trained on "
             "packed sequences. Use a model with full, sliding-window or chunked attention."
         )
 
@@ -152,10 +151,10 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
 def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     """Split ``tensor`` [1, kv heads, tokens, d] into the keys that each segment sees.
 
-    It uses split, because the gradient of a slice is as large as the whole tensor.
+    Uses split, because the gradient of a slice is as large as the whole tensor.
     """
     parts = tensor.split(plan.query_lengths, dim=2)
-    # A prefix is always a whole earlier segment, so its keys are one of the parts.
+    # A prefix is always a complete earlier segment, so its keys are one of the parts.
     place = {(segment.start, segment.stop): part for segment, part in zip(plan.segments, parts, strict=True)}
     return [
         torch.cat([place[segment.prefix], part], 2) if segment.prefix_length else part
@@ -173,7 +172,7 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
     # is_causal is aligned top-left, which equals bottom-right only if there are as many queries as keys.
     if fused and length == key.shape[2] and (window is None or length <= window):
         if groups > 1 and not query.is_cpu:
-            # If the flash kernel does not fit, enable_gqa leaves only a kernel that materializes the whole product.
+            # Without the flash kernel, enable_gqa leaves only a kernel that materializes the whole product.
             key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
         return product(query, key, value, is_causal=True, scale=kind.scaling, enable_gqa=groups > 1)
     # Heads that share keys become neighbouring queries, so that each key is read, and its gradient written, once.
@@ -216,7 +215,7 @@ def _template(
 ) -> Tensor:
     """Return the mask of a whole block after ``before`` keys.
 
-    Visibility depends only on the distance, so every other mask is a slice of it.
+    Visibility depends only on the distance, so all other masks are slices of it.
     """
     i = torch.arange(block * groups, dtype=torch.int32, device=device)[:, None] // groups
     distance = i - torch.arange(-before, block, dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """Images of a packed row: encoded once per prompt, with the features copied to all placeholders.
 
 A prompt with an image has many responses, and the vision tower costs more than the prompt's tokens. Therefore the
-pixels of a prompt are stored once, and a feature may be used several times: the gradients of all responses add up in
-one backward pass.
+pixels of a prompt are stored once, and features are reused: the gradients of all responses are summed in one backward
+pass.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ class PackedImages:
 
     @classmethod
     def of(cls, laid: Sequence[tuple[PromptImages, int]], spans: Sequence[range] | None = None) -> PackedImages | None:
-        """Build from ``laid``: the images of each text and the row index of its first token, in row order.
-
-        spans: the row indices of each text if only some of its tokens are in the row. None: all are.
+        """Build from ``laid``: the images of each text and the row index of its first token, in row order. spans: the
+        row indices of each text's tokens, if only some of them are in the row (None: all).
         """
         if not laid:
             return None
@@ -48,7 +47,7 @@ class PackedImages:
         for key, images in distinct.items():
             first[key], total = total, total + len(images.places)
         distinct_images = list(distinct.values())
-        # Copy, because arrays from the object store are read-only, and torch warns about them.
+        # A copy, because arrays from the object store are read-only, about which torch warns.
         places = [torch.tensor(images.places) + start for images, start in laid]
         features = [torch.arange(len(images.places)) + first[id(images.pixel_values)] for images, _ in laid]
         if spans is not None:
@@ -75,7 +74,7 @@ class PackedImages:
             return None
         is_kept = torch.zeros(len(self.num_tokens), dtype=torch.bool)
         is_kept[image_numbers] = True
-        # Features keep their order, so the new index of a kept one is the number of kept ones before it.
+        # Features keep their order, so a feature's new index is the number of kept features before it.
         number = is_kept[owner].cumsum(0) - 1
         return replace(
             self,

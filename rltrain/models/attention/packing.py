@@ -1,8 +1,8 @@
 """Packing of samples into one row: attention segments, predictors of response tokens, and shared prompts.
 
 Padding wastes compute, and all responses to a prompt have the same prompt tokens. Therefore a micro-batch is one row
-without padding. A prompt appears once, followed by its responses, which attend to it and to themselves. The batch's
-dictionary-encoded prompt column determines the sharing. Images are stored once per prompt
+without padding, in which a prompt appears once, followed by its responses, which attend to it and to themselves. The
+dictionary-encoded prompt column of the batch determines which samples share a prompt. Images are stored once per prompt
 (`models.attention.packed_images`). Prompts that share only a prefix are not merged.
 """
 
@@ -27,7 +27,8 @@ from rltrain.models.attention.packed_images import PackedImages
 
 
 class Segment(NamedTuple):
-    """Queries [start, stop). They see the keys of ``prefix`` (an earlier segment's range) and, causally, themselves."""
+    """Queries [start, stop). They see the keys of ``prefix`` (the range of an earlier segment) and, causally, their
+    own."""
 
     start: int
     stop: int
@@ -46,7 +47,7 @@ class Segment(NamedTuple):
 class AttentionPlan:
     """Segments of one packed row, in host integers. They are consecutive and cover all tokens.
 
-    This is not a dataclass, because FSDP recreates dataclasses among a layer's arguments and would lose cached values.
+    Not a dataclass, because FSDP recreates dataclasses among a layer's arguments, which would lose cached values.
     """
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
@@ -99,7 +100,7 @@ class AttentionPlan:
         """
         if device not in self._on_devices:
             queries, where = send(torch.tensor((0, *self.query_ends), dtype=torch.int32), device), torch.zeros(0)
-            keys = queries  # The same object, by which torch selects its fastest kernel.
+            keys = queries  # The same object, because torch then selects its fastest kernel.
             if self.has_prefixes:
                 parts = [part for segment in self.segments for part in (segment.prefix, (segment.start, segment.stop))]
                 keys = send(torch.tensor((0, *self.key_ends), dtype=torch.int32), device)
@@ -115,7 +116,7 @@ class AttentionPlan:
     def chunked(self, size: int) -> AttentionPlan:
         """Return this plan for layers where tokens see only keys of the same chunk of ``size`` positions of a sample.
 
-        Each chunk becomes a segment. The first one of a response continues the last chunk of its prompt.
+        Each chunk becomes a segment. The first chunk of a response continues the last chunk of its prompt.
         """
         if size not in self._chunked:
             self._chunked[size] = AttentionPlan(
@@ -168,7 +169,7 @@ class PackedInputs:
     labels: Tensor
     """[policy tokens]: row index of the hidden state that predicts each policy token, and that token."""
     host_predictors: Tensor
-    """``predictors`` on the host, for Ulysses."""
+    """Copy of ``predictors`` on the host, for Ulysses."""
     images: PackedImages | None = None
     """Images of prompts and responses, on the host. With them, positions may be [3, total]: time, height and width."""
     experts: Tensor | None = None
@@ -198,10 +199,10 @@ def pays_to_share(prompt_length: Any, answer_length: Any) -> Any:
 def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInputs:
     """Pack ``prompt``, ``response``, ``response_mask`` into inputs. An empty batch packs to one dummy token.
 
-    With ``share``, samples of one prompt share its tokens: the prompt comes once, then the responses that attend to it,
-    with positions that continue from its end. The prompt's last state predicts the first token of each. The last token
-    of a response predicts nothing and is omitted. Only tokens of the policy (``response_mask``) have predictors and
-    labels.
+    With ``share``, samples of one prompt share its tokens: the prompt is placed once, then the responses that attend to
+    it, with positions that continue from its end. The prompt's last state predicts the first token of each. The last
+    token of a response predicts nothing, so it is omitted. Only tokens of the policy (``response_mask``) have
+    predictors and labels.
 
     The ``images`` of a prompt are packed once, and images of a response (``own_images``) with the response.
     ``routed_experts``, if present, follow the same layout. A shared prompt uses the rows of its first sample.
@@ -268,7 +269,8 @@ def _experts(batch: Batch, spans: Sequence[tuple[range, range]], total: int, dev
     """Return `PackedInputs.experts`."""
     if c.ROUTED_EXPERTS not in batch or not len(given := batch.ragged(c.ROUTED_EXPERTS).values):
         return None
-    # Either all samples of a mini-batch have experts or none has. Otherwise rows would be assigned to wrong samples.
+    # Either all samples of a mini-batch have experts or none has; otherwise rows would be assigned to the wrong
+    # samples.
     assert torch.equal(batch.ragged(c.ROUTED_EXPERTS).lengths, computed_tokens(batch))
     packed = given.new_zeros(total, *given.shape[1:])
     # Reversed, so that a shared prompt gets the rows of its first sample.
@@ -290,7 +292,7 @@ def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
 
 
 class _Laid:
-    """Builder of a row of segments. images: by prompt index; own_images: of responses."""
+    """Builder of a row of segments. images: mapping from prompt index; own_images: images of responses."""
 
     def __init__(self, images: Mapping[int, PromptImages], own_images: Sequence[PromptImages | None]) -> None:
         self.rows: list[Tensor] = []

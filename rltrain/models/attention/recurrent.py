@@ -5,8 +5,8 @@ keys to values. The layer of transformers does not reset the state between the s
 forward is replaced by one that runs segment by segment. The state after a prompt is computed once, and every response
 starts from it. In the embedded engine, the cache stores this state. Parameters keep their names from transformers.
 
-On CUDA, the kernels of flash-linear-attention and causal-conv1d are used if they are installed. They are called by
-their documented arguments and have not been run here.
+On CUDA, the kernels of flash-linear-attention and causal-conv1d are used if they are installed. They are called with
+their documented arguments but have not been run here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Projected(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights of a layer, or of one rank's share of its heads. filters [channels, width]; the others [heads]."""
+    """Weights of a layer, or of one rank's share of its heads. filters [channels, width]; all others [heads]."""
 
     filters: Tensor
     bias: Tensor | None
@@ -80,14 +80,14 @@ def adopt(model: PreTrainedModel) -> None:
         if net is None or not all(hasattr(net, name) for name in ("conv1d", "A_log", "dt_bias", "num_k_heads")):
             continue
         num_nets += 1
-        # Older transformers do not pass the arguments of a forward to these layers. Recomputing activations calls the
-        # hook again, with the arguments of that forward.
+        # Older transformers versions do not pass a forward's arguments to these layers. Recomputation calls the hook
+        # again with the same arguments.
         layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
         net.forward = partial(_forward, net)
     if num_nets != expected:
         raise ConfigError(
-            f"{num_nets} of the {expected} recurrent layers of {type(model).__name__} are gated delta nets of the "
-            "known form. Another version of transformers may build that form."
+            f"{num_nets} of the {expected} recurrent layers of {type(model).__name__} are supported gated delta nets. "
+            "Try another version of transformers."
         )
 
 
@@ -175,13 +175,13 @@ def _rounds(
 def _with_others(
     advance: Advance, projected: Projected, weights: Weights, plan: AttentionPlan, group: ProcessGroup
 ) -> Tensor:
-    """Compute `_by_plan` where each rank holds a slice of the tokens: a rank computes all tokens of its heads."""
+    """Like `_by_plan`, if each rank holds a slice of the tokens: each rank computes all tokens for its heads."""
     ranks, rank = group.size(), group.rank()
     numbers = torch.stack([projected.step, projected.decay], -1)
     parts = [tensor.transpose(0, 1)[None] for tensor in (*projected[:3], numbers)]
     query, key, value, numbers = (tensor[0].transpose(0, 1) for tensor in share_of_heads(group, *parts))
     filters = [
-        # Repeated in the same way as their heads.
+        # Repeated like their heads.
         part.unflatten(0, tensor.shape[1:]).repeat_interleave(math.lcm(tensor.shape[1], ranks) // tensor.shape[1], 0)
         for part, tensor in zip(
             weights.filters.split([tensor[0].numel() for tensor in projected[:3]]), projected[:3], strict=True
@@ -197,7 +197,7 @@ def _with_others(
     return share_of_tokens(group, core[None])[0]
 
 
-# -- a layer over segments that follow one another ---------------------------------------------------------------------
+# -- a layer over consecutive segments ---------------------------------------------------------------------
 
 
 def _advance(
@@ -232,7 +232,7 @@ def _convolve(
     if max(lengths) == 1:
         row = torch.cat([before.to(channels.dtype), channels[:, None]], 1)
         return _filtered(row, weights, activation)[:, 0], row[:, 1:]
-    # Prepend each segment's past, so that one unpadded convolution serves the row.
+    # Prepend each segment's past, so that a single unpadded convolution suffices for the row.
     where, out, last = _laid(tuple(lengths), width, channels.device)
     row = torch.cat([before.to(channels.dtype).flatten(0, 1), channels]).index_select(0, where)
     kernel = _fused_convolution() if _on_cuda(row) else None
@@ -247,7 +247,7 @@ def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
     """Map row [..., n, channels] to [..., n - width + 1, channels]. Sums are in fp32, as in kernels."""
     filters = weights.filters.float().mT
     length = row.shape[-2] - len(filters) + 1
-    # Products, because not every device has a depthwise convolution.
+    # Explicit products, because not every device has a depthwise convolution.
     convolved = sum(row.narrow(-2, first, length).float() * tap for first, tap in enumerate(filters))
     convolved = convolved if weights.bias is None else convolved + weights.bias
     return ACT2FN[activation](convolved.to(row.dtype))

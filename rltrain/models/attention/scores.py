@@ -1,4 +1,4 @@
-"""Attention weights from query-key products, for layers with sinks, soft caps, chunks or tempered queries.
+"""Attention weights from query-key products, for layers with sinks, soft caps, chunks or query scaling.
 
 Training (`models.attention`) and the embedded engine's cache (`workers.rollout.embedded.kv`) share these functions.
 """
@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     scaling: float | None = None
     """Factor of the products. None: 1 / sqrt(d)."""
     window: int | None = None
-    """Number of keys that a token sees, including itself."""
+    """Number of keys that a token sees, including its own."""
     chunk: int | None = None
     """Size of the chunks of a sample within which tokens see keys (Llama 4)."""
     softcap: float | None = None

@@ -1,10 +1,10 @@
 """Sequence parallelism (Jacobs et al. 2023, DeepSpeed-Ulysses): the ranks of a group share one packed row.
 
 The activations of a long sequence may not fit on one rank. Therefore every rank runs the layers on its slice of the
-tokens, and an all-to-all around attention trades heads for tokens: each rank attends over all tokens with its share of
-the heads. The log-probs of response tokens are computed on the ranks of their predictors and then gathered on every
-rank, so that all see the same loss. Each rank's gradient is its part of the group's gradient, and FSDP sums the parts.
-Where the heads do not divide, ranks pass keys and values around instead (`models.attention.ring`).
+tokens, and an all-to-all around attention exchanges tokens for heads: each rank attends over all tokens with its share
+of the heads. The log-probs of response tokens are computed on the ranks of their predictors and then gathered on every
+rank, so that all ranks compute the same loss. Each rank's gradient is its part of the group's gradient, and FSDP sums
+the parts. If the heads do not divide, ranks pass keys and values around instead (`models.attention.ring`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def heads_problem(config: PretrainedConfig, size: int, key: str, ring: int = 1) 
     ring: size of the rings over such groups. Recurrent layers divide their heads among all ranks of a sequence.
     """
     text = config.get_text_config()
-    # The states of recurrent layers belong to the value heads.
+    # The states of recurrent layers are per value head.
     for name, kind, parts in (
         ("num_attention_heads", "attention", size), ("linear_num_value_heads", "recurrent", size * ring),
     ):  # fmt: skip
@@ -67,7 +67,8 @@ def heads_problem(config: PretrainedConfig, size: int, key: str, ring: int = 1) 
 
 @cache
 def _neighbours(world: ProcessGroup, size: int, stride: int) -> ProcessGroup:
-    """Return one group for all models of a process. ``world``: cache key, so that a new world is split again."""
+    """Return one group for all models of a process. ``world``: cache key, so that groups are created again for a new
+    world."""
     ranks = torch.arange(world.size()).view(-1, size, stride).mT.reshape(-1, size)
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), COLLECTIVE_TIMEOUT)
     return group
@@ -82,7 +83,7 @@ Sizes = list[int] | None
 def exchange(rows: Tensor, group: ProcessGroup, sent: Sizes = None, received: Sizes = None) -> Tensor:
     """Exchange rows [n, ...] by all-to-all. Returns the rows from all ranks of ``group``, in rank order.
 
-    sent: number of rows for each rank, which are in rank order; received: number of rows from each rank. None: equal
+    sent: number of rows for each rank (rows are in rank order); received: number of rows from each rank. None: equal
     numbers.
     """
     exchanged: Tensor = _Exchange.apply(rows, group, sent, received)
@@ -199,7 +200,7 @@ def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
     """Gather values [total, ...] of all tokens of the row from the slices of the ranks, without a gradient."""
     if group is None:
         return values
-    # As bytes: indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
+    # As bytes, because indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
     own = values.contiguous().view(torch.uint8)
     slices = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(slices, own, group=group)

@@ -1,8 +1,8 @@
 """Packed attention by accelerator kernels: variable-length flash attention and npu_fusion_attention.
 
-The calls follow the real signatures but have not been run; tests use doubles that follow the documented meaning of the
-arguments. torch's flash kernel does not support sinks, but they change only its result: after the softmax sum and the
-output are corrected, its backward pass gives the gradients of the corrected attention (`_Flash`).
+The calls follow the real signatures but have not been run; tests use doubles that implement the documented semantics.
+torch's flash kernel does not support sinks. But sinks only rescale its result: with corrected softmax sum and output,
+its backward pass computes the right gradients (`_Flash`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Kind], Tensor]
 
 
 def kernel_for(query: Tensor, kind: Kind) -> Kernel | None:
-    """Return the device's kernel for such queries, or None, with a warning that is logged once."""
+    """Return the device's kernel for these queries, or None with a warning that is logged once."""
     name = device_of(query).attention
     if name == "npu":
         return _slow("its kernel does not support soft-capped scores") if kind.softcap else _npu
@@ -78,8 +78,8 @@ def _cuda(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: 
 
 @cache
 def _flash(capped: bool, sinks: bool) -> Callable[..., Tensor] | None:
-    """Return the function for such attention, or None. Its arguments are (query, key, value, query starts, key starts,
-    longest query, longest key, kind), and its tensors are [tokens, heads, d].
+    """Return the function for this kind of attention, or None. Its arguments are (query, key, value, query starts, key
+    starts, longest query, longest key, kind), and its tensors are [tokens, heads, d].
     """
     if capped:
         return None if sinks else _package()
@@ -190,7 +190,7 @@ def _npu(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kind: K
     outputs = []
     for first in range(0, len(plan.segments), _NPU_SEGMENTS):
         q_ends, kv_ends = (ends[first : first + _NPU_SEGMENTS] for ends in (plan.query_ends, plan.key_ends))
-        # The kernel takes cumulative lengths, which restart with each call.
+        # The kernel takes cumulative lengths, which start from 0 in each call.
         q_start, kv_start = (ends[first - 1] if first else 0 for ends in (plan.query_ends, plan.key_ends))
         slices = (kv_rows[kv_start : kv_ends[-1]].contiguous() for kv_rows in rows)
         outputs.append(torch_npu().npu_fusion_attention(

@@ -11,7 +11,7 @@ import xxhash
 
 # Files that the run itself writes.
 _WRITTEN = ("reward.judge.cache",)
-# Files of this size and more are sampled: hashing all of a large model would take minutes.
+# Files of at least this size are sampled, because hashing all of a large model would take minutes.
 _LARGE_BYTES, _PIECES, _PIECE_BYTES = 1 << 22, 16, 1 << 16
 
 
@@ -27,7 +27,7 @@ def digest_of_model(folder: Path, pattern: str = "*") -> str:
 
 @functools.cache  # cached: later calls would read weights that were replaced after the run started
 def digest_of_weights(folder: str) -> str | None:
-    """Return the digest of a model's weights, as this process first read them; None for a name on the hub."""
+    """Return the digest of a model's weights when this process first read them; None for a hub name."""
     path = Path(folder).expanduser()
     return digest_of_model(path, "*.safetensors") if path.is_dir() else None
 
@@ -48,7 +48,7 @@ def digest_of_files(files: Iterable[str | Path]) -> str:
 def digests_of_values(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the digest of every file that a value names: a path, FILE.py:NAME, or a list of these.
 
-    settings: by dotted key (`evaluate.models.flat`). The keys of the result are "content of KEY".
+    settings: values by dotted key (`evaluate.models.flat`). The keys of the result are "content of KEY".
     """
     digests = {}
     for key, value in settings.items():

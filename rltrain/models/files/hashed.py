@@ -1,7 +1,7 @@
 """Files whose digests are computed during writing, so that a save need not read them back.
 
-Writing and hashing release the GIL, so a save in the background does not block a step. For the same reason, weights are
-not written by safetensors, which holds the GIL until the file is complete.
+Writing and hashing release the GIL, so a save in the background does not block a step. For the same reason safetensors
+does not write the weights: it holds the GIL until the file is complete.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rltrain.common.errors import write_error
 
 Digests = dict[str, str]  # path of a file -> XXH3 (128 bits) of its contents, in hexadecimal
 _BUFFER = 1 << 20
-# Each piece is synced and dropped from the page cache. A whole checkpoint in the page cache takes memory from the step,
-# and the system writes it in bursts that slow down concurrent computation.
+# Each piece is synced and dropped from the page cache. A whole checkpoint in the cache would take memory from the step,
+# and would be written in bursts that slow down concurrent computation.
 _PIECE = 32 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -46,8 +46,8 @@ class HashedFile(io.IOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # torch writes a tensor in forty pieces, most of them a few bytes. Writing each one separately would take the
-        # GIL from the step for longer than everything else that is done for a tensor.
+        # torch writes a tensor in forty pieces, most of them a few bytes. Writing each separately would hold the GIL
+        # for longer than everything else for a tensor.
         if len(self._few) + len(view) <= _BUFFER:
             self._few += view
             return len(view)
@@ -55,7 +55,7 @@ class HashedFile(io.IOBase):
             for start in range(0, len(view), _PIECE):
                 self._put(view[start : start + _PIECE])
         except OSError as error:
-            # torch raises its own error and drops this one, which says that the disk is full.
+            # torch raises a different error and drops this one, which reports the full disk.
             self.error = self.error or error
             raise
         return len(view)
@@ -95,7 +95,7 @@ class HashedFile(io.IOBase):
 
 
 class HashedFolder(FileSystem):
-    """Folder of a DCP checkpoint during writing. digests: of the files written so far."""
+    """Folder of a DCP checkpoint during writing. digests: digests of the files written so far."""
 
     def __init__(self) -> None:
         self.digests: Digests = {}
@@ -153,7 +153,7 @@ class HashingWriter(FileSystemWriter):
         # file is synced when it is closed.
         super().__init__(folder, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
         self.fs: HashedFolder = HashedFolder()
-        # For the whole process: the second checksum is unused and takes a quarter of the work.
+        # Disabled in the whole process, because the second checksum is unused and takes a quarter of the work.
         set_crc32_options(False)
 
 

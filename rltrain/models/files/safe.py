@@ -1,7 +1,7 @@
 """Safe reading of files from unknown sources: tensors only, never code.
 
 A pickle can call any function when it is loaded. torch restricts its unpickler for tensors, but not for the
-``.metadata`` of a sharded checkpoint and for entries that are not tensors. Therefore ``.metadata`` is read here, by an
+``.metadata`` of a sharded checkpoint or for entries that are not tensors. Therefore ``.metadata`` is read here, by an
 unpickler that allows only the classes of tensor metadata.
 """
 
@@ -22,7 +22,7 @@ from rltrain.common.errors import CheckpointError, StorageError
 from rltrain.common.storage import patiently
 
 METADATA = ".metadata"
-# Errors of torch and safetensors for files that are damaged or hold anything but tensors. Neither runs code.
+# Errors of torch and safetensors for files that are damaged or contain anything but tensors. Neither runs code.
 UNREADABLE = (OSError, EOFError, pickle.UnpicklingError, SafetensorError)
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -42,7 +42,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which tensors do not need")
         return super().find_class(module, name)
 
 
@@ -63,14 +63,14 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
 
 def _check(metadata: Any) -> None:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise ValueError("it does not describe tensors")
+        raise ValueError("it does not contain tensors")
     for name, described in metadata.state_dict_metadata.items():
         # torch would unpickle anything else.
         if not isinstance(described, TensorStorageMetadata):
             raise ValueError(f"{name} is no tensor")
     for place in metadata.storage_data.values():
         if Path(place.relative_path).name != str(place.relative_path) or place.transform_descriptors:
-            raise ValueError(f"it refers to {place.relative_path}, which is not one of its files")
+            raise ValueError(f"it refers to {place.relative_path}, which is not a file of the archive")
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -1,7 +1,7 @@
 """Checks that a model exists and is complete, before anything starts.
 
 Finding a missing or truncated file only after minutes of loading wastes a cluster. Therefore names, sizes and headers
-are checked first. Weights are not read, and the hub is queried once, because transformers would query it per file and
+are checked first. Weights are not read. The hub is queried once, because transformers would query it per file and
 retry.
 """
 
@@ -70,7 +70,7 @@ def _damage(file: Path) -> str | None:
     have = file.stat().st_size
     try:
         with file.open("rb") as stream:
-            # Damaged length bytes can give any number, so the read is limited to the file size.
+            # Damaged length bytes can be any number, so the read is limited to the file size.
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, have)))
         ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")

@@ -1,8 +1,8 @@
 """Weights in FSDP checkpoints of verl and its forks: one file per rank with its part of every weight.
 
-``actor/model_world_size_W_rank_R.pt`` holds tensors by name: DTensors, which describe how they are sharded, or plain
-ones. Only tensors are unpickled (docs/security.md), from memory-mapped files, and weights are assembled one at a time.
-Not supported: weights sharded in two dimensions (tensor parallelism), and Megatron checkpoints.
+``actor/model_world_size_W_rank_R.pt`` holds tensors by name: DTensors, which describe their sharding, or plain tensors.
+Only tensors are unpickled (docs/security.md), from memory-mapped files, and weights are assembled one at a time. Not
+supported: weights sharded in two dimensions (tensor parallelism), and Megatron checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Shards(Entries):
         }
 
     def settle(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Mark plain tensors of the given shape as replicated on every rank. Others are row shards in rank order."""
+        """Mark plain tensors that have the given shape as replicated on every rank. All others are row shards in rank
+        order."""
         for name, shape in shapes.items():
             first = self._ranks[0][name]
             if not isinstance(first, DTensor) and tuple(first.shape) == tuple(shape):
@@ -127,12 +128,12 @@ def _cut(path: str, name: str, weight: DTensor) -> tuple[list[int], int]:
     shards = [axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(shards) > 1 or any(type(placements[axis]) is not Shard for axis in shards):
         raise CheckpointError(
-            f"{path}: {name} is sharded as {placements}, and only weights sharded along one dimension can be merged. "
-            "Merge it with verl's own python -m verl.model_merger."
+            f"{path}: {name} is sharded as {placements}, but only weights sharded along one dimension can be merged. "
+            "Merge the checkpoint with verl's own python -m verl.model_merger."
         )
     for axis in reversed(range(mesh.ndim)):
         if axis not in shards:
-            mesh = mesh.select(axis, 0)  # its replicas are the same
+            mesh = mesh.select(axis, 0)  # all replicas are equal
     if not shards:
         return [int(mesh)], 0
     placement = placements[shards[0]]

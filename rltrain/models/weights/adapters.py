@@ -1,6 +1,6 @@
 """Exact mean of LoRA adapters: an adapter whose rank is the sum of their ranks.
 
-W + s B A is linear in the product B A, and the mean of products is not the product of means. Concatenating the rows of
+W + s B A is linear in the product B A, but the mean of products is not the product of means. Concatenating the rows of
 all A and the columns of all B (each times its scale and share) gives the mean: sum_i w_i s_i B_i A_i = [w_1 s_1 B_1,
 w_2 s_2 B_2, …] [A_1; A_2; …]. This requires plain LoRA of one base model.
 """
@@ -28,7 +28,7 @@ from rltrain.models.weights.lora import NOT_PLAIN, PLAIN_STARTS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _UNSET: tuple[Any, ...] = (None, False, "none", [], {})
-# The values with which a layer computes W + s B A.
+# Values of these settings with which a layer computes W + s B A.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     **dict.fromkeys((*NOT_PLAIN, "rank_pattern", "alpha_pattern"), _UNSET),
@@ -45,7 +45,7 @@ class Adapter:
     config: dict[str, Any]
     weights: dict[str, Tensor]
     scale: float
-    """The factor of B A."""
+    """Factor of B A."""
 
     @property
     def layers(self) -> set[str]:
@@ -70,7 +70,7 @@ def read_adapter(path: str) -> Adapter:
         elif not all_finite(weight):
             problems.append(f"{name} with numbers that are not finite (NaN or infinity)")
     if problems:
-        raise CheckpointError(f"{path} is not plain LoRA with finite numbers (it has {problems[0]}). Leave it out.")
+        raise CheckpointError(f"{path} is not plain LoRA with finite numbers (it has {problems[0]}). Remove it.")
     return adapter
 
 
@@ -95,7 +95,7 @@ def write_mean(adapters: Sequence[Adapter], shares: Sequence[float], folder: Pat
         # An adapter without the layer contributes zeros.
         missing = rank - len(a)
         weights[layer + _A], weights[layer + _B] = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-    # Full layer names, because the joined patterns of several adapters could match layers that none of them has.
+    # Full layer names, because the combined patterns of several adapters could match layers that no adapter has.
     targets = [layer.removeprefix("base_model.model.") for layer in layers]
     config = {**adapters[0].config, "r": rank, "lora_alpha": rank, "use_rslora": False, "target_modules": targets}
     # Other filters would exclude some of these layers.

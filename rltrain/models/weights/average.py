@@ -3,8 +3,8 @@
 Files are memory-mapped and rows of all models are summed in float32, so a few rows of memory are enough for models of
 any size. `KeyMapping` maps the entries of each model's files to weights, because tied weights may be stored under
 either name, and older folders use older names. Any weights of equal shape have a mean, so architectures and tokenizers
-are compared. Quantised weights are rejected, because their numbers are codes. Whether two models were trained from the
-same one is not checked. Only a score of their mean shows that.
+are compared. Quantised weights are rejected, because their numbers are codes. A common base model cannot be checked;
+only the score of the average shows it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KEY = "MODEL"  # key of a model in messages
 # Elements of a weight that are summed at once: 16 MiB in float32.
 _PIECE = 2**22
 _HEADLESS = ("ForSequenceClassification", "ForTokenClassification")
-# Settings about how a model was saved or is served, and training-only settings.
+# Settings that only concern saving, serving or training.
 _NO_MATTER = {
     "transformers_version", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
     "max_position_embeddings", "initializer_range", "output_attentions", "output_hidden_states", "return_dict",
@@ -60,7 +60,7 @@ class Part:
     """Config of transformers."""
     entries: Entries
     names: dict[str, str]
-    """Entry in these files by the name of the weight, which is common to all models."""
+    """Entries of these files by the name of the weight, which is the same in all models."""
 
 
 def read_part(path: str) -> Part:
@@ -83,8 +83,8 @@ def read_shards(folder: Path) -> Part:
     small_files = folder / "huggingface"
     if not (small_files / "config.json").is_file():
         raise CheckpointError(
-            f"{folder} has no {small_files.name}/config.json, which verl writes next to its shards. Copy config.json "
-            "and tokenizer of the model there."
+            f"{folder} has no {small_files.name}/config.json, which verl writes next to its shards. Copy the model's "
+            "config.json and tokenizer there."
         )
     config, shards = load_config(str(small_files), _KEY), Shards(folder)
     key_mapping = KeyMapping(shards.empty, _empty_model(config))
@@ -109,7 +109,7 @@ def _names(key_mapping: KeyMapping) -> dict[str, str]:
     again = {second for _, second in key_mapping.twice()}
     names = {entry: entry for entry in key_mapping.left}
     for name, parts in key_mapping.parts.items():
-        # If a rule merges several entries into one weight, each entry is used separately.
+        # If a rule merges several entries into one weight, each entry is averaged separately.
         own = {(tied.get(name, name) if rule is None else entry): entry for entry, rule in parts if entry not in again}
         names |= own
     return names
@@ -118,7 +118,7 @@ def _names(key_mapping: KeyMapping) -> dict[str, str]:
 class Average:
     """Mean of ``parts`` with weights ``shares``, which sum to 1.
 
-    dtype: of floating-point entries, except the correction biases of routers. None: as in the first model. Raises
+    dtype: dtype of floating-point entries except routers' correction biases (None: as in the first model). Raises
     CheckpointError if the parts are not models of one kind.
     """
 
@@ -126,7 +126,7 @@ class Average:
         self._parts, self._shares = parts, shares
         first = parts[0]
         self.notes: list[str] = []
-        """Notes on differences that do not prevent an average."""
+        """Notes on differences that do not prevent averaging."""
         for other in parts[1:]:
             refuse_differences(
                 "architectures",
@@ -227,7 +227,7 @@ def _tokens(file: Path) -> dict[str, Any]:
     if file.name != "tokenizer.json":
         return {file.name: digest_of_files([file])}
     try:
-        # Read by the library, because its versions write the file in different ways.
+        # Read by the library, because the file's format depends on the library's version.
         tokenizer = Tokenizer.from_file(str(file))
         return {**tokenizer.get_vocab(), "merges of BPE": json.loads(tokenizer.to_str())["model"].get("merges")}
     except Exception as error:
@@ -241,7 +241,7 @@ def _lines(file: Path) -> list[str]:
 
 def _refuse_not_finite(path: str, name: str, rows: Tensor) -> None:
     if not all_finite(rows):
-        raise CheckpointError(f"{path}: {name} has numbers that are not finite (NaN or infinity). Leave it out.")
+        raise CheckpointError(f"{path}: {name} has numbers that are not finite (NaN or infinity). Remove it.")
 
 
 def _name_dtype(config: dict[str, Any], dtype: str) -> None:

@@ -1,9 +1,8 @@
 """Export of a sharded policy to a Hugging Face folder that transformers and vLLM load, and a check of the result.
 
-A folder that loads may still be served differently than it was trained: with another chat template, other end tokens,
-or images of another size. Therefore the small files are copied from the source, and the finished folder is loaded and
-compared with the training, if its small files differ from the previous export. Only the shapes of weights are compared,
-not their numbers.
+A folder that loads may still be served differently than it was trained: with a different chat template, end tokens, or
+image size. Therefore the small files are copied from the source, and the finished folder is loaded and compared with
+the training, if its small files differ from the previous export. Only shapes of weights are compared, not values.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class Export:
         self._hosts: dict[str, torch.Tensor] = {}
         self._fine: list[Any] = []  # the files of the last check without problems
         if dist.get_rank() == 0:
-            # Every family supports eager attention, and families with attention sinks support nothing else. Created
-            # here, because transformers has global state that the writing thread would share.
+            # Every family supports eager attention, and families with attention sinks support only this. Created here,
+            # because transformers has global state that the writing thread would share.
             self._model = empty_model(config, "eager", self._dtype, trust_remote_code=encoder.trust_remote_code)
 
     @property
@@ -102,7 +101,7 @@ class Export:
             task = "image-text-to-text" if takes_images(self._config) else "text-generation"
             head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
             (folder / "README.md").write_text(head + card, encoding="utf-8")
-        # Skipped if nothing has changed, because loading a large tokenizer takes the GIL from the step for a second.
+        # Skipped if nothing has changed, because loading a large tokenizer holds the GIL for a second.
         files = sorted(file for file in folder.iterdir() if file.suffix in COPIED_SUFFIXES)
         looked_at = [shapes, *((file.name, xxhash.xxh3_128(file.read_bytes()).digest()) for file in files)]
         problems = [] if looked_at == self._fine else find_problems(folder, encoder, shapes, sees=sees)
@@ -119,9 +118,9 @@ def _write(
     digests: Digests,
 ) -> None:
     if not (source / _GENERATION).is_file() and model.generation_config is not None:
-        # The model's config may name another end token than the one that ended responses in training.
+        # The model's config may name an end token other than the one used in training.
         model.generation_config.eos_token_id = encoder.eos_token_ids
-    disable_progress_bar()  # it is invisible, and its thread, started here, hangs forever when memory runs out
+    disable_progress_bar()  # invisible here, and its thread hangs forever when memory runs out
     model.save_pretrained(folder, state_dict={})  # everything except the weights
     write_shards(CheckpointNames(model)(weights), folder, digests)
     copy_small_files(source, folder)
@@ -153,7 +152,7 @@ def _write_template(text: str, folder: Path) -> None:
 def _write_bounds(encoder: ChatEncoder, folder: Path) -> None:
     """Write the pixel bounds of training into the processor config, within the processor's own bounds.
 
-    A tile processor has no bounds. If its images then become other tokens, `find_problems` reports it.
+    A tile processor has no bounds. `find_problems` reports it if the number of image tokens then differs.
     """
     size = encoder.processor.image_processor.size
     least, most = size.get("shortest_edge"), size.get("longest_edge")
@@ -188,10 +187,11 @@ def _changed(file: Path) -> Iterator[dict[str, Any]]:
 def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: bool = False) -> list[str]:
     """Load an exported folder except the numbers, compare it with the training, and return the problems by file.
 
-    encoder: the encoder of the training prompts. shapes: of the exported weights. sees: prompts had images.
+    encoder: the encoder of the training prompts. shapes: shapes of the exported weights. sees: whether prompts had
+    images.
     """
     exported = ChatEncoder(str(folder), encoder.trust_remote_code, template_kwargs=encoder.template_kwargs)
-    # Each file is checked separately, so that one that does not load does not hide problems of others.
+    # Each file is checked separately, so that one that does not load does not hide problems in others.
     looks: dict[str, Callable[[], Iterable[str]]] = {
         "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
         "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),
@@ -242,7 +242,7 @@ def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
         with safe_open(file, "pt") as weights:
             names = weights.keys()
             stored_shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-    # transformers may write weights under older names and split differently. Then only the number of elements must
+    # transformers may write weights under older names and split differently, so then only the number of elements must
     # match.
     if stored_shapes != shapes and sum(map(prod, stored_shapes.values())) != sum(map(prod, shapes.values())):
         wrong = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))

@@ -1,4 +1,4 @@
-"""Check for NaN and infinity in a checkpoint, reported by weight and file at load time instead of as bad responses."""
+"""Check for NaN and infinity in a checkpoint, so that they are reported at load time, by weight and file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Mapping of checkpoint entries to the weights of a model, and the weights that are then missing.
 
-Only transformers knows the mapping: most of its rules rename, some stack experts that have separate entries, some
-split. Therefore its rules are applied to a model on the meta device and to the names and shapes in the files' headers.
-This finds the weights that no file has, which transformers would silently initialize randomly.
+Only transformers knows the mapping: most of its rules rename, some stack the separate entries of experts, some split.
+Therefore its rules are applied to a model on the meta device, and to the names and shapes in the files' headers. This
+finds missing weights, which transformers would silently initialize randomly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from rltrain.models.weights.names import CheckpointNames
 
-# Name endings of trained buffers. Other buffers are computed from the configuration.
+# Name suffixes of trained buffers. Other buffers are computed from the configuration.
 _LEARNT = re.compile(r"(bias|scalar)$")
 
 
@@ -38,7 +38,7 @@ class KeyMapping:
         self.parts: dict[str, list[tuple[str, str | None]]] = {}
         """Entries of each weight, with the pattern of their converter."""
         self.home: dict[str, str] = {}
-        """Name in ``parts`` of weights without entries there: later outputs of a converter, and tied weights."""
+        """Name in ``parts`` for weights without entries there: later outputs of a converter, and tied weights."""
         self.left: list[str] = []
         """Unused entries, such as the head if a critic has another one."""
         for entry in sorted(empty, key=dot_natural_key):
@@ -103,7 +103,7 @@ class KeyMapping:
         return self.parts[self.home.get(name, name)]
 
     def make(self, name: str, read: Callable[[str], Tensor], skip: Callable[[int], bool] = lambda _: False) -> Tensor:
-        """Build a weight by its converter. skip(n): whether to skip the n-th entry of each pattern."""
+        """Build a weight by its converter. skip(n): returns whether to skip the n-th entry of each pattern."""
         home, parts = self.home.get(name, name), self.entries(name)
         converter = copy.deepcopy(self.converter(parts[0][1]))
         numbers: dict[str | None, int] = {}
@@ -115,7 +115,8 @@ class KeyMapping:
         return weight[0] if isinstance(weight, list) else weight
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that the entries of a weight give. Raises any error of a rule for unexpected shapes."""
+        """Return the shape of a weight that is built from its entries. Raises any error of a rule for unexpected
+        shapes."""
         entry, pattern = self.entries(name)[0]
         # On the meta device, running a rule is free.
         return tuple((self.make(name, self._empty.__getitem__) if pattern else self._empty[entry]).shape)

@@ -1,11 +1,10 @@
 """LoRA (Hu et al. 2021): frozen weights W plus trained adapters, W + (alpha / rank) B A. The only file that uses peft.
-
-peft replaces every target layer by one that contains the old layer (``base_layer``) and the adapters (``lora_A``,
+peft replaces every target layer by a layer that contains the old one (``base_layer``) and the adapters (``lora_A``,
 ``lora_B``), and FSDP shards both alike. Exports, and engines that receive merged weights, do not depend on LoRA
 (`models.weights`). If all experts of a layer are one weight, their adapters are concatenated in one A and one B (peft's
 ``target_parameters``), from which every forward computes the weights of all experts. `models.weights.targets` selects
-the layers instead of peft: for some families peft also changes them, and it would ignore a name that matches nothing if
-another one matches.
+the layers instead of peft, because peft changes layers of some families, and ignores a name without a match if another
+name matches.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rltrain.models.weights.targets import experts_among, in_short, is_of, match
 _NAME = "default"
 # Initializations of adapters that leave the base weights unchanged.
 PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-# With any of these, layers compute something other than W + scale B A, the only form that `merged` supports.
+# Options with which layers compute something other than W + scale B A, the only form that `merged` supports.
 NOT_PLAIN = (
     "use_dora",
     "bias",
@@ -96,8 +95,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     config.lora_dropout = 0.0
     names = _target_layers(model, lora)
     experts = _target_experts(model, lora)
-    # A wrapper without a config hides the model's family from peft, which then adapts exactly these layers without
-    # changes.
+    # A wrapper without a config hides the model's family from peft, so that it adapts exactly these layers and changes
+    # nothing else.
     config.target_modules = {f"held.{name}" for name in names}
     config.target_parameters = [f"held.{name}" for name in experts]
     # low_cpu_mem_usage leaves the new adapters on the meta device, where the model is.
@@ -131,7 +130,7 @@ def adapted_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
-    """Return the initial adapters, on the CPU: from ``lora.path``, or random A and zero B, so that B A = 0.
+    """Return the initial adapters, on the CPU: from ``lora.path``, or with random A and zero B, so that B A = 0.
 
     Each A depends only on the seed, the section and its name: uniform up to 1 / sqrt(inputs), as in peft.
     """
@@ -191,7 +190,7 @@ def _merged_experts(layer: Any, weight: Tensor, first: Tensor, second: Tensor) -
 
 @torch.no_grad()
 def times_scale(layer: Any, second: Tensor) -> Tensor:
-    """Return B of a layer times the scale of its adapters, for readers without a scale."""
+    """Return B of a layer times the scale of its adapters, for engines that apply no scale."""
     return second * layer.scaling[_NAME]
 
 
@@ -210,8 +209,8 @@ def beyond_language_model(model: PreTrainedModel) -> list[str]:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapters inside the context. A model without adapters is unchanged.
 
-    peft's ``disable_adapter`` is not used, because it also toggles requires_grad, on shards or on gathered weights,
-    whichever FSDP exposes at that moment.
+    peft's ``disable_adapter`` is not used, because it also toggles requires_grad, either on shards or on gathered
+    weights, depending on FSDP's current state.
     """
     layers = [layer for _, layer in lora_layers(model)]
     for layer in layers:
@@ -268,10 +267,11 @@ def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
         if experts := _target_experts(model, lora):
             wanted = [wish for wish in names_of(wanted) if not any(is_of(wish, name) for name in experts)]
         chosen = matching(f"{lora.section}.target_modules", wanted, linear)
-        # A vision tower often has the same layer names as the decoder, but q_proj means the decoder's.
+        # A vision tower often has the same layer names as the decoder, but a name such as q_proj refers to the
+        # decoder's.
         chosen = set(_below(language_model(model), model, chosen)) or chosen
     if lora.exclude_modules:
-        # A pattern may be written for other models, for example with a vision tower.
+        # A pattern may be meant for other models, for example with a vision tower.
         required = not isinstance(lora.exclude_modules, str)
         chosen -= matching(f"{lora.section}.exclude_modules", lora.exclude_modules, linear, required=required)
     if not chosen and not _target_experts(model, lora):
@@ -309,7 +309,7 @@ def _stored_layers(lora: Lora, linear: list[str]) -> set[str]:
 
 
 def _miss_none(model: PreTrainedModel, lora: Lora, chosen: set[str], linear: list[str]) -> None:
-    """Raise ConfigError if the adapter's config names decoder layers that are missing in its file."""
+    """Raise ConfigError if the adapter's config names decoder layers that are missing from its file."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config, decoder = _stored_config(lora), _below(language_model(model), model, linear)

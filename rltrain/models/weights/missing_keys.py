@@ -1,8 +1,8 @@
-"""Errors and notes about checkpoints that miss weights of a model, or have them under other names or with other sizes.
+"""Errors and notes about checkpoints in which weights are missing, or have unexpected names or sizes.
 
 transformers would initialize such weights randomly and continue. Here each one is an error, raised from the headers of
-the files before weights are read. The message suggests which part of the names is superfluous, because wrappers (FSDP,
-peft, torch.compile) leave prefixes in files that were saved through them. Unused weights in the files are only a note.
+the files before weights are read. The message suggests which part of the names to remove, because wrappers (FSDP, peft,
+torch.compile) leave prefixes in files. Unused weights in the files are only a note.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rltrain.common.logs import count
 from rltrain.models.files.entries import Entries
 from rltrain.models.weights.key_mapping import KeyMapping
 
-# Parts that wrappers add to names, anywhere and at the beginning.
+# Parts that wrappers add to names: anywhere, and at the beginning.
 _WORDS = (
     r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module|base_model\.model|base_layer|"
     r"original_module|modules_to_save\.default|module)\."
 )
 _WRAPPERS, _WRAPPED = re.compile(rf"(?<![^.]){_WORDS}"), re.compile(rf"({_WORDS})+")
 _ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
-# A critic or reward model loads the first separately and does not have the others.
+# A critic or reward model loads the first of these separately and does not have the others.
 _HEADS = re.compile(r"^(score\.weight$|(.*\.)?(lm_head|embed_out|output_layer)\.)")
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|(^|\.)position_ids|\.masked_bias|attn\.bias)$")
 _NUM_SHOWN, _DEEPEST = 3, 3
@@ -42,7 +42,7 @@ def refuse(key: str, entries: Entries, key_mapping: KeyMapping) -> None:
 
 
 def notes(key: str, entries: Entries, key_mapping: KeyMapping) -> Iterator[str]:
-    """Yield notes on unused weights in the files, and on missing ones that are harmless."""
+    """Yield notes on unused weights in the files, and on harmless missing ones."""
     name, files = f"{key}={entries.path}", _files(entries)
     ignored = [*(key_mapping.plain._keys_to_ignore_on_load_unexpected or ()), _HEADS.pattern, _COMPUTED.pattern]
     if left := [entry for entry in key_mapping.left if not any(re.search(pattern, entry) for pattern in ignored)]:
@@ -65,7 +65,7 @@ def _missing(entries: Entries, key_mapping: KeyMapping) -> str | None:
         shape, why = _shape(key_mapping, name)
         if why or shape != key_mapping.shapes[name]:  # an incomplete stack
             missing += [entry for entry in key_mapping.in_files([name]) if entry not in entries.empty]
-            # A rule that has several ways to build a weight has no name for each entry.
+            # A rule with several ways to build a weight does not name each entry.
             short = [*short, name] if missing else short
     if not missing:
         return None

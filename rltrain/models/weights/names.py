@@ -1,16 +1,16 @@
 """Gathered weights of a training model under their Hugging Face names, for export and weight sync.
 
-Each rank holds a part of every weight, names have prefixes of rltrain and peft, and LoRA stores adapters separately.
-One generator handles all three; for an engine that applies adapters itself, they stay separate. Small weights share the
+Each rank has a part of every weight, names have prefixes of rltrain and peft, and LoRA stores adapters separately. One
+generator handles all of this; for an engine that applies adapters itself, they stay separate. Small weights share the
 all-gather of a bucket, because a gather per weight would wait for the network hundreds of times. A weight larger than
 half a bucket has a separate gather. The peak memory beyond the model is one bucket and one weight.
 
-For some families, transformers uses other names and layouts in memory than in checkpoints: for example, the experts of
-a layer are one weight. Engines and folders need the names of checkpoints. `CheckpointNames` restores them one weight at
-a time, with the conversion of save_pretrained, which adds a copy of the largest weight if its layout differs.
+For some families, transformers' names and layouts in memory differ from its checkpoints: for example, the experts of a
+layer are one weight. Engines and folders need the names of checkpoints. `CheckpointNames` restores them one weight at a
+time, with the conversion of save_pretrained, which adds a copy of the largest weight if its layout differs.
 
-Weights are not split. A large embedding would then need no additional memory, but every engine loads whole weights and
-would have to reassemble the parts.
+Weights are not split. This would save memory for a large embedding, but engines load whole weights and would have to
+reassemble the parts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rltrain.models.weights.lora import adapted_weights, lora_layers, merged, ti
 
 # For a model with adapters: all weights with merged adapters, the weights without adapters, or adapters only.
 Part = Literal["merged", "base", "adapters"]
-_PREFIX = "model."  # of `PackedModel`, which holds the Hugging Face model under this name
+_PREFIX = "model."  # name of the Hugging Face model in `PackedModel`
 _BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # peft's infix in parameters of layers with adapters
 ADAPTER = ".lora_"  # follows the layer's name in all names of adapters
 # For an export. A sync uses rollout.update_weights_bucket_megabytes.
@@ -57,7 +57,7 @@ class Weight(NamedTuple):
 def huggingface_name(name: str) -> str:
     """Return the name of a parameter or buffer of a `PackedModel` in the Hugging Face model without adapters.
 
-    The name of an adapter stays.
+    Names of adapters are kept.
     """
     name = name.removeprefix(_PREFIX)
     return name if ADAPTER in name else _BASE_LAYERS.sub(".", name)
@@ -76,7 +76,7 @@ class CheckpointNames:
             conversions = [copy.deepcopy(each) for each in rules if type(each).__name__ != "PrefixChange"]
             _undo_turns(model, conversions)
             vars(model)["_weight_conversions"] = conversions
-        # Since 5.6, the last conversion is undone first.
+        # Since transformers 5.6, the last conversion is undone first.
         self._order: dict[str, Any] = (
             {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
         )
@@ -85,7 +85,7 @@ class CheckpointNames:
         self._converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
 
     def unit(self, name: str) -> str:
-        """Return a key that is equal for weights in memory that are one weight in a checkpoint."""
+        """Return a key that is equal for all weights in memory that form one weight in a checkpoint."""
         return rename_source_key(name, self._renamings, self._converters, **self._order)[0]
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -117,14 +117,14 @@ def whole_weights(
 ) -> Iterator[Weight]:
     """Yield every parameter in ``dtype``, then every buffer unchanged. A collective: every rank must exhaust it.
 
-    The order is the same on all ranks. Tied weights appear once, under their first name. A weight that this rank holds
-    completely and in ``dtype`` is not copied, unless its layout changes. names: the names of a checkpoint, where
-    adapters are called LAYER.lora_A.weight and LAYER.lora_B.weight, the latter times their scale. None: the names in
-    memory. part: "adapters" has no buffers.
+    The order is the same on all ranks. Tied weights appear once, under their first name. A complete weight in ``dtype``
+    is not copied, unless its layout changes. names: names of a checkpoint, in which adapters are called
+    LAYER.lora_A.weight and LAYER.lora_B.weight (the latter multiplied by their scale). None: names in memory. part:
+    "adapters" has no buffers.
     """
     # state_dict makes FSDP2 free gathered weights, so the parameters are shards from here on.
     in_checkpoint = packed.state_dict().keys()
-    # Half a bucket is received; the other half holds this rank's share, which is sent.
+    # Half a bucket is received; the other half is this rank's share, which is sent.
     for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names, part):
         weights = _gathered(bucket, dtype)
         yield from _renamed(weights, units, names) if names and part != "adapters" else weights
@@ -186,7 +186,7 @@ def _handed_over(
         return f"{layer}{ADAPTER}{kind[0]}.weight", times_scale(layers[path], weight) if kind[0] == "B" else weight
     if part == "merged" and name in layers:
         weight = merged(layers[name], weight)
-    # A model in memory that receives weights and adapters has layers for both.
+    # A model in memory that receives weights and adapters has separate layers for both.
     return name.removeprefix(_PREFIX) if part == "base" and not names else huggingface_name(name), weight.detach()
 
 
@@ -214,7 +214,7 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
     del send
     parts = []
     for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
-        # Padding is at the end, because only the last shards can be shorter. A single weight is a view without a copy.
+        # Padding is at the end, because only the last shards can be shorter. A single weight is returned as a view.
         shape = _part_shape(weight)
         parts.append((name, weight, shards.reshape(-1)[: math.prod(shape)].view(shape)))
     yield from _joined(parts)

@@ -54,8 +54,8 @@ class Mesh(NamedTuple):
     weights: DeviceMesh
     """[shards of a copy], or [copies, shards of a copy] (HSDP)."""
     experts: DeviceMesh | None
-    """Mesh of the experts over the same ranks: [ranks that share an expert, ranks that share the experts], after the
-    copies. None: they are not distributed.
+    """Mesh of the experts over the same ranks: [copies (HSDP), ranks that share an expert, ranks among which experts
+    are distributed]. None: experts are not distributed.
     """
     tensor: DeviceMesh | None = None
     """[ranks that share each matrix]. ``weights`` are then the ranks that have the same parts."""
@@ -91,7 +91,7 @@ def make_mesh(
 def _mesh(device: Device, ranks: Tensor, names: list[str]) -> DeviceMesh:
     if len(names) == 1:
         return init_device_mesh(device.kind, (len(ranks),), mesh_dim_names=tuple(names))
-    # Groups that a mesh creates itself would time out after minutes, long before a call is late.
+    # Groups that a mesh creates itself have a timeout of minutes, much shorter than a call's deadline.
     groups = [
         dist.new_subgroups_by_enumeration(ranks.movedim(dim, -1).flatten(0, -2).tolist(), COLLECTIVE_TIMEOUT)[0]
         for dim in range(ranks.dim())
@@ -115,7 +115,7 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
         add_adapters(model, spec.lora)
     if spec.tower != "trained":
         for part in tower(model):
-            # With text-only prompts no gradient reaches the tower. Frozen, it needs no optimizer state.
+            # With text-only prompts no gradient reaches the tower. It is frozen, so that it needs no optimizer state.
             part.requires_grad_(False)
     packed = kind(model)
     packed.sees = spec.tower != "rests"
@@ -127,7 +127,7 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
 def look_at_weights(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> list[str]:
     """Return notes on the files' weights, from headers. Raises ConfigError if one is missing or wrong.
 
-    config: from ``spec.load_config``. Hub models that are not downloaded are not checked.
+    config: from ``spec.load_config``. Hub models are checked only if they are downloaded.
     """
     key = f"{spec.section}.path"
     if getattr(config, "quantization_config", None):
@@ -181,7 +181,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
     weights = first_adapters(packed.model, spec.lora) if spec.lora else {}
     if isinstance(packed, ScalarModel):
         head = read_score_head(spec.path)
-        # A new critic returns 0 for every state; random weights would turn noise into advantages.
+        # A new critic returns 0 for every state, because random values would add noise to the advantages.
         weights["score.weight"] = torch.zeros(packed.score.weight.shape) if head is None else head
     config = without_dropout(config)
     adapters = f"{spec.lora.path}'s adapter_model" if spec.lora else ""
@@ -190,7 +190,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
         checkpoint, why = SlicedCheckpoint(spec.path, plain, f"{spec.section}.path"), ""
     except NotSliceable as error:
         checkpoint, why = None, str(error)
-    # All ranks use the same method, even if the files of one node differ.
+    # All ranks use the same method, even if one node has different files.
     whole = torch.tensor(int(bool(why)))
     dist.all_reduce(whole, dist.ReduceOp.MAX)
     if checkpoint and not whole:
@@ -242,24 +242,24 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
     if mesh.experts:
         _spread_experts(packed, mesh, held)
-    # Tokens are shared around their way to the ranks of their experts.
+    # Outside of the expert exchange, so that only this rank's tokens are sent to the experts.
     shared = split(packed.model, mesh.tensor) if mesh.tensor else []
     packed.tensor_size = mesh.tensor.size() if mesh.tensor else 1
     for part in shared if not mesh.experts else ():
         fully_shard(part, mesh=mesh.all_shards, **held)
     for part in shared:
-        # Each rank has the gradient of its tokens only, and the loss is scaled for whole gradients.
+        # Each rank has only the gradient of its tokens, but the loss is scaled for complete gradients.
         group: Any = part
         group.set_gradient_divide_factor(dist.get_world_size() / packed.tensor_size / _num_owners(mesh))
-        # Otherwise FSDP would ask for a reduction that multiplies, which only NCCL has.
+        # Otherwise FSDP would use a premultiplied reduction, which only NCCL supports.
         group.set_force_sum_reduction_for_comms(True)
-    # A tower is not split, so all ranks can share it.
+    # A tower is not split by tensor parallelism, so it is sharded over all ranks.
     whole = {id(module) for part in tower(packed.model) for module in part.modules()} if mesh.tensor else set()
-    # Layers first: the root then gets the remaining parameters.
+    # Layers first, so that the root gets the remaining parameters.
     for layer in decoder_layers(packed.model):
         fully_shard(layer, mesh=mesh.all_shards if id(layer) in whole else mesh.weights, **held)
-    # Embedding and head stay gathered from the forward to the end of the backward pass, and over forward-only passes
-    # until `reshard`. Otherwise they would be gathered twice per micro-batch.
+    # Embedding and head stay gathered until the end of the backward pass, and in forward-only passes until `reshard`.
+    # Otherwise they would be gathered twice per micro-batch.
     fully_shard(packed, mesh=mesh.weights, mp_policy=precision, reshard_after_forward=False)
 
 

@@ -2,8 +2,8 @@
 
 If one rank read a 72B model for all, it would need 291 GB of host memory, and every device would wait for minutes.
 safetensors files are memory-mapped, so a rank copies only its rows. `KeyMapping` determines the entries of a weight.
-For rules other than renaming and stacking, each weight is built completely, one at a time, and the rank keeps its rows.
-Not supported: other files than safetensors, and quantised weights (`NotSliceable`).
+For rules other than renaming and stacking, weights are built completely, one at a time, and each rank keeps its rows.
+Not supported: files other than safetensors, and quantised weights (`NotSliceable`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rltrain.models.weights.missing_keys import refuse, unknown_rule
 
 
 class NotSliceable(Exception):
-    """The reason why ranks cannot read slices of a checkpoint. transformers can read it whole."""
+    """Reason why ranks cannot read slices of a checkpoint, although transformers can load it."""
 
 
 class SlicedCheckpoint:
@@ -48,7 +48,7 @@ class SlicedCheckpoint:
             raise NotSliceable(unknown)
 
     def rows(self, name: str, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Return rows [first, last) of a weight: in its file's dtype, or in ``dtype`` if a converter builds it."""
+        """Return rows [first, last) of a weight, in the dtype of its file, or in ``dtype`` if a converter builds it."""
         entry, pattern = self._key_mapping.entries(name)[0]
         if pattern is None:
             part: Tensor = self._slice(entry)[first:last]
@@ -72,7 +72,7 @@ class SlicedCheckpoint:
         """All buffers, on the CPU: from the files, or computed from the configuration, such as rotary frequencies."""
         plain, parts = self._key_mapping.plain, self._key_mapping.parts
         for module in plain.modules():
-            # Set when the model was built on the meta device, where nothing is computed.
+            # Set when the model was built on the meta device, and not computed.
             module._is_hf_initialized = False  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -37,7 +37,8 @@ class ModelSpec:
     compute_dtype: torch.dtype = torch.float32
     gradient_checkpointing: bool | int | str = False
     activation_offload: bool = False
-    """Recomputed layers: all, a number or "selective"; and where their inputs wait (`recompute_activations`)."""
+    """Recomputed layers: all, a number or "selective" (`recompute_activations`); and whether their inputs are
+    offloaded."""
     sequence_parallel_size: int = 1
     """Number of ranks that share each sequence."""
     tensor_size: int = 1
@@ -57,9 +58,9 @@ class ModelSpec:
     tower: Tower = "rests"
     """Mode of the vision tower, if there is one: "rests" (unused, for text prompts), "frozen" or "trained"."""
     is_copy: bool = False
-    """True if its weights are the policy's initial weights."""
+    """True if the weights are the policy's initial weights."""
     rests_on_host: bool = False
-    """Offload it in the phases that do not need it (`specs_of`)."""
+    """True to offload the model in phases that do not need it (`specs_of`)."""
 
     @property
     def section(self) -> str:
@@ -103,8 +104,8 @@ def frozen_spec(cfg: Config, device: Device, images: bool = False, role: Role = 
     """Return the spec of a frozen policy: the initial one, or the model that ``role`` names, sharded like the actor."""
     actor, section = actor_spec(cfg, device, images), ROLES[role].section
     path = get(cfg, f"{section}.model.path") or actor.path
-    # A master dtype wider than the compute dtype is useless for frozen weights, unless they get updates below the
-    # compute dtype's precision.
+    # A master dtype wider than the compute dtype is useless for frozen weights, unless they are updated by less than
+    # the compute dtype's precision.
     ref = cfg.actor_rollout_ref.ref
     mixes = role == "ref" and ref.update_every_steps and ref.update_mix < 1
     return replace(
@@ -147,9 +148,8 @@ def judge_spec(cfg: Config, device: Device) -> ModelSpec:
 
 
 def specs_of(cfg: Config, device: Device, passes: StepPasses | None = None) -> Specs:
-    """Return the models of a run: the policy, which an evaluation also has, and the roles in ``passes.roles``.
-
-    passes: None for the passes of a run without images.
+    """Return the models of a run: the policy (also in an evaluation), and the roles in ``passes.roles``. passes: None
+    for a run without images.
     """
     passes = passes or make_step_passes(cfg)
 
@@ -187,7 +187,7 @@ def _trained(
         path=model.path or cfg.actor_rollout_ref.model.path,
         role=role,
         trust_remote_code=model.trust_remote_code,
-        # Attention is always ours (see `effects`).
+        # The attention implementation is always rltrain's (see `effects`).
         override={key: value for key, value in model.override_config.items() if key != "attn_implementation"},
         fsdp=fsdp,
         master_dtype=compute_dtype if lora else dtype,  # the weights under adapters are frozen too

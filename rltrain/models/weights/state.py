@@ -2,8 +2,8 @@
 
 It contains only tensors, under Hugging Face names: the trained weights (with LoRA only the adapters); the moments and
 step count of AdamW per weight; the correction biases of routers, which change without an optimizer; and in float16 the
-loss scale. An untrained vision tower equals the model's and is not saved. Therefore a run that trains its tower cannot
-silently resume from one that does not, or vice versa.
+loss scale. An untrained vision tower equals the model's and is not saved. Therefore a run that trains its tower refuses
+a checkpoint of a run that does not, and vice versa.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ def load_training_state(
 ) -> list[str]:
     """Load weights, and unless ``optimizer`` is None its state and ``loss_scale``, into this run (a collective).
 
-    Without ``optimizer``, the run that saved them may not have trained its vision tower. The tower then keeps the
-    weights of the model's folder, and a note is returned. Another note reports a missing loss scale. texts_alone:
-    nothing is trained and prompts have no images, so a trained tower in the folder is ignored. Raises CheckpointError
-    for incompatible folders.
+    Without ``optimizer``, the checkpoint may lack the vision tower. The tower then keeps the weights of the model's
+    folder, which a note reports. Another note reports a missing loss scale. texts_alone: nothing is trained and prompts
+    have no images, so a trained tower in the folder is ignored. Raises CheckpointError for incompatible folders.
     """
     for parameter in packed.parameters():
         if optimizer is not None and parameter.requires_grad:
             moments(optimizer, parameter)  # DCP loads into existing tensors
     state, saved = training_state(packed, optimizer, loss_scale), read_metadata(folder).state_dict_metadata
     for name in _biases(packed):
-        # If the folder has no biases, they are unchanged from model.path.
+        # If the folder has no biases, the biases of model.path are kept.
         if f"model.{name}" not in saved:
             del state["model"][name]
     notes = [] if texts_alone else _settle_tower(packed, state, folder)
@@ -82,7 +81,7 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
             "images, or actor_rollout_ref.actor.freeze_vision_tower=True, or it trains adapters. A new run starts from "
             f"all of these weights with actor_rollout_ref.model.path={Path(folder).with_name('huggingface')}."
         )
-    if not missing or missing != names & state["model"].keys():  # the load reports other missing weights
+    if not missing or missing != names & state["model"].keys():  # DCP reports other missing weights
         return []
     if "optimizer" in state:
         raise CheckpointError(
@@ -103,7 +102,7 @@ def training_state(
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     state: dict[str, Any] = {"model": weights | _biases(packed)}
     if optimizer is not None:
-        # Not stored: a save may find a weight and its future moments on different devices.
+        # Not stored, because in a save a weight and its new moments may be on different devices.
         state["optimizer"] = {name: moments(optimizer, parameter, keep=False) for name, parameter in parameters.items()}
         if loss_scale:
             state[_SCALE] = loss_scale.state

@@ -1,7 +1,7 @@
 """Extraction of the answer from a solution: its last box, the text after a mark, a phrase, or the closing sentence.
 
-These rules read benchmarks that ask for free text and whose published protocol lets a model extract the answer. Text
-within thinking is ignored. Every pattern takes linear time, as in `latex`.
+These rules are for benchmarks with free-text answers whose published protocol lets a model extract the answer. Text
+inside thinking is ignored. Every pattern takes linear time, as in `latex`.
 """
 
 import re
@@ -33,7 +33,7 @@ _CONCLUSION = re.compile(
 )
 # "The next one is D.", "52 - 45 = 7."
 _NAMES = re.compile(r"(?:\b(?:is|are)|=)\s{1,3}(?:[a-z]{1,9} )?[^\s]{1,12}[.!]$")
-# A last line, or a whole solution, that is no longer than this is an answer without a word that marks it.
+# A last line, or a whole solution, of at most this length counts as the answer even without a marker.
 _MOST_LINE_CHARS, _MOST_WHOLE_CHARS = 24, 32
 _ITEM = re.compile(r"\W{0,3}[A-J0-9][).:]\s")
 _STOP = re.compile(r"(?:\s{0,9}(?:<\|\w{1,20}\|>|</s>)){1,3}\s{0,9}$")
@@ -69,7 +69,7 @@ def boxed_and_marked(solution: str) -> Iterator[str]:
 
 def closing_sentence(solution: str) -> str | None:
     """Return the last sentence if it is a short line, a whole solution or a conclusion; None if it only explains or was
-    cut."""
+    truncated."""
     lines = [line.strip() for line in answer_tail(solution).splitlines() if line.strip()]
     if not lines:
         return None
@@ -91,7 +91,7 @@ def _line(text: str, mark: re.Match[str]) -> str:
     """Return the rest of the line after a mark, or the next non-empty line; within quotes, up to the closing one."""
     rest = text[mark.end() :].lstrip()
     if mark[0].endswith('"'):
-        # Not parsed as JSON: a single backslash of LaTeX would become an escape sequence.
+        # Not parsed as JSON, because LaTeX backslashes would become escape sequences.
         quoted = rest.partition('"')[0].replace("\\\\", "\\").strip()
         return _ESCAPED.sub(lambda code: chr(int(code[1], 16)), quoted)
     line = re.split(r"</?answer>|>>|\n", rest, maxsplit=1, flags=re.IGNORECASE)[0]

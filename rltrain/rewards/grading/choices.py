@@ -1,8 +1,8 @@
-"""Multiple choice: the letters that an answer chooses, and the choices that a question lists.
+"""Multiple choice: extraction of the chosen letters from an answer, and of the choices from a question.
 
 The rules apply in this order to the texts that `answers` extracts: letters at the beginning ("B", "(B)", "B. 40°",
 "option B", "B because …"), a letter in parentheses or after "option", and the text of one choice. Two letters where one
-is expected choose nothing. An article ("A triangle …") and the name of a quantity ("E = …") are not letters.
+is expected count as no choice. An article ("A triangle …") and the name of a quantity ("E = …") are not letters.
 """
 
 import re
@@ -90,7 +90,7 @@ def listed_choices(question: str) -> list[str]:
 
 
 def _stated(solution: str) -> Iterator[tuple[str, bool]]:
-    """Yield candidates for the answer, with True for a sentence that contains "not", from which no letter is taken."""
+    """Yield candidates for the answer, with True for sentences that contain "not", from which no letter is taken."""
     yield from ((stated, False) for stated in boxed_and_marked(solution))
     closing = closing_sentence(solution)
     if closing is not None:
@@ -98,7 +98,7 @@ def _stated(solution: str) -> Iterator[tuple[str, bool]]:
 
 
 def _letters(stated: str) -> str | None:
-    """Return the letters that a short text names; "" if it is undecided between several, None if it names none."""
+    """Return the letters in a short text; "" if it names several alternatives, None if it names none."""
     text = undressed(stated[:_MOST_CHARS], words="{}")
     while (bare := _DRESS.sub("", text).strip()) != text:
         text = bare
@@ -135,7 +135,7 @@ def _begins(text: str) -> str | None:
     if not named:
         return None
     rest = text[position:].lstrip(" .:)）、-").partition(". ")[0]
-    is_beside = _BESIDE.search(rest) and not _NOT.search(rest)  # unless it calls the others wrong
+    is_beside = _BESIDE.search(rest) and not _NOT.search(rest)  # unless it states that the others are wrong
     return "" if undecided or is_beside else "".join(dict.fromkeys(named))
 
 
@@ -151,7 +151,7 @@ def _is_label(letter: str, rest: str, is_further: bool) -> bool:
 
 
 def _place(stated: str, texts: Sequence[str]) -> int | None:
-    """Return the index of the choice that a text, or its part after "is", names; None if it names none or several."""
+    """Return the index of the choice whose text equals this text or its part after "is"; None for none or several."""
     yes_or_no = _YES_OR_NO.match(stated)  # "No, it is not."
     tries = [stated, _SAID.split(stated)[-1], *([yes_or_no[0]] if yes_or_no else [])]
     return next((place for text in tries if (place := _same(text, texts)) is not None), None)

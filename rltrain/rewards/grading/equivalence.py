@@ -1,8 +1,8 @@
 """Comparison of an answer with the ground truth: text, choice letter, number, parts, equations, then formulas.
 
-The steps go from cheap and exact to lenient, and the first that can decide does. A false positive is worse than a false
-negative, because the model learns it. So names of unknowns, units, bases and words after a number count if both sides
-have them, and numbers are compared exactly unless the data set sets a tolerance.
+The steps go from cheap and exact to lenient; the first conclusive step decides. A false positive is worse than a false
+negative, because the model learns to exploit it. So names of unknowns, units, bases and words after a number are
+compared if both sides have them, and numbers are compared exactly unless the data set sets a tolerance.
 """
 
 import re
@@ -15,14 +15,14 @@ from rltrain.rewards.grading.latex import normalise, tidy
 from rltrain.rewards.grading.numbers import Value, near, same_number
 from rltrain.rewards.grading.units import contradict, quantity
 
-# Longer texts are not answers to these questions; the bound keeps every step below cheap.
+# Longer texts are not answers to these questions; the limit keeps all steps cheap.
 MAX_CHARS = 512
 _MAX_NUMBER_CHARS = 64
 _MAX_PARTS = 32
 _MAX_DEPTH = 4
 
 _LETTER = re.compile(r"[A-J]")
-# Sets of numbers: as a command, and in fonts that stand for blackboard bold.
+# Sets of numbers: as a command, and in fonts that replace blackboard bold.
 _R = re.compile(r"\\([NZQR])(?![A-Za-z])")
 _SET = re.compile(r"\\(?:mathbf|mathrm|boldsymbol|bm|bf|text)\s?\{\s?([NZQRC])\s?\}")
 _CHOICE = re.compile(
@@ -59,7 +59,7 @@ def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: 
     if len(answer) > MAX_CHARS:
         return False
     ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in (answer, truth[:MAX_CHARS]))
-    if "\\mathbb" in ours + theirs:  # elsewhere a bold letter is the letter
+    if "\\mathbb" in ours + theirs:  # elsewhere a bold letter is just the letter
         fonts = [_SET.sub(r"\\mathbb{\1}", text) for text in (answer, truth[:MAX_CHARS])]
         ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in fonts)
     grouped = [ungrouped(text) for text in (ours, theirs)]
@@ -118,7 +118,7 @@ def _equal(answer: str, truth: str, tolerance: Fraction, symbolic: bool, depth: 
 
 
 def _same_word(answer: str, truth: str) -> bool:
-    """Return True for one word in two cases; ``AB`` and ``ab``, however, may be two things."""
+    """Return True for the same word in different case; but ``AB`` and ``ab`` may be different things."""
     return answer.isalpha() and (len(answer) > 2 or answer.lower() == "no") and answer.casefold() == truth.casefold()
 
 
@@ -136,7 +136,7 @@ def _same_numbers(answer: str, truth: str, plain: str, right: str, tolerance: Fr
         formula.value(_no_percent(text)) if exact is None else exact
         for exact, text in zip(literal, (answer, truth), strict=True)
     ]
-    # "60^\circ" is 60, and a third of pi; both are tried if the values are not literally numbers.
+    # "60^\circ" may be 60 or a third of pi; both are tried if the values are not literally numbers.
     if values[0] is None or values[1] is None:
         return None
     is_same = _close(values[0], values[1], "%" in answer, "%" in truth, tolerance)
@@ -150,7 +150,7 @@ def _no_percent(text: str) -> str:
 
 
 def _close(value: Value, right: Value, value_percent: bool, right_percent: bool, tolerance: Fraction) -> bool:
-    """Return True if the numbers agree. A percentage on only one side may count as it is or divided by a hundred."""
+    """Return True if the numbers agree. A percentage on only one side may also be divided by a hundred."""
     candidates = [(value, right)]
     if value_percent and not right_percent:
         candidates.append((value / 100, right))
@@ -173,7 +173,7 @@ def _same_equations(answer: str, truth: str, same: Same) -> bool | None:
     if ours is None:
         if theirs and "=" in answer and (assigned := _assigned(theirs)):
             return same(answer, assigned)
-        # An answer may leave out a name, nothing else: "2x+3" matches "y=2x+3".
+        # An answer may omit only a name: "2x+3" matches "y=2x+3".
         return _names_a_value(theirs[0], theirs[-1]) and same(answer, theirs[-1]) if theirs else None
     if theirs is None:
         if "=" in truth and (assigned := _assigned(ours)):
@@ -281,14 +281,14 @@ def _same_parts(answer: str, truth: str, same: Same) -> bool | None:
     if ours_in != theirs_in and (ours_in, theirs_in) != ("", "()"):
         return False
     if ours_in != theirs_in or (not theirs_in and bool(_in_order(ours)) != bool(_in_order(theirs))):
-        # Unknowns on one side only: x=1, y=2 is the point (1,2).
+        # If only one side has unknowns: x=1, y=2 is the point (1,2).
         ordered = [_in_order(parts) or parts for parts in (ours, theirs)]
         return (ours_in == theirs_in or bool(_in_order(ours))) and all(map(same, *ordered))
     return all(map(same, ours, theirs)) if theirs_in else _matched(ours, theirs, same)
 
 
 def _in_order(parts: list[str]) -> list[str]:
-    """Return parts that name different unknowns, in alphabetical order; [] for any others."""
+    """Return parts that name different unknowns, in alphabetical order; [] for all others."""
     names = [part.partition("=")[0].strip() for part in parts if "=" in part]
     if not len(names) == len(parts) == len(set(names)) > 1:
         return []

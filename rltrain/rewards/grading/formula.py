@@ -1,10 +1,9 @@
-"""Evaluation of LaTeX formulas: an expression becomes a number once values are chosen for its letters.
-
-Two formulas are equal if they are equal at all sample points. The points have both signs. The arithmetic uses rational
-numbers as long as these are exact, otherwise 150 digits. A tolerance would take 1/2^60 for 1/2^61; here such numbers
-differ. Letters stand for real numbers: a point at which a root or a logarithm becomes complex is skipped (unless the
-formula contains i). A model may write anything, so every size is bounded before the computation: a tower of powers or a
-huge factorial is unreadable, and an unreadable formula equals nothing.
+"""Evaluation of LaTeX formulas at sample points, for which values are chosen for their letters. Two formulas are equal
+if they are equal at all sample points, which have both signs. The arithmetic uses rational numbers as long as these are
+exact, otherwise 150 digits, because a tolerance would make 1/2^60 and 1/2^61 equal. Letters are real numbers: points at
+which a root or a logarithm becomes complex are skipped (unless the formula contains i). A model may write anything, so
+sizes are bounded before the computation: a tower of powers or a huge factorial is unreadable, and an unreadable formula
+equals nothing.
 """
 
 import math
@@ -33,7 +32,7 @@ _MAX_CHARS = 512
 _MAX_DEPTH = 24
 _MAX_ARGUMENT = 1 << 200
 _MAX_FACTORIAL = 1000
-# Values of letters: their range, their denominator (1: whole numbers), the sign of the half that is negative.
+# Values of letters: range, denominator (1: integers), and which half is negative.
 _POINTS = (
     (3, 97, 0), (40, 101, 0), (1, 103, 0), (3, 107, 1), (40, 109, -1),
     (9, 1, 0), (30, 1, 0), (5, 1, 0), (12, 1, 0), (20, 1, 0), (7, 1, 0), (15, 1, 0), (40, 1, 0),
@@ -96,7 +95,7 @@ def _agree(one: str, other: str, log_base: int | None, proportional: bool) -> bo
         pairs: list[tuple[Value, Value]] = []
         for point in range(len(_POINTS)):
             if point >= _NUM_FRACTIONAL and len(pairs) > 1:
-                break  # whole numbers are only for formulas that need them: factorials, (-1)^n
+                break  # integers are only for formulas that need them: factorials, (-1)^n
             try:
                 ours, theirs = (_Reading(text, point, allow_complex, log_base) for text in (one, other))
             except Undefined:
@@ -248,7 +247,7 @@ class _Reading:
         if token == "sqrt":
             index = self._group("[", "]") if self._peek() == "[" else Fraction(2)
             return self._root(self._argument(), index)
-        if token in ("overline", "bar"):  # of a number: its conjugate; of letters: a name, compared as text
+        if token in ("overline", "bar"):  # over a number: its conjugate; over letters: a name, compared as text
             letters = len(self.names)
             number = self._argument()
             if len(self.names) > letters or isinstance(number, Fraction):
@@ -306,7 +305,7 @@ class _Reading:
         return self._at(token)
 
     def _at(self, name: str) -> Fraction:
-        """Return the value of a letter at this point: the same in every formula, and no special number."""
+        """Return the value of a letter at this point: the same in every formula, and not a special number."""
         reach, denominator, negative = _POINTS[self.point]
         drawn = zlib.crc32(f"{name} at {self.point}".encode())
         magnitude = Fraction(drawn % (reach * denominator) + 1, denominator)

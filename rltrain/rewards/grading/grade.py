@@ -1,4 +1,4 @@
-"""Results of scorers besides right or wrong: the text to vote with, and an accuracy per category."""
+"""Additional results of scorers: the text to vote with, and an accuracy per category."""
 
 import re
 from typing import Any

@@ -36,7 +36,7 @@ _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _VULGAR = re.compile("([0-9]?) ?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒])")
 
-# Commands that only change the appearance: of the braces after them, or of all that follows.
+# Commands that only change the appearance of the following braces, or of everything that follows.
 _TEXT = "text textbf textit textrm textsf texttt textnormal mathrm mbox hbox emph operatorname rm"
 _DRESS = "boldsymbol mathbf mathit mathsf mathtt bm pmb underline fbox boxed ensuremath bf it"
 _WRAPPER = re.compile(rf"\\(?:({'|'.join(_TEXT.split())})|{'|'.join(_DRESS.split())})\s?(?=\{{)")
@@ -81,7 +81,7 @@ _OR = re.compile(
 )
 _EMPTY_PART = re.compile(r",(?:\s?,)+")
 _ONE_CHARACTER = re.compile(r"([\^_])\{(\w)\}")
-# \frac12 and \frac1{2}. Nested braces are left to the parser of formulas.
+# \frac12 and \frac1{2}. Nested braces are handled by the formula parser.
 _ARGUMENTS = re.compile(r"\\frac\s?(?:\{([^{}]*)\}|(\w))\s?(?:\{([^{}]*)\}|(\w))")
 _ROOT = re.compile(r"\\sqrt\s?(\[[^\[\]{}]{1,8}\])?\s?(?:\{([^{}]*)\}|(\w))")
 _REPEATING = re.compile(r"(?<![0-9])([0-9]{0,15})\.([0-9]{0,15})\\(?:overline|bar|dot)\s?(?:\{([0-9]{1,15})\}|([0-9]))")
@@ -99,7 +99,7 @@ def last_boxed(solution: str) -> str | None:
         return None
     # Both commands have a single x: \boxed continues with "ed", \fbox ends.
     opening = solution.find("x", start + 3) + (len("ed") if solution[start + 1] == "b" else 0) + 1
-    # Bounded, so that a box that never closes costs a bounded search.
+    # Bounded, so that the search is bounded for a box that never closes.
     content = solution[opening : opening + _MAX_BOX_CHARS + 2]
     if content.startswith(" ") and not content.lstrip().startswith("{"):  # "\boxed 5$": up to the end of the formula
         return re.split(r"[$\n]", content)[0].strip() or None
@@ -134,7 +134,7 @@ def tidy(text: str) -> str:
 
 
 def closing(text: str, opening: int) -> int:
-    """Return the position of the brace that closes the one at ``opening``; -1 if none does. ``\\{`` is not a brace."""
+    """Return the position of the closing brace for ``opening``; -1 if there is none. ``\\{`` is not a brace."""
     depth, position = 0, opening
     while position < len(text):
         character = text[position]

@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-# A fraction, or a number of mpmath, which has no types.
+# A fraction, or an mpmath number (mpmath has no type annotations).
 Value = Any
 
 MAX_EXPONENT = 1 << 18  # of two, for a number of 150 digits

@@ -17,7 +17,7 @@ _MOST_CHARS = 512
 
 
 def stated_number(solution: str) -> tuple[str | None, float | None]:
-    """Return the stated answer and its value: a formula's, or the only number of the text; None for none or several.
+    """Return the stated answer, and its value if it is a formula or holds exactly one number, else None.
 
     Without a box, mark or phrase, the closing sentence is read.
     """

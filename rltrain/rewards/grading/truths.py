@@ -11,7 +11,7 @@ from typing import Any
 from rltrain.rewards.grading.equivalence import MAX_CHARS
 from rltrain.rewards.grading.latex import last_boxed
 
-# A list as text; "[2,3]" may be an interval.
+# A list as text; but "[2,3]" may be an interval.
 _LISTED = re.compile(r"\s*(?:\[\s*[\"']|\[\s*-?[0-9.]+\s*\]|\".*\")", re.DOTALL)
 
 

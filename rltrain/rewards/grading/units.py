@@ -1,6 +1,7 @@
 """Words after a number: units, which may be missing, and words that change the meaning.
 
-"5 cm" matches "5". "5 million" is another number, "5 PM" another time than "5 AM", "5 or more" is not a number.
+"5 cm" matches "5". "5 million" is a different number, "5 PM" and "5 AM" are different times, "5 or more" is not a
+number.
 """
 
 import re

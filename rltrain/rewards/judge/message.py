@@ -13,7 +13,7 @@ from rltrain.common.errors import ConfigError, RewardError
 from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 
 NAMES = ("question", "answer", "ground_truth", "data_source", "extra_info")
-# The answer comes last except for the instruction: an answer that contains orders must not have the last word.
+# The instruction follows the response, because a response that contains instructions must not be last.
 _VERDICT = """\
 Grade an answer to a question.
 
@@ -53,7 +53,7 @@ class Question:
 
 
 QuestionMaker = Callable[[], Question]
-"""Creates a question on demand, because its images are read from files."""
+"""Function that creates the question on demand, because its images are read from files."""
 
 
 class Template:
@@ -77,7 +77,7 @@ class Template:
         if unknown := sorted(names - set(NAMES)):
             raise ConfigError(f"{self._key}: {{{{ {unknown[0]} }}}} is unknown; the names are {', '.join(NAMES)}.")
         if "answer" not in names:
-            raise ConfigError(f"{self._key}: does not contain the answer. Write {{{{ answer }}}} into it.")
+            raise ConfigError(f"{self._key}: it does not contain the response. Write {{{{ answer }}}} into it.")
 
     def filled(self, question: str, answer: str, truth: Any, source: str, extra_info: dict[str, Any]) -> str:
         """Return the text of a prompt. Raises RewardError if the template cannot be filled in with this row."""

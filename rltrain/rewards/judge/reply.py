@@ -26,13 +26,13 @@ class Reply:
     """A judge's reply."""
 
     text: str
-    """"" if there is no text, such as after a refusal."""
+    """"" if there is no text, for example after a refusal."""
     about: str = ""
     """Details for an error message if the text is empty."""
     is_cut: bool = False
     """True if the reply ended at a token limit, so that its last word need not be the verdict."""
     no_prompt: str = ""
-    """The reason why the judge could not be asked; "" if it was asked."""
+    """Reason why no request was sent to the judge; "" if one was sent."""
 
 
 class Unreadable(Exception):
@@ -61,14 +61,14 @@ def last_verdict(reply: str) -> float:
     """Return the verdict that a reply ends with: 1 for yes, 0 for no, or a number from 0 to 1. Raises `Unreadable`.
 
     The verdict is a box followed only by punctuation, or a last line that is a verdict or a label and a verdict
-    ("Score: 0.2", "**No**"). A number or a box before other words may be quoted from the response that is judged.
+    ("Score: 0.2", "**No**"). A number or a box before other words may be a quote from the judged response.
     """
     text = without_thinking(reply).rstrip()
     line = _LABEL.sub("", (text.splitlines() or [""])[-1].replace("*", "").strip())
     box = _BOX_AT_END.search(_AFTER_BOX.sub("", text))
     score = _value(line if box is None else _TEXT_IN_BOX.sub(r"\1", box[1]))
     if score is None or not 0 <= score <= 1:
-        raise Unreadable(f"it ends with neither yes, no nor a number from 0 to 1: {_end(reply)}")
+        raise Unreadable(f"it does not end with yes, no or a number from 0 to 1: {_end(reply)}")
     return score
 
 
@@ -76,7 +76,7 @@ def without_thinking(reply: str) -> str:
     """Return the part of a reply after its thinking. Raises `Unreadable` if the thinking never ends."""
     text = _THINKING_ENDS.split(reply)[-1]
     if _THINKING_BEGINS.search(text):
-        raise Unreadable(f"it ends within its thinking: {_end(reply)}")
+        raise Unreadable(f"it ends inside its thinking: {_end(reply)}")
     return text
 
 

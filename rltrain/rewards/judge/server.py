@@ -21,7 +21,7 @@ from rltrain.config.schema.judge import JudgeConfig
 from rltrain.rewards.http import MAX_REPLY_BYTES, TRY_AGAIN, client, fetch, retry_after_s, wait_problem
 from rltrain.rewards.judge.reply import Reply
 
-# Attempts per request, not counting attempts after which the server named a time to wait.
+# Attempts per request, except attempts after which the server requested a wait.
 TRIES = 6
 _BACKOFF = Backoff(0.5, 30.0, jitter=0.25)
 _SHOWN_BYTES = 500
@@ -32,7 +32,7 @@ JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "s
 
 
 class JudgeUnavailable(Exception):
-    """No reply, and a retry would not give one now; the text is the reason."""
+    """No reply, and a retry would fail now; the text is the reason."""
 
     def __init__(self, sentence: str, is_refused: bool) -> None:
         super().__init__(sentence)
@@ -50,8 +50,11 @@ def api_key(judge: JudgeConfig) -> str:
             f"reward.judge.api_key_env={judge.api_key_env}: this environment variable is not set. Set it in the "
             "environment that starts the run."
         )
-    if not (key.isascii() and key.isprintable()):  # errors of the connection would quote it
-        raise ConfigError(f"reward.judge.api_key_env={judge.api_key_env}: its value has characters that no key has.")
+    if not (key.isascii() and key.isprintable()):  # connection errors would quote it
+        raise ConfigError(
+            f"reward.judge.api_key_env={judge.api_key_env}: its value has characters that are not allowed in an API "
+            "key."
+        )
     return key
 
 
@@ -68,7 +71,7 @@ class JudgeServer:
         self._client = client({"Authorization": f"Bearer {self._key}"} if self._key else {}, concurrency)
         self._gap_s = 60 * num_sharing / judge.rate_limit_per_min if judge.rate_limit_per_min else 0.0
         self._turns = asyncio.Lock()
-        # Times of the clock: of the next request by the rate limit, and by the server's Retry-After.
+        # Earliest times of the next request by the rate limit and by the server's Retry-After.
         self._next = self._open = 0.0
 
     def request(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -129,7 +132,7 @@ class JudgeServer:
                 after_s = retry_after_s(response.headers.get("Retry-After", "")) if status in TRY_AGAIN else 0.0
                 if late := wait_problem(after_s, self._judge.deadline_s):
                     raise JudgeUnavailable(self.plain(f"HTTP {status}: {late}"), is_refused=False)
-                # The server sent this to one request but means all.
+                # The server sent this for one request, but it applies to all.
                 self._open = max(self._open, self._clock.monotonic() + after_s)
                 return status, max(after_s, 0.0), self.plain(f"HTTP {status} {_shown(content)}"), None
             reply, num_tokens = _read(content)
@@ -146,7 +149,7 @@ class JudgeServer:
 
     async def _wait_for_turn(self) -> None:
         """Wait until one more request may begin."""
-        async with self._turns:  # serialized, because a request that is cancelled while it waits must not use up a turn
+        async with self._turns:  # serialized, because a request cancelled while waiting must not use up a turn
             begin = max(self._clock.monotonic(), self._next)
             while (wait_s := max(begin, self._open) - self._clock.monotonic()) > 0:
                 await self._clock.pause(wait_s)

@@ -1,7 +1,7 @@
 """The processes that score, as Ray actors.
 
-Ray describes the end of a process in many lines about Ray. A user needs to know which process on which node ended,
-during which phase, and which command to type (`RewardWorkers.errors`, `RewardWorkers.unresponsive`).
+Ray's message about a dead process is long and about Ray. A user needs to know which process on which node died, during
+which phase, and which command to run (`RewardWorkers.errors`, `RewardWorkers.unresponsive`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class PoolWatch:
     """Callbacks and limits of a pool while it waits."""
 
     gone: Callable[[Exception], str] = lambda _: f"the process is gone: killed, or memory ran out. {AGAIN}"
-    """Describes the end of a process, from Ray's error."""
+    """Function that describes the death of a process, from Ray's error."""
     check: Callable[[], None] = lambda: None
-    """Raises an error to end the wait."""
+    """Function that raises an error to end waiting."""
     hung: Callable[[], str] = str
-    """Writes the stacks of the run and returns a sentence about them."""
+    """Function that writes the stacks of the run and returns a sentence about them."""
     late_s: float = 120.0
     """Seconds that a worker may take beyond the time of its responses."""
     trial_s: float = math.inf
@@ -51,8 +51,8 @@ class RewardWorkers:
     """``num_workers`` reward workers, assigned round-robin to ``places``.
 
     ``splits`` maps a name ("train", "val") to a reference of its ``Rows``. ``log_file`` gets the scorers' output, see
-    `RewardLog`. ``places`` are Ray's scheduling strategies. A run names its nodes, because Ray's "SPREAD" puts all
-    workers on one node if it has had no recent report from the others.
+    `RewardLog`. ``places`` are Ray's scheduling strategies. A run specifies nodes, because Ray's "SPREAD" puts all
+    workers on one node if it has no recent report from the others.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RewardWorkers:
         # A separate thread serves stacks while a response is scored.
         actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
         placed = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
-        # A Ray cluster that was started before this run does not have the judge's key in its environment.
+        # A Ray cluster started before this run does not have the judge's key in its environment.
         environment = driver_environment(judge.api_key_env)
         self.workers: list[Any] = [
             place.remote(cfg, f"worker {at}", splits, environment, num_workers) for at, place in enumerate(placed)
@@ -96,12 +96,12 @@ class RewardWorkers:
         if most is not None and self._tokens_used > most:
             raise RewardError(
                 f"the judge has used {self._tokens_used:,} tokens since this start of the run, and "
-                f"reward.judge.max_tokens_total={most} is the limit. Raise it, and run the same command to continue "
-                "from the last checkpoint."
+                f"reward.judge.max_tokens_total={most} is the limit. Raise it and rerun the command to resume from "
+                "the last checkpoint."
             )
 
     def node_of(self, worker: int) -> int:
-        """Return the index of a worker's place, which identifies its node."""
+        """Return the index of the place of a worker, which identifies its node."""
         return worker % self._num_places
 
     @property
@@ -110,7 +110,7 @@ class RewardWorkers:
         return [worker for worker in self.workers for _ in range(self._lanes)]
 
     def cancel_judging(self, batch: int) -> None:
-        """Let all workers stop waiting for the judge of a batch."""
+        """Make all workers stop waiting for the judge of a batch."""
         for worker in self.workers:
             worker.cancel_judging.options(concurrency_group=_CONTROL).remote(batch)
 
@@ -147,7 +147,7 @@ class RewardWorkers:
         unresponsive = [number for number in late if not stacks[number]]
         place, stacks_file = self._describe(unresponsive or late, phase), self.watch.hung()
         for number in unresponsive:
-            # SIGKILL, because Ray asks a process to end itself, and a stopped process ignores that.
+            # SIGKILL, because Ray requests the process to exit, which a stopped process ignores.
             with suppress(ray.exceptions.RayError, ProcessLookupError, PermissionError):
                 pid, node = ray.get(self._identities[number], timeout=0)
                 if node == socket.gethostname():
@@ -166,8 +166,8 @@ class RewardWorkers:
 
         closing = [worker.close.remote() for worker in self.workers]
         if closing:
-            # A worker that is killed at once could not end the processes of its scorers. A worker that hangs is killed
-            # after the timeout.
+            # A worker killed at once could not end its scorers' processes. A hanging worker is killed after the
+            # timeout.
             ray.wait(closing, num_returns=len(closing), timeout=5)
         for worker in self.workers:
             ray.kill(worker)

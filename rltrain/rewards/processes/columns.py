@@ -24,8 +24,7 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
     }
     for name in sorted({name for score in scores for name in score.extras}):
         values = [score.extras.get(name) for score in scores]
-        # An extra may be a number for one response and a text for another. Then it is a metric, and texts are missing
-        # values.
+        # If an extra is a number for one response and a text for another, it is a metric, and texts are missing values.
         if any(isinstance(value, float) for value in values):
             numbers = [value if isinstance(value, float) else np.nan for value in values]
             columns[c.SCORER + name] = np.array(numbers, np.float64)

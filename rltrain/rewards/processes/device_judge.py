@@ -1,7 +1,7 @@
 """Scorer that uses a judge on the run's devices: creates the judge's prompts and parses its replies.
 
-The devices generate the replies. This process neither waits for them nor requests them: `Scoring` collects the prompts
-and delivers the replies.
+The devices generate the replies. This process neither requests nor waits for them: `Scoring` collects the prompts and
+delivers the replies.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class DeviceJudge:
         return scores
 
     def score_truth(self, call: ScorerCall, question: QuestionMaker) -> Score | None:
-        """Return the part of a ground truth's score that is known without a judge: the scorer's score and extras'
-        names.
+        """Return the part of a ground truth's score that is known without a judge: the scorer's score and names of
+        extras.
 
         Returns None if a user's function parses replies, because it may add extras. Raises RewardError for a prompt
         that cannot be created.

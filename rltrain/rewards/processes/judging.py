@@ -1,4 +1,4 @@
-"""Parts that remote and on-device judges share: the rule scorer, the judge's prompts, the parser of its replies.
+"""Common parts of remote and on-device judges: the rule scorer, the judge's prompts, the parser of its replies.
 
 Code that may hang or crash (scorers and the user's function for replies) runs in slots. The slots are used from a
 single thread, because a slot serves one call at a time and ends with the thread that started it.
@@ -75,7 +75,8 @@ class Judging:
         return score if score and score.status == "ok" else None
 
     def needs_judge(self, rule: Score | None) -> bool:
-        """Return True if the judge is needed. A failed scorer fails its response, so that no judge is paid for it."""
+        """Return True if the judge is needed. If the scorer failed, the response has failed, and judging it would be
+        wasted cost."""
         return rule is None or (rule.status == "ok" and not (self._judge.rule == "first" and _is_right(rule)))
 
     def combine(self, rule: Score | None, judged: Score) -> Score:
@@ -83,11 +84,11 @@ class Judging:
         if rule is None or judged.status != "ok":
             return judged
         if self._judge.rule == "beside":
-            # For extras of the same name the rule's value wins, because reward.weights refers to it.
+            # For extras with the same name the rule's value takes precedence, because reward.weights refers to it.
             of_judge = {name: value for name, value in judged.extras.items() if name.startswith("judge")}
             return replace(rule, extras=judged.extras | rule.extras | of_judge)
         extras = rule.extras | judged.extras
-        # Validation counts `acc`, and a response that is wrong by the rule may be right by the judge.
+        # Validation uses `acc`, and a response that is wrong by the rule may be right by the judge.
         if "acc" in rule.extras and "acc" not in judged.extras:
             extras["acc"] = judged.extras["judge"]
         return replace(judged, extras=extras)
@@ -102,7 +103,7 @@ class Judging:
         """Return the score from a judge's reply, with the judge's number as the extra ``judge``."""
         if not reply.text:
             return _unreadable(f"it sends {reply.about}")
-        # A reply that was cut may so far only have quoted the response.
+        # A truncated reply may only have quoted the response so far.
         if reply.is_cut and self._judge.parse in (None, BY_RULE) and not is_whole_verdict(reply.text):
             limits = "reward.judge.request.max_tokens, or the server's"
             limits = limits if self._judge.url is not None else "reward_model.rollout.response_length"
@@ -163,7 +164,7 @@ class Questions:
         self._rows = rows
         self._images: StoredImages | None = rows.stored_images() if with_images else None
         self._num_images = rows.num_images
-        self._reading = threading.Lock()  # responses are judged concurrently, but files are read by one thread
+        self._reading = threading.Lock()  # responses are judged concurrently, but only one thread reads files
 
     def __call__(self, row: int) -> Question:
         """Return the last user message and the images of the prompt. Raises DataError for missing images."""

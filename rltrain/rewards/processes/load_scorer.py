@@ -1,4 +1,4 @@
-"""Creation of scorers in a slot's process. Their return values are converted there to a score and extras.
+"""Creation of scorers in a slot's process, and conversion of their return values to a score and extras.
 
 Imports neither torch nor Ray nor NumPy, because every slot process imports it.
 """
@@ -40,7 +40,7 @@ class ScorerLoader:
 
 
 def _last_turn(solution: str, extra: dict[str, Any]) -> str:
-    """Return the last turn of a response with several turns: a tool's result may look like an answer."""
+    """Return the last turn of a multi-turn response, because a tool's result may look like an answer."""
     turn = extra.get("last_turn")
     return turn if isinstance(turn, str) else solution
 
@@ -84,7 +84,7 @@ class _Lists:
             _add_hint(error, self._custom)
             raise
         if len(returned) != len(calls):
-            raise Rejected(f"the reward function returned {len(returned)} results for {len(calls)} answers")
+            raise Rejected(f"the reward function returned {len(returned)} results for {len(calls)} responses")
         return [_read_or_error(call[0], value) for call, value in zip(calls, returned, strict=True)]
 
 

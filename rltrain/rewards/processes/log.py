@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrintLog:
-    """A log file of lines that user code has printed.
+    """A log file of output printed by user code.
 
     At ``max_bytes`` the file is renamed to ``NAME.1.log``, which replaces an older one. Without ``file`` nothing is
     written.
@@ -28,7 +28,7 @@ class PrintLog:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = "".join(f"{stamp} {source}: {sanitize(line)}\n" for line in text.splitlines())
-        with suppress(OSError):  # a full disk is reported by the checkpoints
+        with suppress(OSError):  # checkpoints report a full disk
             if self._file.exists() and self._file.stat().st_size + len(lines) > self._max_bytes:
                 self._file.replace(self._file.with_suffix(f".1{self._file.suffix}"))
             with open(self._file, "a", encoding="utf-8", errors="backslashreplace") as stream:

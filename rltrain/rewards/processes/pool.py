@@ -1,8 +1,8 @@
 """Pool of Ray actors that fetch responses from where they were generated and score them in killable processes.
 
 Texts never pass through the driver: it sends references, rows and positions, and receives numbers. Each worker has its
-own slot (or a remote scorer), so that a response that hangs blocks one worker until its deadline. It still delays the
-other responses of its call, which is why a batch is split into several small calls per worker.
+own slot (or a remote scorer), so that a response that hangs blocks one worker until its deadline. It still delays other
+responses of its call, so a batch is split into several small calls per worker.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from rltrain.rewards.processes.scoring import POLL_S, Scoring
 
 
 class RewardPool(RewardWorkers):
-    """Workers of a run, with the two kinds of work that they get."""
+    """Reward workers of a run."""
 
     def score_truths(self, split: str, rows: Sequence[int] | None = None) -> list[Score]:
         """Score rows with their ground truth as the response, on every worker, before the training.
 
         ``rows`` defaults to the first row per data source. Raises RewardError if nothing could ever be scored: no
         scorer for a data source, a missing package, a reward file that cannot be imported, or a user's function that
-        returns no number for any of the rows. Other failures are only logged, because a bare ground truth need not look
-        like a response.
+        returns no number for any of the rows. Other failures are only logged, because a ground truth need not have the
+        form of a response.
         """
-        # On every worker, because a package or the reward file may be missing on a single node.
+        # On every worker, because a package or the reward file may be missing on one node.
         calls = [worker.score_truths.remote(split, rows if rows is None else list(rows)) for worker in self.workers]
         results = self._wait(calls)
         for _, (worker, printed) in results:
             self.log.append(worker, printed)
-        # All workers score the same rows; the scores of one are enough.
+        # All workers score the same rows, so the scores of one suffice.
         scores, custom, judge = results[0][0], custom_reward(self._cfg), self.reward.judge
         if custom and not judge.url and scores and all(score.status in ("crashed", "rejected") for score in scores):
             raise RewardError(

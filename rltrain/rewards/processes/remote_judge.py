@@ -79,7 +79,7 @@ class RemoteJudge:
         return self._judging.combine(rule, judged)
 
     def cancel(self, batch: int | None = None) -> None:
-        """Cancel the judging of one batch, or of all. The batch is named, because the next one may have begun
+        """Cancel the judging of one batch, or of all. The batch is specified, because the next one may have started
         meanwhile."""
 
         def cancel_tasks() -> None:
@@ -140,7 +140,7 @@ class RemoteJudge:
 
     async def _read_reply(self, request: dict[str, Any], call: ScorerCall, counts: Counter[str]) -> Score:
         cached = await asyncio.to_thread(self._cached, request)
-        # The expression or function may have changed since the reply was cached and no longer read it.
+        # The expression or function may have changed since the reply was cached, and may no longer parse it.
         if cached is not None and (score := await self._score_of(Reply(cached), call)).status == "ok":
             counts["cache_hits"] += 1
             return score
@@ -158,7 +158,7 @@ class RemoteJudge:
         return await asyncio.to_thread(self._judging.read, reply, call)
 
     def _cached(self, request: dict[str, Any]) -> str | None:
-        """Return the cached reply. A cache that fails now costs only the judge's price, not the score."""
+        """Return the cached reply. If the cache fails, the judge is simply called again."""
         try:
             return self._cache.get(request) if self._cache else None
         except sqlite3.Error as error:

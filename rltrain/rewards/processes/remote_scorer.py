@@ -1,8 +1,8 @@
 """Remote scorer over HTTP: POST {data_source, solution_str, ground_truth, extra_info}, reply {"score": ...}.
 
-It runs in the reward worker itself, not in a slot, because only JSON is read from the server. Every response has a hard
-deadline that includes all retries and slow replies. A socket timeout restarts with every byte, but a coroutine can be
-cancelled at a deadline; hence httpx and asyncio.
+It runs in the reward worker itself, not in a slot, because it only parses JSON from the server. Every response has a
+hard deadline that includes all retries and slow replies. A socket timeout restarts with every byte, whereas a coroutine
+can be cancelled at a deadline; hence httpx and asyncio.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class RemoteScorer:
         return score
 
     def take_printed(self) -> str:
-        """Return "": the scorer prints on the server."""
+        """Return "", because the scorer prints on the server."""
         return ""
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class RemoteScorer:
                 if response.status_code not in TRY_AGAIN:
                     return self._read(response.status_code, reply)
                 problems.append(f"HTTP {response.status_code} {reply[:200]!r}")
-                # The server may ask for any wait: the response's deadline ends it.
+                # The server may request any wait; the response's deadline limits it.
                 after_s = retry_after_s(response.headers.get("Retry-After", ""))
             except httpx.TransportError as error:  # refused, reset, cut short
                 problems.append(f"{type(error).__name__}: {error}")

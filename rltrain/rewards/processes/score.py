@@ -1,4 +1,4 @@
-"""Score of one response: a number read from the reward function's result, or the reason why there is none."""
+"""Score of one response: a number from the reward function's result, or the reason why there is none."""
 
 import math
 from contextlib import suppress
@@ -11,7 +11,7 @@ from rltrain.common.errors import replace_surrogates
 ScorerCall = tuple[str, str, Any, dict[str, Any]]
 
 MAX_ERROR_CHARS = 4000
-# The kinds of failures of a judge, and of responses whose prompt for the judge cannot be created.
+# Kinds of failure of a judge, and of responses for which no judge prompt can be created.
 JUDGE, NO_PROMPT = "judge", "no prompt"
 # The norm of the gradients sums squares in float32.
 MAX_ABS = 1e15
@@ -69,9 +69,9 @@ def parse_result(returned: Any) -> tuple[float, dict[str, float | str]]:
     if "score" not in returned:
         raise ValueError(f"the reward function returned a dict without 'score': {sorted(map(str, returned))}")
     extras: dict[str, float | str] = {}
-    # Bounded, because every name becomes a column of all samples and a metric.
+    # Limited, because every name becomes a column of all samples and a metric.
     for name, extra in list(returned.items())[:_MAX_EXTRAS]:
-        # Extras are only logged. An extra that is not a number, or whose name has no text, must not cost the score.
+        # Extras are only logged, so one that is not a number, or has an invalid name, must not fail the score.
         with suppress(Exception):
             if name != "score":
                 extras[_text(str(name))] = _text(extra) if isinstance(extra, str | bytes) else _finite(extra, "")
@@ -86,17 +86,19 @@ def _text(value: str | bytes) -> str:
 
 def _finite(value: Any, subject: str) -> float:
     number = value
-    # Uses ndim, because the process that scores does not import NumPy or torch by itself.
+    # By ndim, because the scoring process does not import NumPy or torch.
     if not isinstance(value, (bool, int, float)) and getattr(value, "ndim", None) == 0:  # NumPy and torch scalars
         number = value.item()
     if not isinstance(number, (bool, int, float)):
         raise ValueError(
             f"{subject} {type(value).__name__} {value!r:.200}; it must be one number or a dict with 'score'"
         )
-    # A Python int is unbounded: it is compared as an int, because beyond 308 digits it cannot become a float.
+    # Compared as int, because a Python int of more than 308 digits cannot be converted to float.
     if isinstance(number, float) and not math.isfinite(number):
         raise ValueError(f"{subject} {number}; it must be finite")
     if abs(number) > MAX_ABS:
         text = f"{number:.4g}" if isinstance(number, float) else f"an int of {number.bit_length()} bits"
-        raise ValueError(f"{subject} {text}; it must be within ±{MAX_ABS:g}, for a finite loss. Scale the rewards down")
+        raise ValueError(
+            f"{subject} {text}; it must be within ±{MAX_ABS:g}, so that the loss stays finite. Scale the rewards down"
+        )
     return float(number)

@@ -22,9 +22,9 @@ from rltrain.rewards.processes.columns import Columns, columns_of
 from rltrain.rewards.processes.score import JUDGE, NO_PROMPT, PendingScore, Score
 from rltrain.runtime.samples import Samples, StoredRows
 
-# Small calls let an idle worker take over from a slow one; each call costs a round trip through Ray.
+# Small calls let idle workers take over from slow ones, but each call costs a round trip through Ray.
 _CALLS_PER_WORKER = 4
-# Python handles signals only when a wait for the workers returns, because Ray waits below Python.
+# Maximum wait for workers, because Python handles signals only between waits (Ray waits in native code).
 POLL_S = 0.5
 # Seconds per response that a reward worker may take to replace a killed process.
 _RESTART_S = 5.0
@@ -77,7 +77,7 @@ class Scoring:
         """Score the texts at ``positions`` [k] of a list (by reference) as responses to ``rows`` [k]."""
         rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         if rows.shape != positions.shape:
-            raise ValueError(f"{len(rows)} rows and {len(positions)} positions")
+            raise ValueError(f"{len(rows)} rows for {len(positions)} positions")
         for first in range(0, len(rows), self._answers_per_call):
             part = slice(first, first + self._answers_per_call)
             call = _Call(texts, rows[part], positions[part])
@@ -115,7 +115,7 @@ class Scoring:
         """Wait until every response has its score or waits for a judge on the devices. Return the prompts for the
         judge.
 
-        wanted: mask of responses whose score is used [responses, in the order of `add`]; the others stay unjudged. The
+        wanted: mask [responses, in the order of `add`] of responses whose score is used; others are not judged. The
         returned samples have one prompt each, with ``judge_message`` and ``message_length``.
         """
         self._finish()
@@ -149,7 +149,7 @@ class Scoring:
             pending = {place: score for place, score in call.scores.items() if isinstance(score, PendingScore)}
             if pending:
                 request = replies.request(first + np.arange(len(pending)), [c.JUDGE_REPLY])
-                # A `Request` would import torch in the processes that score.
+                # A `Request` would import torch in the scoring processes.
                 parts = [(part.ref, part.ids, part.rows) for part in request.parts]
                 self._submit("read", call, list(pending), list(pending.values()), parts, again)
                 first += len(pending)
@@ -170,7 +170,7 @@ class Scoring:
     def _finish(self) -> None:
         """Wait for all submitted calls."""
         started = last_result = time.monotonic()
-        # A live worker keeps its deadlines, so silence for longer than a whole call may take is not a slow response.
+        # A live worker enforces its deadlines, so silence beyond the limit of a whole call is not a slow response.
         watch, per_call, timeout_s = self._pool.watch, self._answers_per_call, self._pool.reward.timeout_s
         judge = self._pool.reward.judge
         deadline_s = judge.deadline_s if judge.url else math.inf
@@ -179,7 +179,7 @@ class Scoring:
         while self._workers.has_next():
             watch.check()
             self._is_over = time.monotonic() - started > deadline_s
-            if self._is_over:  # repeated, because a worker may have reached the judge only now
+            if self._is_over:  # repeated, because a worker may only now have reached the judge
                 self._pool.cancel_judging(self._batch)
             if self._take(min(POLL_S, deadline_s)):
                 last_result = time.monotonic()
@@ -207,8 +207,7 @@ class Scoring:
         final = [score for score in scores if isinstance(score, Score)]
         self._pool.log.failures(final)
         self._failures += [score for score in final if score.status != "ok"]
-        # Relative to all responses of the batch, not to the scored ones, so that a few early failures do not end the
-        # run.
+        # Relative to all responses of the batch, not only scored ones, so that a few early failures do not end the run.
         if 2 * len(self._failures) > self._total:
             raise _too_many(self._failures, self._total)
         self._pool.count_tokens(judged)

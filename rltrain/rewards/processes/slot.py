@@ -54,7 +54,7 @@ class ScoringSlot(Slot):
         """
         score = self.score(*call)
         for form in FORMS[1:]:
-            # No other form is tried after a timeout: each could cost another deadline.
+            # After a timeout no other form is tried, because each could cost another timeout.
             if score.status not in ("crashed", "rejected") or score.kind == ORPHANED:
                 break
             of_form = self.score(call[0], form.format(call[1]), *call[2:])

@@ -138,7 +138,7 @@ class RewardWorker:
         return self._scorer.take_counts() if isinstance(self._scorer, RemoteJudge | DeviceJudge) else Counter()
 
     def cancel_judging(self, batch: int) -> None:
-        """Stop waiting for the judge of a batch; its responses stay unscored."""
+        """Stop waiting for the judge of a batch; its responses are not scored."""
         if isinstance(self._scorer, RemoteJudge):
             self._scorer.cancel(batch)
 
@@ -174,7 +174,7 @@ class RewardWorker:
 
 
 def known_score(answer: str, *, is_custom: bool) -> Score | None:
-    """Return the score that a response already has, or None if it must be scored (always so with a user's function)."""
+    """Return the score that a response already has; None if it must be scored (always with a user's function)."""
     info = answer.trajectory_info if isinstance(answer, AnswerText) else {}
     if info.get("agent_failed"):
         return Score(0.0, "ok")  # masked in training

@@ -1,7 +1,5 @@
-"""Benchmarks of questions with images or choices: each has a rule that reads its answers.
-
-A rule gets the response, the texts of the ground truth and ``extra_info``. It returns whether the answer is right, and
-the answer that it read (None: no answer was found).
+"""Scorers of image and multiple-choice benchmarks. Each has a rule that gets the response, the texts of the ground
+truth and ``extra_info``, and returns whether the answer is right, and the extracted answer (None: not found).
 """
 
 import math
@@ -27,7 +25,7 @@ _ROUNDING = 1e-9
 
 
 def benchmark(*data_sources: str, rule: Rule, summary: Summary | None = None) -> None:
-    """Register the scorer of a benchmark: 1 if its rule finds that the answer is right, else 0."""
+    """Register the scorer of a benchmark: 1 if its rule accepts the answer, else 0."""
 
     @scorer(*data_sources, summary=summary)
     def score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
@@ -36,14 +34,14 @@ def benchmark(*data_sources: str, rule: Rule, summary: Summary | None = None) ->
 
 
 def one_letter(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """Read the letter that is chosen among ``extra_info.choices`` (without them: among A to J)."""
+    """Extract the letter chosen from ``extra_info.choices`` (without them: from A to J)."""
     texts = list(extra_info.get("choices") or ())
     letter = chosen_letter(solution, LETTERS[: len(texts)] or LETTERS, texts)
     return letter in truths, letter
 
 
 def all_letters(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """Read all chosen letters; right if they are the letters of the ground truth (``A, C``) in any order."""
+    """Extract all chosen letters; right if they equal the ground truth's (``A, C``) in any order."""
     (truth,) = truths
     labels = chosen_labels(solution, truth)
     return labels == truth, labels
@@ -58,10 +56,9 @@ def visual_math(solution: str, truths: list[str], extra_info: dict[str, Any]) ->
 
 
 def mathvista(solution: str, truths: list[str], extra_info: dict[str, Any]) -> Read:
-    """Read a choice, an integer, a number of some decimals, or a list   (Lu et al. 2024), normalised as published.
-
-    The published protocol lets a model extract the answer, takes the most similar choice, and truncates non-integers
-    where an integer is expected. Here rules extract it, a choice must be named, and the rest is as published.
+    """Extract a choice, an integer, a number with some decimals, or a list (Lu et al. 2024), normalised as published.
+    In the published protocol a model extracts the answer, the most similar choice is taken, and non-integers are
+    truncated where an integer is expected. Here rules extract it and a choice must be named; the rest is as published.
     """
     truth, kind = truths[0], extra_info.get("answer_type")
     if kind == "choice":

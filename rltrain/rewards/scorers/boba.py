@@ -1,4 +1,4 @@
-"""Mathematics of the AReaL-boba set: the answer may be any of several solutions, numbers may be rounded."""
+"""Mathematics problems of AReaL-boba: the answer may be any of several solutions, and numbers may be rounded."""
 
 from fractions import Fraction
 from typing import Any
@@ -24,7 +24,7 @@ def extract_answer(solution: str) -> str | None:
         return _phrase(tail[start + len(_MINERVA[0]) : hope])
     if "\\boxed" in tail or "\\fbox" in tail:
         return last_boxed(tail)
-    # The last phrase of any kind: a model may state an answer and then correct itself.
+    # The last phrase of any kind, because a model may state an answer and then correct itself.
     start, phrase = max((tail.rfind(phrase), phrase) for phrase in _PHRASES)
     return _phrase(tail[start + len(phrase) :]) if start >= 0 else None
 

@@ -1,8 +1,7 @@
 """Programs (APPS, TACO, CodeContests, Codeforces): the share of unit tests that the last code block passes.
 
 Disabled unless ``reward.allow_code_execution=True``. Every unit test runs in a separate interpreter (`run_program`), so
-that a test cannot leave anything for the next. The expected output never enters it, because a program that finds it
-could print it.
+that tests cannot affect each other. The expected output is not passed to it, because a program could find and print it.
 """
 
 import json
@@ -19,12 +18,12 @@ from rltrain.runtime.slots.program import check_isolation, run_program
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64
 _TEST_S = 4.0
-# The rest of the deadline is for ending processes and replying: at the deadline the slot is killed, and the tests that
-# passed would not count.
+# The rest of the deadline is for ending processes and replying, because at the deadline the slot is killed and passed
+# tests would be lost.
 _SHARE_OF_DEADLINE = 0.8
-# A busy machine needs this long for it; of a short deadline half is reserved.
+# Seconds that this takes on a busy machine; at most half of a short deadline is reserved.
 _LEAST_REST_S = 1.5
-# About the time that an interpreter needs to start; with less left a test cannot pass.
+# Approximate start time of an interpreter; with less time left a test cannot pass.
 _LEAST_S = 0.05
 
 
@@ -32,7 +31,7 @@ def extract_code(solution: str) -> str:
     """Return the last fenced block (python or no language), else the whole text; its first 65,536 characters."""
     end = solution.rfind("```")
     start = solution.rfind("```", 0, end) if end >= 0 else -1
-    if start < 0:  # no fence, or one that was cut off before it closed
+    if start < 0:  # no fence, or an unclosed one
         return solution[end + 3 if end >= 0 else 0 :].removeprefix("python")[:_MAX_CODE_CHARS]
     return solution[start + 3 : end].removeprefix("python").removeprefix("3")[:_MAX_CODE_CHARS]
 
@@ -63,7 +62,7 @@ def code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> di
     for test_input, expected in zip(inputs, outputs, strict=True):
         remaining = deadline - time.monotonic()
         output = _output(program, test_input, function, min(_TEST_S, remaining)) if remaining > _LEAST_S else None
-        if output is None:  # out of time: no time for the other tests either
+        if output is None:  # out of time, also for the other tests
             break
         passed += _same_result(output, expected) if function else same_text(output, _text(expected))
     return {"score": passed / len(inputs), "acc": float(passed == len(inputs))}
@@ -96,12 +95,12 @@ def _same_result(output: str, expected: Any) -> bool:
         theirs = json.loads(expected) if isinstance(expected, str) else expected
     except (ValueError, RecursionError):
         return output.strip() == json.dumps(expected)
-    # Some data sets wrap the result of a function in a list of one.
+    # Some data sets wrap a function's result in a list of length one.
     return ours == theirs or (isinstance(theirs, list) and len(theirs) == 1 and ours == theirs[0])
 
 
 def _close(ours: str, theirs: str) -> bool:
-    # Integers were already compared as text: a rounded one is wrong.
+    # Integers were already compared as text, because a rounded integer is wrong.
     if "." not in theirs or max(len(ours), len(theirs)) > _MAX_TOKEN_CHARS:
         return False
     try:

@@ -52,7 +52,8 @@ def _first_line(text: str) -> str:
 def dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Grade:
     """Return +1 if the answer is the ground truth (apart from typesetting and units), else -1; ``acc`` is 1 or 0."""
     answer = extract_answer(solution_str)
-    # If the truth is a plain number, the answer must be one: a sum with that value does not count.
+    # If the ground truth is a plain number, the answer must be a plain number too; a sum with that value does not
+    # count.
     right = answer is not None and any(
         equal(answer, truth, symbolic=number(normalise(tidy(truth))) is None) for truth in solutions(ground_truth)
     )

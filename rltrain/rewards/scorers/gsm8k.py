@@ -39,7 +39,7 @@ def gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> G
     """Return 1 if the strict answer is the ground truth as text without commas and ``$``; else 0."""
     answer = extract_answer(solution_str)
     right = answer is not None and any(answer in _spellings(truth) for truth in solutions(ground_truth))
-    # Answers vote as they are compared: 72.0 and 72 differ.
+    # Votes use the compared text: 72.0 and 72 differ.
     return {"score": float(right), "pred": answer or ""}
 
 

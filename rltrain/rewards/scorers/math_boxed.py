@@ -8,7 +8,7 @@ from rltrain.rewards.grading.latex import TAIL_CHARS, last_boxed
 from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.scorers.registry import scorer
 
-# verl's weights of answer and format, and its rewards of a wrong answer with tools.
+# verl's weights of answer and format, and its rewards for a wrong answer with tools.
 _ANSWER_WEIGHT, _FORMAT_WEIGHT = 0.9, 0.1
 _PER_TURN, _LEAST_LOSS = 0.1, -0.6
 

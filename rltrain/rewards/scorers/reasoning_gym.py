@@ -1,4 +1,4 @@
-"""Tasks of the reasoning-gym package: its score for the text between ``<answer>`` and ``</answer>``.
+"""Tasks of the reasoning-gym package, which scores the text between ``<answer>`` and ``</answer>``.
 
 Data source ``reasoning_gym/<task>``. ``extra_info.entry`` is the generated entry as JSON text, because parquet cannot
 store its metadata, whose structure changes from row to row.
@@ -15,7 +15,7 @@ from rltrain.rewards.scorers.registry import scorer
 PREFIX = "reasoning_gym/"
 _MAX_ANSWER_CHARS = 4096
 
-# Their graders call eval or sympy's parse_expr on the answer, and so run any code that a model writes there.
+# Tasks whose graders call eval or sympy's parse_expr on the answer, and so run code that a model writes.
 TASKS_THAT_EXECUTE_ANSWERS = frozenset(
     {
         "binary_matrix",

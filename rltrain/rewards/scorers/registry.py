@@ -1,13 +1,11 @@
 """Registry of scorers by data source.
 
 A scorer is a function ``(solution_str, ground_truth, extra_info)`` that returns a number, or a dict with ``score`` and
-other columns. It must read the answer in linear time and never evaluate its text, although it runs in a separate
-process with a deadline: a used-up deadline costs seconds, and a process is not a sandbox.
-
-Scorers are found by importing every module of ``scorers/``, so that a new scorer is one new file. That takes a few
-milliseconds, because a scorer's imports are cheap: slow ones belong in ``prepare``, which runs only for the data
-sources of the run. A ``summary`` computes a metric over all responses of a data source. There are no entry points for
-other packages; they use ``custom_reward_function``.
+other columns. It must parse the response in linear time and never evaluate its text, although it runs in a separate
+process with a deadline, because a timeout costs seconds and a process is not a sandbox. Scorers are found by importing
+every module in ``scorers/``, so a new scorer is one new file. This takes a few milliseconds, because slow imports
+belong in ``prepare``, which runs only for the data sources of the run. A ``summary`` computes a metric over all
+responses of a data source. There are no entry points for other packages; they use ``custom_reward_function``.
 """
 
 import importlib
@@ -20,7 +18,7 @@ from rltrain.common.errors import RewardError
 from rltrain.rewards import scorers
 
 Scorer = Callable[[str, Any, dict[str, Any]], float | dict[str, Any]]
-# The extra_info and the accuracy of each row -> names and values; {} if the rows do not suffice.
+# (extra_info and accuracy of each row) -> names and values; {} if the rows are not sufficient.
 Summary = Callable[[Sequence[dict[str, Any]], Sequence[float]], dict[str, float]]
 
 # Command line to use a custom scorer, for error messages.

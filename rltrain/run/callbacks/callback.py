@@ -1,7 +1,7 @@
 """Interface of the objects that observe a run: trackers, sample logger, user callbacks, drift, stop notice, saver.
 
-Each method does nothing unless a callback overrides it, so the run keeps one list of callbacks. `Alarms` is not a
-callback: it may end a step before its update and so belongs to the step.
+By default each method does nothing. `Alarms` is not a callback, because it may end a step before its update and so is
+part of the step.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ class Callback:
         return {}
 
     def written(self, step: int, wait_s: float) -> bool:
-        """Return whether the files that a checkpoint of ``step`` requires are on disk within ``wait_s``."""
+        """Wait up to ``wait_s`` for the files that a checkpoint of ``step`` requires; return whether they are on
+        disk."""
         return True
 
     def on_metrics(self, step: int, metrics: Metrics) -> None:
         """Called with all metrics of a step, or of a validation before the first step."""
 
     def on_failure(self) -> None:
-        """Called when an error ends the run, while the workers still run: the last chance to save."""
+        """Called when an error ends the run, while the workers are still running; the last chance to save."""
 
     def closing_warning(self) -> str:
-        """Return text for the end of the output of a finished run, after the report; "" for none."""
+        """Return text to print after the report of a finished run; "" for none."""
         return ""
 
 

@@ -17,7 +17,7 @@ _STEPS, _SECONDS = 10, 60.0
 class Drift(Callback):
     """Metrics of the largest process of each kind over all nodes.
 
-    ask(): requests metrics from all nodes, and returns a function that returns the replies so far.
+    ask(): requests metrics from all nodes, and returns a function for the replies received so far.
     """
 
     def __init__(self, ask: Callable[[], Callable[[], list[Metrics]]], clock: Clock = SYSTEM) -> None:

@@ -1,7 +1,7 @@
 """Decision whether a step still fits between a signal and the kill (`trainer.stop_notice_s`).
 
 A scheduler kills a fixed time after SIGTERM. A step that cannot be finished and saved within that time is abandoned at
-once, which leaves time to save the previous step. That is possible until an update of the step has begun.
+once, which leaves time to save the previous step. This is possible until an update of the step has started.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rltrain.common.stop import Stop
 from rltrain.run.callbacks.callback import Callback
 from rltrain.trainer.metrics.step import Answered, Metrics
 
-# The slowest of this many recent steps counts.
+# Number of recent steps, the slowest of which is used.
 _REMEMBERED = 5
-# Until a save was timed, this share of the notice is reserved for one.
+# Share of the notice reserved for a save until one was timed.
 _FIRST_SAVE = 0.25
 
 
@@ -61,18 +61,18 @@ class Notice(Callback):
 
     def _why_to_leave(self) -> str:
         left_s, notice_s = self._stop.left_s, self._stop.notice_s
-        # Half-updated weights belong to no step.
+        # Half-updated weights do not belong to any step.
         if notice_s is None or not self._in_step or self._updates_began is not None:
             return ""
         leaves = f"and trainer.stop_notice_s={notice_s:g} leaves {max(left_s, 0):.0f} s: it was left"
         if not self._took:
             return f"how long step {self._step} takes is not known yet, {leaves}"
         whole, updates = (max(seconds) for seconds in zip(*self._took, strict=True))
-        # A step that is slower than usual still has its updates ahead.
+        # A step that takes longer than usual still has to run its updates.
         needs_s = max(whole - (self._clock.monotonic() - self._began), updates)
         save_s = _FIRST_SAVE * notice_s if self._save_s is None else self._save_s
         saving_s = self._saving_s()
-        # A running save continues during the step; the rest of it is waited for.
+        # A running save continues during the step; only the rest has to be waited for.
         if saving_s is not None:
             save_s += max(save_s - saving_s - needs_s, 0.0)
         if needs_s + save_s <= left_s:

@@ -14,7 +14,8 @@ from rltrain.workers.interface.roles import Profiled
 
 log = logging.getLogger(__name__)
 FOLDER = "profile"
-# A long generation makes a trace that no viewer can open, so it must be named. The others run no model.
+# Generation must be requested by name, because its trace may be too large for any viewer. The other excluded phases run
+# no model.
 _UNLESS_NAMED = ("gen", "reward", "adv", "step", "testing", "save_checkpoint")
 
 

@@ -1,7 +1,7 @@
 """User callbacks on steps, validations and checkpoints. docs/plugins.md has an example.
 
-A callback must not end a long run. So names of methods, signatures and imports are checked before the run starts. An
-error during the run is logged once per kind with its traceback, and counted afterwards.
+A callback must not end a long run. So method names, signatures and imports are checked before the run starts. An error
+during the run is logged once per kind with its traceback, and counted afterwards.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class UserCallbacks(Callback):
             try:
                 callback = callback() if isinstance(callback, type) else callback
             except Exception as error:  # user code; any error is reported with its traceback
-                # The last frames are the user's. The frames above are rltrain's and would hide them.
+                # The last frames are the user's; rltrain's frames above would hide them.
                 trace = traceback.format_exc(limit=-2)
-                raise ConfigError(f"trainer.callbacks={name} cannot be made:\n{trace}") from error
+                raise ConfigError(f"trainer.callbacks={name} cannot be created:\n{trace}") from error
             self._hooks += [(name, hook, function) for hook, function in _hooks_of(callback).items()]
 
     def on_step(self, made: Answered) -> Metrics:
@@ -76,7 +76,7 @@ class UserCallbacks(Callback):
             # Copies, so that a callback cannot change what others see.
             given = [dict(argument) if isinstance(argument, Mapping) else argument for argument in arguments]
             try:
-                # Duplicate names are refused, also between callbacks: none may replace a metric of the run.
+                # Duplicate names are refused, also between callbacks, because none may replace a metric of the run.
                 metrics |= _numbers(
                     function(*(given if _takes(function, len(given)) else given[:-1])), existing | metrics
                 )
@@ -115,7 +115,7 @@ def _misfits(callback: Any) -> Iterator[str]:
                 f" Did you mean {near[0]}?" if near else f" There are {', '.join(HOOKS)}."
             )
             continue
-        # A plain method of a class takes ``self`` as well.
+        # A plain method of a class also takes ``self``.
         size = len(HOOKS[name]) + (is_class and inspect.isfunction(inspect.getattr_static(callback, name)))
         if not _takes(function, size) and not (name == "on_step" and _takes(function, size - 1)):
             yield f"{name} must take ({', '.join(HOOKS[name])}); it takes {inspect.signature(function)}."
@@ -123,7 +123,7 @@ def _misfits(callback: Any) -> Iterator[str]:
 
 def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
     try:
-        # `bind` knows defaults, `*args` and keyword-only arguments; counting parameters would not.
+        # `bind` handles defaults, `*args` and keyword-only arguments, unlike counting parameters.
         inspect.signature(function).bind(*range(num_arguments))
     except (TypeError, ValueError):
         return False
@@ -135,7 +135,7 @@ def _numbers(returned: Any, existing: Metrics) -> Metrics:
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
-        raise TypeError(f"a hook returns None or a dict of numbers, not {returned!r}")
+        raise TypeError(f"a hook must return None or a dict of numbers, not {returned!r}")
     if clashes := sorted(str(name) for name in returned if name in existing):
-        raise ValueError(f"{clashes[0]} is a metric already; call yours callbacks/{clashes[0]} or so")
+        raise ValueError(f"{clashes[0]} is already a metric; name yours callbacks/{clashes[0]}, for example")
     return {str(name): float(value) for name, value in returned.items()}

@@ -1,4 +1,4 @@
-"""Computation of the means that ``rltrain average`` writes. Separate from the command, because its imports take
+"""Computation of the averages that ``rltrain average`` writes. Separate from the command, because its imports take
 seconds."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Averager:
             )
         self.are_adapters = self._found[0].is_adapter
         if self.are_adapters and dtype:
-            raise ConfigError(f"--dtype {dtype} is for models: adapters are written in float32. Leave it out.")
+            raise ConfigError(f"--dtype {dtype} is for models: adapters are written in float32. Remove it.")
         self._dtype = DTYPES[dtype] if dtype else None
         self._parts = [] if self.are_adapters else [read_part(path) for path in self.paths]
         self.notes = [] if self.are_adapters else Average(self._parts, [], self._dtype).notes

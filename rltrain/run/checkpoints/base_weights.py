@@ -24,7 +24,7 @@ def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
     """
     keys = {f"{role.section}.model.path" for name, role in ROLES.items() if name != "actor" and role.is_needed(cfg)}
     if not cfg.critic.model.uses_lora:
-        keys.discard("critic.model.path")  # a checkpoint has all its weights
+        keys.discard("critic.model.path")  # all its weights are in the checkpoint
     if cfg.actor_rollout_ref.model.uses_lora or has_reference(cfg):
         keys.add(_POLICY)
     if cfg.actor_rollout_ref.ref.update_every_steps and not cfg.actor_rollout_ref.model.uses_lora:
@@ -40,10 +40,8 @@ def base_weights(cfg: Config) -> dict[str, dict[str, str]]:
 
 
 def other_weights(record: dict[str, Any], cfg: Config) -> str:
-    """Return a sentence on a model of a checkpoint whose weights have changed under the same path, or "".
-
-    record: the checkpoint's progress.json. cfg: the settings of the run that resumes. It may name other models on
-    purpose.
+    """Return a sentence about a model of a checkpoint whose weights have changed under the same path, or "". record:
+    the checkpoint's progress.json. cfg: the settings of the resuming run, which may name other models on purpose.
     """
     now = base_weights(cfg)
     for key, model in record.get(RECORD, {}).items():

@@ -33,8 +33,8 @@ class Best:
         if self._metric not in metrics:
             near = difflib.get_close_matches(self._metric, metrics, n=3, cutoff=0.0)
             raise ConfigError(
-                f"trainer.keep_best={self._metric}: a validation finds no number of that name. Take another, such as "
-                f"{', '.join(near)}, and run the same command again."
+                f"trainer.keep_best={self._metric}: a validation has no metric of that name. Choose another, such as "
+                f"{', '.join(near)}, and rerun the command."
             )
         self._remember(step, metrics[self._metric])
 

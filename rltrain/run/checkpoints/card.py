@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-ascend", "sglang")
 def model_card(cfg: Config, step: int, sources: Sequence[str] = ()) -> str:
     """Return base model, data, license, step, versions and command in the format of model hubs.
 
-    It follows the lines that describe the kind of model (`Export.write`). sources: the data sources of the prompts.
+    It is appended to the metadata lines (`Export.write`). sources: the data sources of the prompts.
     """
     model, rollout, algorithm = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout, cfg.algorithm
     versions = {"rltrain": __version__} | {name: installed_version(name) for name in _PACKAGES}
@@ -57,7 +57,7 @@ def model_card(cfg: Config, step: int, sources: Sequence[str] = ()) -> str:
         )
     table = "\n".join(f"| {name} | {masked_text(value)} |" for name, value in rows.items() if value)
     head = {
-        # A local folder is not a name that a hub could link.
+        # A hub cannot link to a local folder.
         "base_model": "" if model.path.startswith(("/", ".", "~")) else model.path,
         "datasets": [source for source in sources if _ON_HUB.fullmatch(source)],
         **_license(model.path),
@@ -71,7 +71,7 @@ def model_card(cfg: Config, step: int, sources: Sequence[str] = ()) -> str:
 
 
 def _license(path: str) -> dict[str, str]:
-    """Return the license of the base model as its own card has it; empty if no card is on this machine."""
+    """Return the license from the base model's card; empty if the card is not on this machine."""
     with suppress(OSError, ValueError, YAMLError):
         card = Path(path) / "README.md" if Path(path).is_dir() else try_to_load_from_cache(path, "README.md")
         head = metadata_load(str(card)) or {}
@@ -82,7 +82,7 @@ def _license(path: str) -> dict[str, str]:
 def scores(lines: Sequence[Mapping[str, Any]], step: int) -> str:
     """Return the section of a card with the first validation of a run, and its newest up to ``step``; "" if none.
 
-    lines: of metrics.jsonl.
+    lines: lines of metrics.jsonl.
     """
     validations = [line for line in lines if line.get("step", step + 1) <= step and any(map(_SCORE.match, line))]
     ends = [validations[0], *validations[1:][-1:]] if validations else []

@@ -3,7 +3,7 @@
 A run resumes from the newest complete checkpoint. A checkpoint is written into a temporary folder, synced to disk and
 then renamed, because a rename is atomic. Its manifest lists the size of every file, which reveals an interrupted copy
 or a full disk, and the digest of its contents, which reveals a flipped bit. The driver reads the small files at once.
-The workers read the large ones, each its share, before anything is loaded (`resume.verified`).
+The workers read the large files, each a share of them, before anything is loaded (`resume.verified`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FREED_S = 120.0
 
 
 class Checkpoints:
-    """The checkpoints of a run folder, which need not exist. Read-only."""
+    """Read-only view of the checkpoints of a run folder, which need not exist."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path).expanduser().resolve()
@@ -59,18 +59,18 @@ class Checkpoints:
 
         Returns None if there is no checkpoint. Raises CheckpointError if there are checkpoints but none is usable.
         """
-        # Found by listing the folder. A file that points to the newest checkpoint could disagree with it.
+        # Found by listing the folder, because a file that points to the newest checkpoint could be wrong.
         problems = []
         for step in reversed(self.steps()):
             if not (problem := self.damage(self.step_folder(step))):
                 return self.step_folder(step)
             log.warning("passing over %s: %s", self.step_folder(step), problem)
             problems.append(f"global_step_{step}: {problem}")
-        # Starting anew would repeat all these steps.
+        # Starting over would repeat all these steps.
         if problems:
             raise CheckpointError(
-                f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Put a whole one back, or start "
-                "anew with another trainer.default_local_dir (trainer.resume_mode=disable starts anew in this folder)."
+                f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Restore a complete one, or start "
+                "a new run with another trainer.default_local_dir (or in this folder with trainer.resume_mode=disable)."
             )
         return None
 
@@ -83,7 +83,7 @@ class Checkpoints:
         self._known[folder.resolve()] = problem
 
     def problem(self) -> str | None:
-        """Return the reason why a run cannot use the folder now, or None."""
+        """Return the reason why a run cannot use the folder, or None."""
         parent = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             return f"trainer.default_local_dir={self.path} cannot be created: {parent} is not a writable folder."
@@ -111,7 +111,7 @@ class RunFolder(Checkpoints):
             raise write_error(f"trainer.default_local_dir={path} cannot be created: {error}", error) from error
         self.pruned_at = -math.inf  # time of the last removal of a checkpoint
         self._lock = self._take_lock()
-        # Only under the lock: without it, the folder might be a save of a live run.
+        # Only with the lock, because otherwise the folder might be a save of a live run.
         for leftover in self.path.glob(".tmp_*"):
             log.warning("removing %s, left by a save that was interrupted", leftover)
             try:
@@ -119,7 +119,7 @@ class RunFolder(Checkpoints):
                     shutil.rmtree(leftover)
                 else:
                     leftover.unlink()
-            except OSError as error:  # it only takes disk space
+            except OSError as error:  # it only wastes disk space
                 log.warning("%s cannot be removed: %s", leftover, error)
         self._put_back()
 
@@ -156,7 +156,7 @@ class RunFolder(Checkpoints):
     def _lock_patiently(self, file: IO[str]) -> None:
         """Take the lock.
 
-        Raises ConfigError if a run on this host has the lock, StorageError if one on another host keeps it.
+        Raises ConfigError if a run on this host has the lock, StorageError if a run on another host keeps it.
         """
         deadline = None
         while True:
@@ -208,8 +208,8 @@ class RunFolder(Checkpoints):
         existing = self.step_folder(step)
         if existing.exists():
             if not self.damage(existing):
-                raise CheckpointError(f"{existing} exists already; a checkpoint is never overwritten.")
-            # Moved aside and not removed: it may be an interrupted copy whose weights are still useful.
+                raise CheckpointError(f"{existing} already exists; a checkpoint is never overwritten.")
+            # Moved aside instead of removed, because it may be an interrupted copy whose weights are still useful.
             os.rename(existing, existing.with_name(f"damaged_{existing.name}_{int(time.time())}"))
         folder = self.under_way(step)
         folder.mkdir()
@@ -250,12 +250,12 @@ class RunFolder(Checkpoints):
         renamed. A renamed checkpoint that cannot be removed is logged.
         """
         spared = {Path(path).expanduser().resolve() for path in spare if path}
-        # If all may stay, none has to be checked.
+        # If none is to be removed, none has to be checked.
         may_go = self.steps() if goes(self.steps()) else []
         for step in goes([step for step in may_go if self._is_whole(self.step_folder(step))]):
             if (folder := self.step_folder(step)) not in spared:
                 self.pruned_at = self._clock.monotonic()
-                # A kill during the removal leaves a part, which must not have the name of a checkpoint.
+                # A kill during the removal leaves part of it, which must not have the name of a checkpoint.
                 os.rename(folder, self.path / f".tmp_old_{folder.name}_{os.getpid()}")
         sync(self.path)
         for old in self.path.glob(".tmp_old_*"):

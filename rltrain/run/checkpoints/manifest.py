@@ -20,7 +20,7 @@ from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.workers.diagnostics.node import checksum_mismatches
 
 MANIFEST, RECORD = "manifest.json", "progress.json"
-# In progress.json of a thinned checkpoint: its `checkpoint_digest` before the optimizer state was removed.
+# Key in progress.json of a thinned checkpoint: its `checkpoint_digest` before thinning.
 THINNED = "thinned"
 # The key of a digest is its hash. The hash detects accidental changes, not deliberate ones.
 _DIGEST = "xxh3_128"
@@ -33,11 +33,11 @@ _SEEN_S, _POLL_S = 10.0, 0.1
 def write_manifest(folder: Path, step: int, digests: Mapping[str, str] | None = None, clock: Clock = SYSTEM) -> None:
     """Write the manifest of a checkpoint and sync all files to disk.
 
-    digests: by path, of files that were hashed while they were written. Other files are small and are read here. Raises
+    digests: by path, for files that were hashed during writing. Other files are small and are read here. Raises
     DiskError if a file with a digest is missing.
     """
-    # Listed before the manifest exists, which does not list itself. Without the syncs a power failure could leave empty
-    # files.
+    # The files are listed before the manifest exists, because it does not list itself. Without the syncs a power
+    # failure could leave empty files.
     files = {
         str(file.relative_to(folder)): {
             "bytes": sync(file),
@@ -58,17 +58,16 @@ def _written(folder: Path, digests: Mapping[str, str], clock: Clock) -> list[Pat
 
     if (lost := missing()) and not clock.poll(lambda: not missing(), _SEEN_S, _POLL_S):
         raise DiskError(
-            f"{lost[0]} was written and is not there ({len(lost)} of {len(digests)} such files are missing): "
+            f"{lost[0]} was written but is missing ({len(lost)} of {len(digests)} such files are missing): "
             "the node that wrote it may have lost its mount of the run folder"
         )
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def find_damage(folder: Path, contents: bool = True) -> str | None:
-    """Return the damage of a checkpoint, or None: the sizes of all files and the contents of the small ones.
-
-    The digests of large files take time to compare; see `large_files`. Raises StorageError if a file cannot be read
-    now, which is not damage.
+    """Return the damage of a checkpoint, or None, by the sizes of all files and the contents of small ones. Digests of
+    large files take time to compare; see `large_files`. Raises StorageError if a file cannot be read now, which is not
+    damage.
     """
     try:
         files = _manifest(folder)
@@ -106,11 +105,11 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"it does not list {RECORD}")
     for name, entry in files.items():
         if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
-            raise ValueError(f"it has no size of {name}")
-    # A single missing digest is a flipped bit. Old checkpoints have none at all.
+            raise ValueError(f"it lacks the size of {name}")
+    # A single missing digest is damage. Old checkpoints have no digests at all.
     lacking = [name for name, entry in files.items() if not isinstance(entry.get(_DIGEST), str)]
     if lacking and len(lacking) < len(files):
-        raise ValueError(f"it has no digest of {lacking[0]}")
+        raise ValueError(f"it lacks the digest of {lacking[0]}")
     return files
 
 
@@ -126,7 +125,7 @@ def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> 
 def large_files(folder: Path) -> list[tuple[Path, str]]:
     """Return the large files of a checkpoint and their digests, in the order of the ranks that wrote them."""
     files = _digests(folder, _manifest(folder), large=True)
-    # The shorter name has the smaller number. A rank that reads its own file finds it in its cache.
+    # Shorter names have smaller numbers. A rank that reads its own file finds it in the page cache.
     return sorted(files, key=lambda entry: (entry[0].parent, len(entry[0].name), entry[0].name))
 
 
@@ -136,7 +135,7 @@ def has_digests(folder: Path) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes that the manifest of a checkpoint lists; 0 if it cannot be read now."""
+    """Return the total size in the manifest of a checkpoint in bytes; 0 if it cannot be read now."""
     try:
         return sum(entry["bytes"] for entry in _manifest(folder).values())
     except (OSError, ValueError, StorageError):

@@ -31,7 +31,7 @@ def find_model(name: str, key: str = "MODEL") -> Named:
     """Return the model of a run (its newest complete checkpoint), a checkpoint, a folder or the hub.
 
     key: the argument or config key that the user has set. Raises CheckpointError for a checkpoint that is damaged or
-    contains no model folder, ConfigError if ``name`` is no model.
+    contains no model folder, ConfigError if ``name`` is not a model.
     """
     folder = Path(name).expanduser()
     if (folder / "adapter_config.json").is_file():
@@ -58,7 +58,7 @@ def find_step(folder: Path) -> Path | None:
 
 
 def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
-    """Return the newest checkpoint whose large files match their digests too.
+    """Return the newest checkpoint, checking the digests of its large files too.
 
     part: check only the large files in this folder of the checkpoint.
     """
@@ -75,12 +75,12 @@ def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
 def whole_export(step: Path) -> Path:
     """Return the model folder in a checkpoint, after checking its files. Raises CheckpointError."""
     if problem := find_damage(step):
-        raise CheckpointError(f"{step} is damaged: {problem}. Take another step, or copy it again.")
+        raise CheckpointError(f"{step} is damaged: {problem}. Use another step, or copy this one again.")
     if not (step / EXPORT / "config.json").is_file():
         raise CheckpointError(
-            f"{step} holds no model folder: its run exported none (checkpoint.save_contents without hf_model). Name "
-            "another step."
+            f"{step} holds no model folder: its run did not export one (checkpoint.save_contents without "
+            "hf_model). Name another step."
         )
     if problems := checksum_mismatches([entry for entry in large_files(step) if entry[0].parent.name == EXPORT]):
-        raise CheckpointError(f"{step} is damaged: {problems[0]}. Take another step, or copy it again.")
+        raise CheckpointError(f"{step} is damaged: {problems[0]}. Use another step, or copy this one again.")
     return step / EXPORT

@@ -1,8 +1,8 @@
-"""The checkpoint that a run starts from, and the progress of a run in its checkpoints.
+"""The checkpoint that a run starts from, and the progress stored in checkpoints.
 
-A resumed run must continue as if it had never stopped. So a checkpoint records the values that this depends on, and a
-run with other values or other training data is refused before any worker starts. The checkpoint also records the
-version of rltrain and the kind of its data digest, so that a run of another version does not report changed data.
+A resumed run must continue as if it had never stopped. So a checkpoint records the values that affect this, and a run
+with other values or training data is refused before any worker starts. The checkpoint also records the version of
+rltrain and the kind of its data digest, so that a run of another version does not report changed data.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ResumePoint:
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
     weights_only: bool = False
-    """Nothing else of ``folder`` is loaded."""
+    """True if nothing else in ``folder`` is loaded."""
 
     @property
     def size(self) -> int:
@@ -99,14 +99,14 @@ def files_of(progress: Progress, step: int, cfg: Config, dataset: str, by_time: 
 
 
 def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, images: bool = True) -> ResumePoint:
-    """Return the start that ``trainer.resume_mode`` selects, or the newest checkpoint of a run that this same command
-    has begun.
+    """Return the start that ``trainer.resume_mode`` selects, or the newest checkpoint if this same command has already
+    started the run.
 
-    dataset: identity of the training rows; None if unknown, and then not compared. images: whether the rows may have
-    images. Raises CheckpointError if this run cannot resume from the checkpoint.
+    dataset: identity of the training rows (None: unknown, not compared). images: whether the rows may have images.
+    Raises CheckpointError if this run cannot resume from the checkpoint.
     """
     trainer = cfg.trainer
-    base_weights(cfg)  # digests now, in case the files change before the first save
+    base_weights(cfg)  # computed now, in case the files change before the first save
     continued = _begun_before(cfg, run)
     weights_only, searched = trainer.resume_weights_only and not continued, continued or trainer.resume_mode == "auto"
     folder = continued or (run.newest() if searched else None)
@@ -119,7 +119,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
                 f"{folder} cannot be resumed from: {problem}. Copy it again, or name another checkpoint."
             )
         record = read_record(folder)
-        # Weights may be loaded into any run, so nothing of the old run is compared.
+        # Weights may be loaded into any run, so the old run's settings are not compared.
         if not weights_only:
             _refuse_thinned(cfg, folder, record)
             _refuse_other_version(folder, record, dataset)
@@ -137,7 +137,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
         needs_critic = has_critic(cfg) and not cfg.trainer.val_only
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(
-                f"{folder} holds no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
+                f"{folder} has no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
                 "or choose another trainer.default_local_dir."
             )
     if not trainer.val_only:
@@ -155,17 +155,15 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
 def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
     if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
-            f"{folder} has no optimizer state any more (rltrain checkpoint thin), so no run can resume from it. "
+            f"{folder} has no optimizer state (rltrain checkpoint thin), so it cannot be resumed. "
             "Start one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
 
 def verified(start: ResumePoint, group: WorkerGroup, run: Checkpoints, find: Callable[[], ResumePoint]) -> ResumePoint:
-    """Return ``start`` if the workers find the large files of its checkpoint intact.
-
-    Otherwise return the result of ``find``, which is `find_resume_point` with the arguments of this run: an older
-    checkpoint, or an error.
+    """Return ``start`` if the large files of its checkpoint are intact. Otherwise return the result of ``find``
+    (`find_resume_point` with this run's arguments): an older checkpoint, or an error.
     """
     while start.folder and (files := large_files(start.folder)):
         with waiting(f"comparing {start.folder} with its digests on {count(group.world, 'worker')}"):
@@ -192,7 +190,7 @@ def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
 
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     try:
-        # A pickle could run code of the checkpoint's author, and arrays need none.
+        # No pickle, which could run code of the checkpoint's author.
         with np.load(io.BytesIO(patiently(file, file.read_bytes)), allow_pickle=False) as arrays:
             return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
@@ -212,31 +210,28 @@ def _named(cfg: Config) -> Path:
 
 
 def _begun_before(cfg: Config, run: Checkpoints) -> Path | None:
-    """Return the newest complete checkpoint of the run folder if its run had the same origin as this one.
-
-    Such a run was interrupted. With the default settings return None, because they resume from the newest checkpoint
-    anyway.
+    """Return the newest complete checkpoint of the run folder if its run was interrupted and had the same origin as
+    this run. Return None with the default settings, which resume from the newest checkpoint anyway.
     """
     if cfg.trainer.resume_mode == "auto" and not cfg.trainer.resume_weights_only:
         return None
     try:
         newest = run.newest()
-    except CheckpointError:  # none is complete, and the settings do not ask for one
+    except CheckpointError:  # none is complete, and the settings do not require one
         return None
     return newest if newest and read_record(newest).get("origin") == _origin(cfg) else None
 
 
 def _refuse_later_checkpoints(run: Checkpoints, step: int) -> None:
-    """Raise CheckpointError if the run starts before a checkpoint in its folder.
-
-    It would collide with it hours later, when it saves.
+    """Raise CheckpointError if the run starts before a checkpoint in its folder, because it would collide with it hours
+    later.
     """
     later = [number for number in run.steps() if number > step and not run.damage(run.step_folder(number))]
     if later:
         raise CheckpointError(
             f"{run.path} already holds a checkpoint of step {later[-1]}, and this run would start after step {step}. "
             "Choose another trainer.default_local_dir, remove the folder, "
-            "or go on from the newest with trainer.resume_mode=auto trainer.resume_weights_only=False."
+            "or resume from the newest with trainer.resume_mode=auto trainer.resume_weights_only=False."
         )
 
 
@@ -251,7 +246,7 @@ def _digest_kind(dataset: str) -> str:
 
 
 def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | None) -> None:
-    """Raise CheckpointError if the record lacks values, or its data digest is of another kind."""
+    """Raise CheckpointError if the record lacks values, or has a different kind of data digest."""
     kinds: dict[str, Any] = {"batches_drawn": int, "kl_coef": (float, int, type(None)), "in_flight": list}
     kinds |= {"frozen": dict, "dataset": str}
     lacking = [name for name, kind in kinds.items() if name not in record or not isinstance(record[name], kind)]
@@ -264,7 +259,7 @@ def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | N
     if why:
         raise CheckpointError(
             f"{folder} was saved by another version of rltrain ({_version(record)}; this is {__version__}): {why}. "
-            "Go on with that version, or start from its weights, under another trainer.default_local_dir: "
+            "Resume with that version, or start from its weights, under another trainer.default_local_dir: "
             f"trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
@@ -275,11 +270,11 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     then = {_FREEZE: False, **({_CRITIC: now[_CRITIC]} if _CRITIC in now else {})} | record["frozen"]
     # Keys of both sides: LoRA keys exist only in runs with adapters.
     keys = sorted((now.keys() | then.keys()) - (set() if images else set(_OF_IMAGES)))
-    if cfg.trainer.val_only:  # an evaluation makes no step; only the model must be the same
+    if cfg.trainer.val_only:  # an evaluation does not train, so only the model must be the same
         keys = [key for key in keys if key.startswith("actor_rollout_ref.model.")]
     changed = [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
     digest, _, described = record["dataset"].partition(" ")
-    # The text after the digest is for the message only and may change.
+    # The text after the digest is only for messages and may change.
     if dataset and digest != dataset.partition(" ")[0]:
         changed.append(
             f"training data: {described or 'rows without a name'} then, {dataset.partition(' ')[2]} now, and the rows "
@@ -288,8 +283,9 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     if changed:
         saved_by = f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         raise CheckpointError(
-            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or name a new run "
-            "by trainer.experiment_name (or another trainer.default_local_dir); a new run starts from these weights "
+            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or name a new "
+            "run with trainer.experiment_name (or another trainer.default_local_dir); a new run starts from these "
+            "weights "
             f"with trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
@@ -300,7 +296,7 @@ def frozen_values(cfg: Config) -> dict[str, Any]:
     # The data position is counted in rounds of this many prompts.
     rounds = cfg.data.gen_batch_size if cfg.algorithm.filter_groups.enable else None
     values |= {"prompts per round": rounds or cfg.data.train_batch_size}
-    # A moving reference is in the checkpoint, and a change of its keys would be another experiment.
+    # A moving reference is in the checkpoint, and changing its keys would be a different experiment.
     moving = {key: get(cfg, key) for key in _MOVING_KEYS}
     values |= {"data.mixing": dict(cfg.data.mixing)} if cfg.data.mixing else {}
     values |= moving if moving[_MOVING_KEYS[0]] and has_reference(cfg) else {}

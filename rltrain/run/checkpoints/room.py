@@ -1,8 +1,7 @@
-"""Disk space for checkpoints: which ones are kept, their size, and the free space.
-
-A full disk is mostly noticed hours after the start, while a checkpoint is written. So the size of a checkpoint is
-estimated from the weights before Ray starts, and measured after the first save. Checkpoints saved by time, which the
-user did not request, never replace regular ones, and their number is small whatever is kept.
+"""Disk space for checkpoints: retention, size, and free space. A full disk is usually noticed hours after the start,
+while a checkpoint is written. So the size of a checkpoint is estimated from the weights before Ray starts, and measured
+after the first save. Checkpoints saved by time, which the user did not request, never replace regular ones, and only a
+few of them are kept.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.config.step_passes import StepPasses
 
 log = logging.getLogger(__name__)
-# Number of kept checkpoints saved by time. If the newest is damaged, there is another.
+# Number of kept checkpoints that were saved by time. If the newest is damaged, another exists.
 _BY_TIME = 2
 
 
 def checkpoint_bytes(actor: ActorConfig, passes: StepPasses, num_parameters: int, num_trained: int) -> int:
     """Return the estimated size of a checkpoint in bytes.
 
-    It has float32 weights and two moments per trained weight, also of a critic, the exported model, and a moving
+    It contains float32 weights and two moments per trained weight (also of a critic), the exported model, and a moving
     reference.
     """
     copies = ("hf_model" in actor.checkpoint.save_contents) + passes.reference_moves
@@ -52,32 +51,32 @@ def superfluous(cfg: TrainerConfig, whole: Sequence[int], by_time: Callable[[int
     by_time(step): whether it was saved by time only.
     """
     keep = max(cfg.max_actor_ckpt_to_keep or 0, 0)
-    if keep and not cfg.saves_regularly:  # then checkpoints saved by time are the requested ones
+    if keep and not cfg.saves_regularly:  # then checkpoints saved by time count as requested
         return list(whole[:-keep])
     newest = whole[-min(_BY_TIME, keep or _BY_TIME) :]
     by_steps = [step for step in whole if not by_time(step)]
-    stay = by_steps[-keep:]  # all of them if keep is 0
+    stay = by_steps[-keep:]  # all if keep is 0
     return [step for step in whole if step not in (newest if by_time(step) else stay)]
 
 
 def missing_room(
     cfg: TrainerConfig, folder: Path, size: int, first_step: int, total_steps: int, steps_per_epoch: int | None = None
 ) -> tuple[str, str]:
-    """Return (problem, note), empty if ``folder`` has room for the checkpoints that this run will write.
+    """Return (problem, note), empty if there is room in ``folder`` for all checkpoints of this run.
 
     size: bytes of one checkpoint. Without ``max_actor_ckpt_to_keep``, requested checkpoints are never removed. Then it
-    is a problem only if the first does not fit; missing room for the others is a note. Missing room for checkpoints
-    saved by time is a note too.
+    is a problem only if the first does not fit; for the others, and for checkpoints saved by time, missing room is a
+    note.
     """
     steps = steps_saved(cfg, first_step, total_steps, steps_per_epoch)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0
     keep += keep >= 1 and cfg.keep_best is not None
-    # The newest is written before the oldest is removed. Existing checkpoints already take room, so only the growth up
+    # The newest is written before the oldest is removed. Existing checkpoints already use space, so only the growth up
     # to the limit counts.
     more = max(min(existing + len(steps), keep + 1) - existing, 1) if keep >= 1 else 1
     free = free_bytes(folder)
     if steps and free < size:
-        return f"there is no room for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
+        return f"there is no disk space for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
     if steps and free < more * size:
         best = ", trainer.keep_best" if cfg.keep_best else ""
         rule = f"as trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best} keeps and one while it is written"
@@ -105,11 +104,11 @@ def check_room(
 
 
 def free_bytes(folder: Path) -> float:
-    """Return the free space where ``folder`` is or will be; infinity if unknown."""
+    """Return the free space in bytes where ``folder`` is or will be; infinity if unknown."""
     try:
         # In a dry run the run folder may not exist, so use the nearest existing parent.
         return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
-    except OSError:  # writing will fail if there is no room
+    except OSError:  # otherwise writing will fail
         return math.inf
 
 
@@ -123,9 +122,8 @@ def sized(num_bytes: float) -> str:
 
 
 def describe_room(folder: Path, size: int, way_out: str = "") -> str:
-    """Return a text on the free space, the size of a checkpoint and a remedy.
-
-    size: bytes of a checkpoint. way_out: a remedy in addition to freeing space.
+    """Describe the free space, the size of a checkpoint and a fix. size: bytes of a checkpoint. way_out: a fix other
+    than freeing space.
     """
     free = free_bytes(folder)
     space = f"{folder} has {sized(free)} free and a checkpoint takes about {sized(size)}. " if free < math.inf else ""

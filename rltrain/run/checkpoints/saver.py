@@ -1,7 +1,6 @@
-"""Schedule and contents of checkpoints.
-
-A run without ``save_freq`` would lose everything at a kill, so it also saves by time. The disk space of these saves is
-bounded (`room`). If there is room for only one checkpoint, the regular one gets it.
+"""Schedule and contents of checkpoints. A run without ``save_freq`` would lose everything when killed, so it also saves
+by time. The disk space of these saves is bounded (`room`). If there is room for only one checkpoint, the regular one
+gets it.
 
 Writing takes minutes in which the devices could train. So the workers copy their state to host memory and write it
 during the next steps (`workers.state.saving`). The driver polls their progress and completes the checkpoint. A save
@@ -41,9 +40,9 @@ from rltrain.trainer.roles import Critic, Policy, Reference
 from rltrain.workers.interface.tasks import SaveTask, Written
 
 log = logging.getLogger(__name__)
-# The driver waits in turns of this length and checks the cluster after each.
+# Seconds that the driver waits at a time; it checks the cluster in between.
 _LOOK_S = 1.0
-# Time limit for writing the responses of its steps, once the rest of a checkpoint is written.
+# Time limit for the sample files of its steps, once the rest of a checkpoint is written.
 _ANSWERS_S = 60.0
 # Some storage frees the space of removed files with this delay.
 _FREED_S = 60.0
@@ -53,8 +52,8 @@ _FREED_S = 60.0
 class _Pending:
     """The checkpoint of ``step`` while it is written to ``folder``.
 
-    The driver opens the folder, the workers write the parts, the responses of its steps must be written, and then the
-    driver closes it.
+    The driver creates the folder, the workers write their parts, and after the sample files of its steps are written,
+    the driver completes it.
     """
 
     step: int
@@ -124,7 +123,7 @@ class Saver(Callback):
         late = trainer.saves_by_time and self._clock.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
         if not late or self._pending:
             return False
-        # In the background, because the disk may not respond. Then it is checked again after the next step.
+        # In the background, because the disk may not respond; then it is checked again after the next step.
         self._room = self._room or BackgroundJob("room", partial(self._has_room_for_two, step))
         if not self._room.ready(_LOOK_S):
             return False
@@ -168,7 +167,7 @@ class Saver(Callback):
         timer = StepTimer()
         with timer("save_checkpoint"):
             self.finish()
-            # A late check of the disk space is about the time before this save.
+            # A late result of the disk space check refers to the time before this save.
             self._saved_at, self._by_time[step], self._room = self._clock.monotonic(), by_time, None
             in_background = self._begin(step, progress)
             if not in_background:
@@ -206,7 +205,7 @@ class Saver(Callback):
         self._go_on(waits=True)
 
     def _go_on(self, waits: bool) -> None:
-        # Taken out first, because waiting for workers polls this method.
+        # Taken first, because waiting for workers polls this method.
         pending, self._pending = self._pending, None
         if not pending:
             return
@@ -214,7 +213,7 @@ class Saver(Callback):
             size = self._bring_on(pending, waits)
         except (DiskError, StorageError, CheckpointError):
             raise
-        except BaseException:  # a signal, for example: the save continues and may be polled again
+        except BaseException:  # for example a signal: the save continues and may be polled again
             self._pending = pending
             raise
         if size is None:
@@ -229,13 +228,14 @@ class Saver(Callback):
         self._save_metrics |= self._callbacks.on_save(pending.step, folder, seconds)
 
     def _bring_on(self, pending: _Pending, waits: bool) -> int | None:
-        """Advance the save, with ``waits`` to its end. Return the size of the finished checkpoint, else None."""
+        """Advance the save (with ``waits``: until it is finished). Return the size of the finished checkpoint, or
+        None."""
         if not _over(pending.opening, waits):
             return None
         pending.opening.result()
         with self._disk_errors(pending.step, pending.folder):
             if not pending.closing:
-                ready = [part.ready() for part in pending.parts]  # starts every part and checks its time limit
+                ready = [part.ready() for part in pending.parts]  # starts all parts before any time limit is checked
                 if not waits and not all(ready):
                     return None
                 written = [part.finish() for part in pending.parts]
@@ -252,8 +252,8 @@ class Saver(Callback):
         """Complete the checkpoint, then remove older ones."""
         digests = {name: digest for part in written for name, digest in part.digests.items()}
         size = size_of(self._folder.commit(pending.folder, pending.step, digests))
-        # After the new one is in place. The checkpoint of trainer.resume_from_path stays, because the same command
-        # starts from it again.
+        # After the new one is in place. The checkpoint of trainer.resume_from_path is kept, because a rerun starts from
+        # it again.
         try:
             self._folder.prune(self._superfluous, self._cfg.trainer.resume_from_path)
         except (OSError, StorageError) as error:
@@ -261,7 +261,7 @@ class Saver(Callback):
         return size
 
     def on_failure(self) -> None:
-        """Finish the running save, if its writers are alive or done. Only log an error of it."""
+        """Finish the running save if its writers are alive or done. Errors are only logged."""
         if not self._pending or (not self._pending.closing and any(part.lost for part in self._pending.parts)):
             return
         step = self._pending.step
@@ -274,7 +274,7 @@ class Saver(Callback):
     def check_room(self, first_step: int, total_steps: int, size: int = 0) -> None:
         """Check the disk space as `room.check_room`, with the sizes of the loaded models.
 
-        size: bytes of the checkpoint that the run resumes from (0: unknown), which the next one will have too.
+        size: bytes of the checkpoint that the run resumes from (0: unknown), as an estimate of the next.
         """
         self._bytes_needed = size or self._bytes_needed
         steps = (first_step, total_steps, self._steps_per_epoch)
@@ -322,13 +322,13 @@ class Saver(Callback):
                 self._clock.sleep(_LOOK_S)
                 continue
             room = describe_room(self._folder.path, self._bytes_needed)
-            raise DiskError(f"there is no room for the checkpoint of step {step}. {room}")
+            raise DiskError(f"there is no disk space for the checkpoint of step {step}. {room}")
         with self._disk_errors(step, self._folder.under_way(step)):
             self._folder.begin_save(step, files)
 
     @contextmanager
     def _disk_errors(self, step: int, folder: Path) -> Iterator[None]:
-        """Add the step to errors of the body, and the disk space to a DiskError. Remove ``folder`` then."""
+        """Add the step to errors in the body, and the disk space to a DiskError, and remove ``folder``."""
         try:
             yield
         except (OSError, DiskError, StorageError) as error:
@@ -342,7 +342,7 @@ class Saver(Callback):
             for name, role in self._roles.items():
                 for note in role.load(str(start.folder / name), start.weights_only):
                     log.warning("note: %s", note)
-        # A run that starts from another run's checkpoint has no metrics yet. Older files in its folder are moved aside.
+        # A run that starts from another run's checkpoint has no metrics yet; older files in its folder are moved aside.
         file = self._folder.path / "metrics.jsonl" if start.is_of(self._folder.path) else None
         self.best = Best(self._cfg.trainer, file, start.step)
         # The step that the run starts from is already saved, also for `save_emergency`.

@@ -1,8 +1,8 @@
 """Removal of optimizer state from old checkpoints: a third of the size, with unchanged weights.
 
 DCP's files hold one tensor after another, and ``.metadata`` has their offsets. So the other tensors are copied byte for
-byte into new files, and nothing is computed or held in memory. The thinned checkpoint is written next to the old one
-and then takes its name.
+byte into new files, without loading them. The thinned checkpoint is written next to the old one and then takes its
+name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def thin(run: RunFolder, step: int) -> int:
     """
     folder = run.step_folder(step)
     if problem := damage(folder):
-        raise CheckpointError(f"{folder} is damaged, and stays as it is: {problem}.")
+        raise CheckpointError(f"{folder} is damaged and was not changed: {problem}.")
     before, record = size_of(folder), read_record(folder)
     new = run.under_way(step)
     try:
@@ -112,7 +112,7 @@ def _write_without_optimizer(metadata: Any, role: Path, new: Path, digests: Dige
 
 
 def _places(metadata: Any, *, optimizer: bool) -> Sequence[tuple[Any, Any]]:
-    """Return (index, location) of the tensors that are, or are not, optimizer state, in file order."""
+    """Return (index, location), in file order, of either the optimizer state or all other tensors."""
     places = [
         (index, place)
         for index, place in metadata.storage_data.items()

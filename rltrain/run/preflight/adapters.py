@@ -1,4 +1,4 @@
-"""Checks of LoRA adapters before anything is loaded: computation, and support by the policy's engine."""
+"""Checks of LoRA adapters before anything is loaded: whether they can be computed, and used by the policy's engine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[
 
 
 def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any, config: Any) -> Iterator[str]:
-    """Yield notes on the transfer of the policy's adapters to the engine. Raises ConfigError if it cannot hold them."""
+    """Yield notes on the transfer of the policy's adapters to the engine. Raises ConfigError if it does not support
+    them."""
     rollout = roles.rollout
     engine, dtype = ENGINES[rollout.name], resolve_dtype(rollout.dtype, device)
     if roles.model.merges:
-        # Below float32, an adapter that adds less than half a step of a weight is lost by rounding.
+        # Below float32, rounding loses an adapter's contribution of less than half a unit in the last place of a
+        # weight.
         if engine.adapters and dtype != torch.float32:
             yield (
                 f"adapters are merged into {str(dtype).removeprefix('torch.')} weights on the way to the engine, which "
@@ -42,8 +44,8 @@ def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any,
             )
     elif any(".experts." in name for name in adapted_weights(model)):
         raise ConfigError(
-            "actor_rollout_ref.model.lora.merge=False: adapters of experts reach an engine only merged. Leave it out, "
-            "or name no experts in actor_rollout_ref.model.target_modules."
+            "actor_rollout_ref.model.lora.merge=False: adapters of experts are sent to an engine only merged. Remove "
+            "it, or remove the experts from actor_rollout_ref.model.target_modules."
         )
     elif engine.adapters and engine.package:
         refuse_adapters(ranks_of(model), beyond_language_model(model), config, device.kind, dtype)

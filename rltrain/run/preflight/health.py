@@ -1,8 +1,7 @@
-"""Checks on the nodes of a run before a model is loaded. Results are compared and reported by node name.
-
-`preflight` checks settings and the local machine. Here every node checks itself (`workers.diagnostics.node`) in a few
-seconds. The start of every run calls `check_nodes` and refuses a run that cannot work; `python -m rltrain.doctor`
-shows all results as a table. Nothing is repaired, and changes during a run are not noticed.
+"""Checks on the nodes of a run before a model is loaded. Results are compared and reported by node name. `preflight`
+checks settings and the local machine; here every node checks itself (`workers.diagnostics.node`) in a few seconds.
+Every run calls `check_nodes` at its start and refuses to start if it cannot work; `python -m rltrain.doctor` shows all
+results as a table. Nothing is repaired, and changes during a run are not detected.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from rltrain.workers.diagnostics.node import NodeProbe, NodeReport, close, commi
 from rltrain.workers.interface.roles import Links
 
 log = logging.getLogger(__name__)
-# Timeouts in seconds. Hanging storage never responds, and models of hundreds of files on slow storage take a while.
-# Links of hundreds of devices take minutes to come up for the first time.
+# Timeouts in seconds. Hanging storage never responds, but models of hundreds of files on slow storage take a while. The
+# first connection of hundreds of devices takes minutes.
 _LOOK_S, _REACH_S, _COLLECTIVES_S = 300.0, 120.0, 600.0
 _SKEW_S, _GIB = 5.0, 2**30
-# Free resources of a node: the minimum, its unit, and a remedy.
+# Free resources of a node: minimum, unit, and fix.
 _ROOM = {
     "local disk": (1, "GiB for Ray", "Free some, or start Ray with --temp-dir=FOLDER on another disk."),
     "/dev/shm": (1, "GiB", "Ray and NCCL want more: --shm-size=64g, in Kubernetes an emptyDir with medium: Memory."),
@@ -43,7 +42,7 @@ _ROOM = {
 
 @dataclass
 class Check:
-    """One row of the table."""
+    """A row of the table."""
 
     name: str
     found: str
@@ -58,7 +57,7 @@ def check_nodes(
 ) -> list[Check]:
     """Check all nodes of ``group``, whose ranks are not connected yet. Takes seconds.
 
-    specs: of the models. folder: the run folder. resumed: the checkpoint that the run resumes from.
+    specs: specs of the models. folder: the run folder. resumed: the checkpoint that the run resumes from.
     """
     names, firsts, device = group.names, group.firsts, trainer.device
     resumed_key = [("trainer.resume_from_path", str(resumed))] if resumed else []
@@ -70,11 +69,11 @@ def check_nodes(
             facts_of = facts.collect(_LOOK_S)
         except WorkerLost as lost:
             raise WorkerLost(
-                f"{lost}\nThe nodes were looking at files, which takes seconds. If nothing died, storage hangs there: "
+                f"{lost}\nThe nodes were checking files, which takes seconds. If no process died, the storage hangs: "
                 "try `ls` on that node in trainer.default_local_dir and in the folders of the models."
             ) from lost
-        # A copy, or a container layer over the folder, accepts writes that no other node sees. The driver must see
-        # them: it writes the manifest of a checkpoint.
+        # A copy of the folder, or a container layer over it, accepts writes that other nodes do not see. The driver
+        # must see them, because it writes the manifest of a checkpoint.
         unshared = {rank: facts_of[rank].unshared for rank in firsts}
         wrote = [rank for rank, why in unshared.items() if not why]
         for rank, why in zip(wrote, missing_files([proof / f"rank_{rank}" for rank in wrote]), strict=True):
@@ -107,23 +106,22 @@ def try_collectives(group: WorkerGroup, num_bytes: int = 2**20) -> list[dict[str
         return group.submit([bind(Links.collectives, num_bytes)]).collect(_COLLECTIVES_S)
     except (WorkerLost, WorkerError) as error:
         raise type(error)(
-            f"{error}\nThis was the first time that the workers met. python -m rltrain.doctor, with the same settings, "
-            "tries nodes, devices and every pair of them."
+            f"{error}\nThis was the first collective of the workers. python -m rltrain.doctor with the same settings "
+            "checks nodes, devices and every pair of them."
         ) from error
 
 
 @contextmanager
 def _proof(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Create a new folder with a file of this process. Yield it with the reason why that failed, or "".
-
-    Its name is random, so that no cache says that it is missing.
+    """Create a new folder with a file of this process. Yield it with the reason why that failed, or "". Its name is
+    random, so that no cache reports it as missing.
     """
     proof, unusable = folder / f".tmp_seen_{secrets.token_hex(6)}", ""
     draft = proof.with_name(f"{proof.name}_made")
     try:
         draft.mkdir(parents=True)
         commit(draft / "driver", proof.name)
-        # Not all storage can rename folders, which checkpoints need.
+        # Checkpoints rename folders, which not all storage supports.
         draft.rename(proof)
     except OSError as error:
         unusable = f"trainer.default_local_dir={folder}: nothing can be written there ({error})."
@@ -166,7 +164,7 @@ def _network(nodes: Sequence[NodeReport], lines: Sequence[Sequence[float | str]]
     for at, node in enumerate(nodes):
         shut = {peer.name: line[at] for peer, line in zip(nodes, lines, strict=True) if isinstance(line[at], str)}
         if shut:
-            # A node that cannot reach itself has a wrong address.
+            # A node that cannot connect to itself has a wrong address.
             subject = "no node can" if len(shut) == len(nodes) else " and ".join(list(shut)[:4]) + " cannot"
             check.problems.append(
                 f"{node.name}: {subject} connect to it ({next(iter(shut.values()))}). Is this the address that others "
@@ -188,7 +186,7 @@ def _clock(skew: Sequence[tuple[str, float]], error: float) -> Check:
 
 
 def _versions(nodes: Sequence[NodeReport]) -> Check:
-    # Packages missing on this machine, such as one without devices, are compared among the nodes.
+    # Packages that are missing on this machine, for example because it has no devices, are compared among the nodes.
     packages = {name: nodes[0].versions.get(name, own) if own == "none" else own for name, own in fingerprint().items()}
     problems = [
         f"{node.name} has other versions than this command ({differ}). Install the same everywhere, and restart Ray "

@@ -20,8 +20,8 @@ _NAMED = 4
 def check_judge_server(judge: JudgeConfig, result: PreflightResult) -> list[str]:
     """Check the judge's server with one cheap request (``/models``). Return a line for the report.
 
-    No response is judged, because that may cost money. An unreachable server is only a note, because it may be
-    reachable when the run starts.
+    No response is judged, because that may cost money. An unreachable server is only a note, because it may be started
+    later.
     """
     try:
         check_judge(judge)

@@ -1,4 +1,4 @@
-"""Estimated device memory of every phase by owner, from the configuration and the model's config only.
+"""Estimated device memory of every phase by owner, from the run's and the model's configuration.
 
 Resident memory follows from sizes and from the rules of `workers.state.offload_manager`. The additional memory of a
 pass is measured by running the worker's code on fake tensors (`run.preflight.meta_run`), with the fullest micro-batch
@@ -57,13 +57,13 @@ class _Writing:
     """Samples on one device."""
     prompt: int
     answer: int
-    """Maximum tokens of the response, as ``prompt`` of the prompt."""
+    """Maximum tokens of the response (``prompt``: of the prompt)."""
     longest: int
     """Maximum tokens of prompt and response together."""
     per_prompt: int = 1
     """Responses that share a prompt."""
     per_job: int = 1
-    """Responses that enter together."""
+    """Responses that are added together."""
 
     @classmethod
     def of_policy(cls, cfg: Config, plan: Plan, device: Device) -> _Writing:
@@ -103,7 +103,7 @@ class _Role:
     offload: bool
     ranks: int
     learns: tuple[str, ...] = ()
-    """Phases that need the optimizer, as ``phases`` need the weights."""
+    """Phases that need the optimizer (``phases``: that need the weights)."""
     optimizer_offload: bool = False
     optim: OptimConfig | None = None
 
@@ -116,7 +116,7 @@ class _Role:
         even = {id(weight) for part in kept for weight in part.parameters()}
         elements = sum(each.numel() for name, each in packed.named_parameters() if ADAPTER not in name)
         if self.spec.tensor_size > 1:
-            # Some weights are cut in two directions, and others not at all.
+            # Some weights are split in two dimensions, others not at all.
             with fake_model(self.kind, self.spec, DEVICES["cpu"], self.ranks) as (split, _, _):
                 own = [(local(each).nbytes, each.requires_grad) for each in split.parameters()]
             return sum(size for size, _ in own), sum(size for size, learns in own if learns), elements
@@ -175,12 +175,12 @@ def forecast(
     phases = device_phases() if phases is None else phases
     if not plan.passes.trains:
         phases = [phase for phase in ("sync", "gen", JUDGE_PHASE, "reward") if phase in phases]
-    if plan.passes.supervised:  # there is no engine
+    if plan.passes.supervised:  # without an engine
         phases = [phase for phase in PASSES if phase in phases]
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:
         resting = sum((role.resting(phase) for role in roles.values()), Counter())
-        # The mask of npu_fusion_attention is made once, and stays.
+        # The mask of npu_fusion_attention is created once and kept.
         own = dict(own) | {"activations": max(own.get("activations", 0), 2048**2 * (device.attention == "npu"))} | stays
         return Counter(own | {"weights": resting["weights"], "optimizer": resting["optimizer"]})
 
@@ -191,7 +191,7 @@ def forecast(
     if "sync" in phases or ("gen" in phases and not engine):
         writing = _Writing.of_policy(cfg, plan, device)
         parts, weights = _load(cfg, device, roles["actor"], writing.dtype)
-        # Compared with all resident memory: the mask is not part of their activations.
+        # Compared with all resident memory, because the mask is not part of a pass's activations.
         peaks["sync"] = max((together("sync", part) for part in parts), key=Counter.total)
         if "gen" in phases and not engine:
             peaks["gen"] += _generation(writing, device, roles["actor"], weights, peaks["gen"], device_bytes)
@@ -247,7 +247,7 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
             # The reference's embedding and head stay gathered during the update.
             own["gathered"] += forward("update_actor", "ref")["gathered"]
         if passes.exact_teacher:
-            # The same holds for the teacher. Its layers compute before the policy's, and may need more.
+            # So do the teacher's. Its layers run before the policy's, and may need more memory.
             teacher = forward("update_actor", "teacher")
             own["gathered"] += teacher["gathered"]
             own["activations"] = max(own["activations"], teacher["activations"])
@@ -266,7 +266,7 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
 def fullest(cfg: Config, budget: PassBudget, num_samples: int) -> Batch:
     """Return the samples of one micro-batch that fills ``budget``, up to ``num_samples`` samples.
 
-    They have the longest prompts and the longest responses. The last response takes the remaining room.
+    They have the longest prompts and the longest responses. The last response takes the remaining tokens.
     """
     prompt, answer, together = cfg.data.max_prompt_length, cfg.data.max_response_length, cfg.actor_rollout_ref.rollout.n
     most, room = min(budget.max_samples or num_samples, num_samples), budget.max_tokens or math.inf
@@ -344,22 +344,21 @@ def _engine(cfg: Config, device: Device, policy: _Role, device_bytes: int | None
     itemsize = resolve_dtype(rollout.dtype, device).itemsize
     weights = policy.sizes[2] * itemsize // rollout.tensor_model_parallel_size
     if not cfg.actor_rollout_ref.model.merges:
-        # An upper bound: each device of an engine has A or B whole, and a share of the other.
+        # An upper bound: each device of an engine has all of A or B, and a share of the other.
         weights += policy.slot * itemsize
     share = round(rollout.gpu_memory_utilization * device_bytes) if device_bytes else 0
     return Counter({"engine weights": weights, "cache": max(share - weights, 0)})
 
 
 def longest_cache_bytes(cfg: Config) -> int:
-    """Return the minimum bytes per device for keys and values of one longest sequence.
-
-    It applies to an engine that manages its memory itself.
+    """Return the minimum bytes per device for the keys and values of one longest sequence, for engines that manage
+    their memory.
     """
     rollout, device = cfg.actor_rollout_ref.rollout, get_device(cfg.trainer.device)
     config = actor_spec(cfg, device).load_config()
     text = config.get_text_config()
     if hasattr(text, "kv_lora_rank") or {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}:
-        return 1  # engines store less than all keys and values
+        return 1  # engines store only some of the keys and values
     longest, size = rollout.max_model_len or longest_text(cfg), rollout.tensor_model_parallel_size
     return longest * bytes_per_token(config, resolve_dtype(rollout.dtype, device)) // size
 
@@ -374,7 +373,7 @@ def _generation(
     if device_bytes is not None:
         free = device_bytes - others.total() - weights
         rows = min(rows, int(writing.memory_share * free / ROOM / ((writing.longest + block) * of_token)))
-    # Responses to a prompt enter together, and their columns are reused by later ones.
+    # Responses to a prompt are added together, and later ones reuse their columns.
     rows = max(rows, 0) // writing.per_job * writing.per_job
     answer, rounds = writing.answer, -(-writing.num_samples // max(rows, 1))
     columns = min(-(-answer // block) + 1, -(-answer * rounds // block)) * block

@@ -15,14 +15,14 @@ from rltrain.run.preflight.memory import OWNERS, forecast, longest_cache_bytes
 from rltrain.run.preflight.meta_run import Owners
 from rltrain.trainer.plan import Plan
 
-# Share of a device for its driver, communicators and the gaps between blocks.
+# Share of a device for driver, communicators and fragmentation.
 _KEPT_FREE = 0.08
 _R = "actor_rollout_ref.rollout."
 _GIB = 2**30
 
 
 def device_bytes(cfg: Config) -> int | None:
-    """Return the memory of one device: ``trainer.device_memory_gb``, else of a device here; None if unknown."""
+    """Return the bytes of one device: ``trainer.device_memory_gb``, or else of a local device; None if unknown."""
     if cfg.trainer.device_memory_gb:
         return round(cfg.trainer.device_memory_gb * _GIB)
     device = get_device(cfg.trainer.device)
@@ -35,7 +35,7 @@ def device_bytes(cfg: Config) -> int | None:
 
 
 def check_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
-    """Return the table of phases, and the problem ("" if all fit or it is unknown)."""
+    """Return the table of phases, and the problem ("" if all fit, or if the memory is unknown)."""
     if get_device(cfg.trainer.device).is_cpu:
         return [], ""
     size = device_bytes(cfg)
@@ -51,14 +51,14 @@ def check_memory(cfg: Config, plan: Plan) -> tuple[list[str], str]:
 
 
 def no_cache(cfg: Config, gen: Owners, size: int) -> str:
-    """Return the problem of an engine whose weights leave no room for one longest response in its share, else ""."""
+    """Return the problem if an engine's weights leave no memory in its share for one longest response, else ""."""
     rollout, weights = cfg.actor_rollout_ref.rollout, gen["engine weights"]
     if ENGINES[rollout.name].embedded:
         message = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
         return "" if gen["cache"] else f"{_R}name={rollout.name}: {message}"
     if gen["cache"] >= (longest := longest_cache_bytes(cfg)):
         return ""
-    # A fifth of the share for keys and values is little, but it starts.
+    # A fifth of the share for keys and values is little, but enough to start.
     least, share = math.ceil(24 * (weights + longest) / size) / 20, rollout.gpu_memory_utilization
     way_out = f"{_R}gpu_memory_utilization={least:g}, or " * (least < 0.9)
     return (

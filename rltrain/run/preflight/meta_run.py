@@ -1,10 +1,11 @@
 """Memory of a model's passes on a device, measured by running them on fake tensors.
 
-A formula for activations is wrong as soon as the forward changes. So here the worker's model, sharded by FSDP2 over a
-fake process group, runs forward, backward and optimizer step on fake tensors, and a ledger sums the live storages.
-Memory is linear in the number of equal layers, so a short model, and a longer one for each layer type, give the memory
-of a long one. torch's FSDPMemTracker finds the same total for one micro-batch, but supports no second one, and cannot
-distinguish gathered weights from gradients in a backward. Not counted: workspaces of kernels, and fragmentation.
+A formula for activations would be wrong as soon as the forward changes. So here the worker's model, sharded by FSDP2
+over a fake process group, runs forward, backward and optimizer step on fake tensors, and a ledger sums the live
+storages. Memory is linear in the number of equal layers, so a short model, and a longer one for each layer type, give
+the memory of a long one. torch's FSDPMemTracker finds the same total for one micro-batch, but supports no second one,
+and cannot distinguish gathered weights from gradients in a backward. Not counted: workspaces of kernels, and
+fragmentation.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from rltrain.models.weights.shard import empty_packed, join_sequences, make_mesh
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import moments
 
-# Longer models are run with this many layers and with twice as many. With two, FSDP gathers both at once.
+# Longer models are run with this many layers and with twice as many. With only two layers, FSDP gathers both at once.
 _LAYERS = 3
-# It needs as much memory as its input, which no inner operator shows.
+# It needs as much memory as its input, which inner operators do not show.
 _TAKES_AS_MUCH = torch.ops.aten.logsumexp.default
 Owners = Counter[str]
 
@@ -74,7 +75,7 @@ class Ledger(TorchDispatchMode):
             self._owner = before
 
     def claim(self, owner: str, tensors: Iterable[Tensor], but: str = "") -> None:
-        """Assign the storages of ``tensors`` to ``owner``, except storages that belong to ``but``."""
+        """Assign the storages of ``tensors`` to ``owner``, except those owned by ``but``."""
         for tensor in tensors:
             storage = local(tensor).untyped_storage()
             if id(storage) in self._held and self._held[id(storage)][1] != but:
@@ -99,7 +100,7 @@ class Ledger(TorchDispatchMode):
                 ledger._hold(storage, owner)
             return done
 
-        # FSDP frees and allocates gathered weights through their storages, which no operator shows.
+        # FSDP frees and allocates gathered weights through their storages, which operators do not show.
         self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             self._stack.enter_context(patch.object(FSDPParamGroup, name, self._told(getattr(FSDPParamGroup, name))))
@@ -180,9 +181,8 @@ def fake_model(
 ) -> Iterator[tuple[Any, Ledger, PackedInputs | None]]:  # fmt: skip
     """Yield the model of the first rank, a ledger of its live storages, and the packed ``batch``.
 
-    device: the device whose kernels and sizes count. kept: the layers to keep in each of the model's layer lists, by
-    the number of the list; other lists are complete. In the body torch computes only shapes. No process group may
-    exist.
+    device: the device whose kernels and sizes count. kept: layers to keep, by the number of the layer list; other lists
+    are complete. In the body torch computes only shapes. No process group may exist.
     """
     config = spec.load_config()
     packed = empty_packed(kind, spec, config)
@@ -195,7 +195,7 @@ def fake_model(
         inputs = None if batch is None else pack(batch, torch.device("cpu"))
         if spec.sequence_parallel_size > 1:
             join_sequences(packed, spec, config)
-            # The responses of a rank depend on values, which fake tensors do not have.
+            # The number of a rank's responses depends on values, which fake tensors do not have.
             mine = None if inputs is None else share_of_row(inputs, packed.group)
             enter(patch.object(forward, "share_of_row", lambda *_: mine))
         sizes = spec.fsdp.expert_parallel_size, spec.tensor_size
@@ -230,7 +230,7 @@ def _evenly(chosen: Tensor, num_here: int, group: Any) -> tuple[list[int], list[
 
 
 def _forget_tables() -> None:
-    """Clear cached tensors, which must not be fake in one place and real in another."""
+    """Clear cached tensors, so that fake and real tensors are not mixed."""
     for made in (
         attention._template, varlen._upper_triangle, recurrent._laid, recurrent._rounds, delta_rule._chunks,
     ):  # fmt: skip
@@ -290,7 +290,7 @@ Work = Callable[[Any, Ledger, PackedInputs], list[Owners]]
 def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, batch: Batch, work: Work) -> Owners:
     """Return the bytes by owner at the peak of ``work`` on ``batch``.
 
-    ``work`` returns the peaks of its stretches. In each of them memory is linear in the number of layers of a type, so
+    ``work`` returns the peaks of its stretches. In each stretch memory is linear in the number of layers of a type, so
     for many layers it is extrapolated from a short and a longer model.
     """
     kinds = [_kinds(layers) for layers in layer_lists(empty_packed(kind, spec, spec.load_config()))]
@@ -315,8 +315,8 @@ def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, ba
 
 
 def _kinds(layers: nn.ModuleList) -> list[list[int]]:
-    """Return the indices of layers whose weights have equal names and sizes, and that are recomputed or not alike. The
-    first layers of many families are dense.
+    """Return the indices of layers by type: with equal names and sizes of weights, and equal recomputation. The first
+    layers of many families are dense.
     """
     places: dict[object, list[int]] = {}
     for place, layer in enumerate(layers):
@@ -358,7 +358,7 @@ def update(
                 moments(optimizer, each)
         stretches: list[Owners] = []
         first = next(iter(layer_lists(packed)[-1]))
-        # Before this layer, most layers are done and their activations are freed: the peak is before or after.
+        # At this layer, most layers are done and their activations are freed, so the peak is elsewhere.
         first.register_forward_hook(lambda _, __, output: _at_gradient(output, lambda: stretches.append(ledger.cut())))
         ledger.cut()
         num_run = min(num_micro_batches, 2)

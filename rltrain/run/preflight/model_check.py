@@ -1,9 +1,9 @@
 """Check that rltrain computes a model as transformers does, on a small copy, before anything is loaded.
 
-Families differ in ways that no list of layers shows: noise in training, states that cross the samples of a row, heads
-that are not a single matrix. Their numbers would be silently wrong. So a small copy is computed in both ways: plainly,
-one sample at a time, and packed with a shared prompt, in evaluation and in training with gradients. It is also decoded
-by the embedded engine. This takes a second on the CPU for any model size, and reads no weights.
+Families differ in ways that a list of layers does not show: noise in training, states that leak between samples of a
+row, heads that are not a single matrix. Their results would be silently wrong. So a small copy is computed in two ways:
+plainly, one sample at a time, and packed with a shared prompt, in evaluation and in training with gradients. It is also
+decoded by the embedded engine. This takes a second on the CPU for any model size, and reads no weights.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from rltrain.workers.rollout.settings import EngineSettings
 # Tolerances relative to the spread of all numbers. Rounding stays under 1e-5 for every family in docs/models.md, and
 # the smallest mistake found was 0.1.
 _FAR, _FAR_GRADIENT = 1e-3, 1e-2
-# Lengths of two responses to one prompt, which they share, and of one to another. Windows and chunks of a small copy
-# are shorter.
+# Lengths of two responses that share a prompt, and of one response to another prompt. Windows and chunks of a small
+# copy are shorter.
 _PROMPTS, _ANSWERS, _PROMPT_OF = (9, 6), (7, 4, 8), (0, 0, 1)
 # Tokens below the special tokens of a small copy.
 _TOKENS = range(2, 48)
@@ -70,7 +70,7 @@ _tried: dict[tuple[Any, ...], _Verdict] = {}
 
 
 class Wrong(Exception):
-    """Error in the numbers of a model. The text is the end of a sentence that begins with the model's name."""
+    """Error in the outputs of a model. The text completes a sentence that starts with the model's name."""
 
 
 class CannotTry(Exception):
@@ -94,13 +94,13 @@ def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: boo
     verdict, name = _tried[key], f"{spec.section}.path={spec.path}"
     if verdict.problem:
         raise ConfigError(f"{name}: {type(config).__name__.removesuffix('Config')} {verdict.problem}")
-    return verdict.unknown and f"{name}: whether its numbers are right was not tried, as {verdict.unknown}"
+    return verdict.unknown and f"{name}: its outputs could not be checked: {verdict.unknown}"
 
 
 def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
     """Raise ConfigError for a model whose router indices are not exposed, which ``key`` needs."""
     if not num_experts(config):
-        raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Leave it out.")
+        raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Remove it.")
     tried: Routing | None = None
     # A small copy of some families does not run. Then the run raises this at its first step.
     with suppress(Exception), torch.no_grad():
@@ -127,8 +127,8 @@ def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool)
         small = small_copy(config)
         plain = random_model(small, decoder_only=kind is ScalarModel, trust_remote_code=spec.trust_remote_code)
         expected, gradient = _with_gradient(plain, lambda: plain_scores(plain, samples))
-    except Exception as error:  # model code of any family may fail on sizes that it was not written for
-        raise CannotTry(f"no small copy of it runs ({_first_line(error)})") from error
+    except Exception as error:  # model code may fail on sizes that it was not written for
+        raise CannotTry(f"a small copy of it does not run ({_first_line(error)})") from error
     if not all(bool(tensor.isfinite().all()) for tensor in (expected, *gradient.values())):
         raise CannotTry("a small copy of it computes numbers that are not finite")
     try:
@@ -137,7 +137,7 @@ def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool)
     except (Wrong, ConfigError):
         raise
     except Exception as error:
-        # Families without this mark may work too, but if one fails, this is the reason.
+        # Families without this mark may also work, but if one fails, this is the reason.
         why = "fails on packed sequences" if getattr(plain, "_supports_attention_backend", True) else _OUTSIDE
         raise Wrong(f"{why} ({_first_line(error)}). {_ELSE}") from error
 
@@ -153,7 +153,7 @@ def _compared(
     scores, own = _with_gradient(packed.model, lambda: packed_scores(packed.train(), samples))
     training = distance(scores, expected)
     if not training <= _FAR:
-        raise Wrong(f"computes something else in training than in evaluation (off by {training:.2g}). {_ELSE}")
+        raise Wrong(f"computes different outputs in training and in evaluation mode (off by {training:.2g}). {_ELSE}")
     total = torch.cat([grad.flatten() for grad in gradient.values()]).norm()
     differ = [(own.get(name, 0 * grad) - grad).norm() / (grad.norm() + 0.01 * total) for name, grad in gradient.items()]
     off = float(torch.stack(differ).max())  # NaN if any is NaN
@@ -163,13 +163,13 @@ def _compared(
     if decoding is not None and not decoding <= _FAR:
         raise Wrong(
             f"is decoded wrongly by actor_rollout_ref.rollout.name=hf (log-probs are off by {decoding:.2g} of their "
-            f"spread). Use actor_rollout_ref.rollout.name=vllm, or a model of a family that works (docs/models.md)."
+            f"spread). Use actor_rollout_ref.rollout.name=vllm, or a supported family (docs/models.md)."
         )
     return Differences(evaluation, training, off, decoding)
 
 
 def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> str:
-    """Return the reason for wrong packed numbers, found by computing parts of them."""
+    """Return the reason for wrong packed outputs, found by computing parts of them."""
     row = _rows(samples)[0][None]
     if isinstance(packed, PolicyModel):
         logits = final_logits(plain, trunk(plain)(input_ids=row, use_cache=False).last_hidden_state)
@@ -299,7 +299,7 @@ class _InMemory(ModelSpec):
     config: Any = None
 
     def load_config(self) -> Any:
-        return copy.deepcopy(self.config)  # every model writes its attention implementation into its copy
+        return copy.deepcopy(self.config)  # every model sets the attention implementation in its config
 
 
 def _decoded(small: Any, spec: ModelSpec, plain: Any) -> float:

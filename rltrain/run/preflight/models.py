@@ -1,7 +1,7 @@
 """Checks of the models of a run before anything is loaded: files, structure, sizes, and whether they can be trained.
 
 Every role builds its model on the meta device as a worker does (`empty_packed`), so errors show within a second and
-without weights. A small copy of the model shows whether its numbers are right (`run.preflight.model_check`).
+without weights. A small copy of the model shows whether its outputs are right (`run.preflight.model_check`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def check_models(cfg: Config, result: PreflightResult) -> None:
 
 
 def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> Iterator[str]:
-    """Experts and matrices that as many ranks cannot share, in the models of ``paths`` (all). Needs no weights."""
+    """Yield problems of experts and matrices that this many ranks cannot share, in the models of ``paths`` (None: all).
+    Needs no weights."""
     for role, (kind, spec) in _models(cfg).items():
         shares = spec.fsdp.expert_parallel_size > 1 or spec.tensor_size > 1
         if shares and (paths is None or spec.path in paths):
@@ -95,18 +96,18 @@ def problems_of_experts(cfg: Config, paths: Collection[str] | None = None) -> It
 
 
 def _models(cfg: Config) -> dict[Role, tuple[type[Any], ModelSpec]]:
-    """Return the models of the run without copies of the policy."""
+    """Return the models of the run, without copies of the policy."""
     models = specs_of(cfg, get_device(cfg.trainer.device))
     return {role: model for role, model in models.items() if not model[1].is_copy}
 
 
 def check_images(cfg: Config, result: PreflightResult) -> None:
-    """Check the settings against ``result.images``, and against images that tools may return."""
+    """Check the settings against ``result.images`` and against images that tools may return."""
     passes = make_step_passes(cfg, result.images is not None, bool(result.images and result.images.most_images))
     if passes.images:
         result.problems += _image_problems(cfg, "prompts have images" if result.images else f"{_SHOWN}=True")
         if passes.images_between_turns and (problem := _problem_between_turns(cfg)):
-            # If the user did not enable images of tools, there may be none.
+            # Unless the user enabled images of tools, there may be none.
             asked = cfg.actor_rollout_ref.rollout.multi_turn.images
             (result.problems if asked else result.notes).append(problem)
         if cfg.distillation.enabled and passes.images_in_training:
@@ -122,7 +123,7 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
 
 
 def _image_problems(cfg: Config, why: str) -> Iterator[str]:
-    """Yield problems of an engine or another model that does not accept the policy's images. why: their reason."""
+    """Yield problems of an engine or model that does not accept the policy's images. why: reason for the images."""
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     if not ENGINES[engine].images:
         yield f"{_R}name={engine} takes texts only, and {why}. Use {engines_with('images')}."
@@ -136,7 +137,7 @@ def _image_problems(cfg: Config, why: str) -> Iterator[str]:
 
 
 def _problem_between_turns(cfg: Config) -> str:
-    """Return the reason why images cannot be shown after a turn; "" if they can."""
+    """Return the reason why images are not possible after a turn; "" if they are."""
     encoder, turns = chat_encoder(cfg), cfg.actor_rollout_ref.rollout.multi_turn
     try:
         encoder.check_images_supported()
@@ -163,7 +164,7 @@ def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, resu
         if kind is PolicyModel:
             result.problems += _other_tokens(cfg, spec, config, result)
     result.problems += filter(None, (heads_problem(config, size, key, ring) for key, (size, ring) in sizes.items()))
-    # On the hub, the head is in files of gigabytes.
+    # For hub models, the head is in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if row.reads_texts:
             check_reward_model(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
@@ -194,7 +195,7 @@ def _unchecked(cfg: Config, untried: str | None, result: PreflightResult) -> Non
         result.notes.append(untried)
     elif untried:
         result.problems.append(
-            f"{untried}. Use a model of a family that works (docs/models.md), or set "
+            f"{untried}. Use a supported family (docs/models.md), or set "
             "trainer.allow_unchecked_models=True and compare its log-probs yourself."
         )
 
@@ -256,12 +257,12 @@ def _chat(cfg: Config, config: Any, result: PreflightResult) -> None:
     # The dry run checks this before it reads and tokenises rows.
     result.tokenizer_works = bool(encoder.tokenizer)  # raises if there is none
     size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
-    # `check_vocabulary` reports prompts with tokens beyond the vocabulary. Others may be used elsewhere.
+    # `check_vocabulary` reports prompts with tokens beyond the vocabulary. Other tokens may be used elsewhere.
     if size < encoder.vocab_size:
         result.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
     if padding is not None and not 0 <= padding < size:
         raise DataError(
-            f"actor_rollout_ref.model.path={path}: its config.json says pad_token_id={padding}, and the model has "
+            f"actor_rollout_ref.model.path={path}: its config.json has pad_token_id={padding}, but the model has "
             f"{size:,} tokens. Use the config.json and tokenizer that belong to its weights."
         )
     if encoder.ignores_generation_prompt:
@@ -300,14 +301,14 @@ def _check_turns(cfg: Config, encoder: ChatEncoder, result: PreflightResult) -> 
 
 
 def _roles_that_answer(cfg: Config, encoder: ChatEncoder) -> tuple[str, ...]:
-    """Return the roles of messages that may stand between two turns."""
+    """Return the roles of messages that may occur between two turns."""
     rollout = cfg.actor_rollout_ref.rollout
     users_speak = encoder.row_tools.has_step or not rollout.multi_turn.place or rollout.agent.own
     return (("tool",) if encoder.tools else ()) + (("user",) if users_speak else ())
 
 
 def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[str]:
-    """Yield a problem if the model lacks tokens that the policy may write."""
+    """Yield a problem if the model lacks tokens that the policy may generate."""
     size, written = config.get_text_config().vocab_size, encoder.vocab_size
     if size < (written := min(written, encoder.model_vocab_size or written)):
         yield (
@@ -317,13 +318,13 @@ def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[
 
 
 def _or_none(spec: ModelSpec) -> str:
-    """Return the alternative for a model that does not fit: without the key, critic and reference are the policy."""
+    """Return the alternative to an unsuitable model: without the key, critic and reference are the policy."""
     is_needed = spec.section.startswith(("distillation.", "reward"))
     return "" if is_needed else ", or leave the key out to start from the policy"
 
 
 def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightResult) -> Iterator[str]:
-    """Yield problems of a model whose tokens differ from the policy's, so that log-probs mean nothing."""
+    """Yield problems of a model whose tokens differ from the policy's, so that its log-probs are meaningless."""
     named, encoder, passes = f"{spec.section}.path={spec.path}", chat_encoder(cfg), make_step_passes(cfg)
     try:
         # The template is unused, and a base model may have none.
@@ -355,7 +356,7 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightRe
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, tuple[int, int]]:
-    """Return the sizes, other than the actor's, by which the heads of the policy are divided, and of rings."""
+    """Return the sizes by which the policy's heads are divided, other than the actor's, and ring sizes."""
     rollout, models = cfg.actor_rollout_ref.rollout, specs_of(cfg, get_device(cfg.trainer.device)).values()
     sizes = {spec.ulysses_key: spec.ulysses_and_ring for _, spec in models if spec.is_copy}
     if ENGINES[rollout.name].tensor_parallel:

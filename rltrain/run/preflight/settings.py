@@ -41,7 +41,7 @@ def preflight(loaded: LoadedConfig) -> PreflightResult:
     result.notes += other_meanings(loaded)
     result.notes += _chosen_engine(loaded)
     check_versions(cfg, result)
-    # An error of one check does not hide the result of the other.
+    # An error in one check does not hide the result of the other.
     for check in (_plugins, check_models):
         try:
             check(cfg, result)
@@ -61,7 +61,7 @@ def check_versions(cfg: Config, result: PreflightResult) -> None:
 
 
 def _plugins(cfg: Config, result: PreflightResult) -> None:
-    # First, because a library may register names that the other keys use.
+    # First, because a library may register names that other keys use.
     import_libraries(EXTERNAL_LIB, cfg.actor_rollout_ref.model.external_lib)
     result.problems += check_plugins(cfg)
     for key in plugin_keys():
@@ -73,7 +73,7 @@ def _plugins(cfg: Config, result: PreflightResult) -> None:
 
 
 def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
-    """Yield a note on an engine that the user has not chosen. On a CPU, hf is the expected one."""
+    """Yield a note on an engine that the user did not choose (on a CPU not for hf, which is expected there)."""
     config, key = loaded.config, "actor_rollout_ref.rollout.name"
     if key in loaded.explicit:
         return
@@ -130,13 +130,13 @@ def _engine_arguments(cfg: Config) -> Iterator[str]:
 
 
 def check_devices(loaded: LoadedConfig) -> Iterator[str]:
-    """Yield problems of requested devices that do not exist. Other nodes are not known yet."""
+    """Yield problems of requested devices that do not exist on this node. Other nodes are not known yet."""
     trainer, address = loaded.config.trainer, cluster_address(loaded.config.cluster)
     device = get_device(trainer.device)
     if device.is_cpu:
         # A worker takes one CPU slot. rltrain sets enough of them unless the user has set a number.
         slots = loaded.config.ray_kwargs.ray_init.get("num_cpus")
-        # The machine has accelerators that torch cannot use. Training silently on the CPU would be worse than an error.
+        # The machine has accelerators that torch cannot use. An error is better than silently training on the CPU.
         if trainer.device == "auto" and devices_here("auto", none=0):
             yield (
                 f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} "
@@ -150,7 +150,7 @@ def check_devices(loaded: LoadedConfig) -> Iterator[str]:
             )
         return
     have = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
-    # This machine may be a login node, so its devices do not tell about the cluster.
+    # This machine may be a login node without the cluster's devices.
     if address:
         if not device.count and "trainer.n_gpus_per_node" not in loaded.explicit:
             yield f"trainer.n_gpus_per_node is not set, and {have} to count. Say how many each node has."

@@ -1,8 +1,7 @@
-"""A small copy of a model: the class and layer types of its configuration, with small widths and random weights.
-
-Only a computation can show whether rltrain computes a model family as transformers does, and a 72B model cannot be
-tried at the start of a run. Families differ in their code and layer types, not in widths. So widths shrink by field
-name, and only layers that differ from each other stay. Trained weights start so large that a mistake shows.
+"""A small copy of a model: same class and layer types, but small widths and random weights. Only a computation can show
+whether rltrain computes a family as transformers does, but a 72B model cannot be tried at the start of a run. Families
+differ in code and layer types, not in widths. So widths are reduced by field name, and only layers that differ from
+each other are kept. Weights are initialized large enough to reveal mistakes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rltrain.models.load import model_kind, without_dropout
 
 HIDDEN, _HEADS, _HEAD_SIZE, VOCABULARY = 128, 4, 32, 64
-# Sizes by the end of a field's name; the first match counts. Fields that are absent, None or 0 stay.
+# Sizes by suffix of the field name; the first match counts. Fields that are absent, None or 0 are kept.
 _SIZES = {
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "heads": _HEADS, "n_head": _HEADS,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24, "linear_key_head_dim": 16,
@@ -27,7 +26,7 @@ _SIZES = {
     "intermediate_size_mlp": 64, "ffn_dim": 64, "n_inner": 64, "ffn_hidden_size": 64, "ffn_embed_dim": 64,
     "expert_ffn_hidden_size": 64, "embed_dim": HIDDEN,
 }  # fmt: skip
-# Upper limits; smaller values stay.
+# Upper limits; smaller values are kept.
 _LIMITS = {
     "key_value_heads": 2, "num_kv_heads": 2, "linear_num_key_heads": 2, "experts_per_tok": 2, "experts_per_token": 2,
     "moe_topk": 2, "moe_k": 2, "num_experts": 8, "num_local_experts": 8, "routed_experts": 8, "zero_expert_num": 2,
@@ -36,7 +35,7 @@ _LIMITS = {
     "num_dense_layers": 1, "num_layers_per_stack": 2,
 }  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-# Periods with which the layer type changes.
+# Periods of layers after which the layer type changes.
 _PERIODS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "no_rope_layer_interval")
 _MOST_LAYERS = 8
 _MOST_WEIGHTS = 40_000_000
@@ -61,7 +60,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 def random_model(config: PretrainedConfig, *, decoder_only: bool, trust_remote_code: bool) -> PreTrainedModel:
     """Return a plain model on the CPU in float32. The state of torch's random generator does not change.
 
-    Matrices keep the scale of their inputs, and every other weight differs from its initial value.
+    Matrices preserve the scale of their inputs, and all other weights differ from their initial values.
     """
     kind = model_kind(config, decoder_only)
     if (count := _num_weights(kind, config, trust_remote_code)) > _MOST_WEIGHTS:
@@ -96,7 +95,7 @@ def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
     layers = _kept_layers(fields, own_fields, fields[depth]) if depth else []
     for name, value in fields.items():
         setattr(config, name, len(layers) if name == depth else _small(name, value, fields, depth, layers))
-        # Widths between a tower and the decoder are multiples of widths, and have various names.
+        # Widths between a tower and the decoder are multiples of other widths, under various names.
         if not is_decoder and name.endswith("hidden_size") and isinstance(value, int):
             setattr(config, name, HIDDEN)
     if is_decoder and fields.get("qk_rope_head_dim"):
@@ -109,7 +108,7 @@ def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
         rope.setdefault("mrope_section", _sections(rope, fields))
     _one_head_each(config, fields)
     if any(own_fields.values()):
-        # Twice the usual size shows a mistake as well as any other size.
+        # Twice the usual size reveals mistakes as well as any other size.
         config.per_layer_config = {
             place: {name: getattr(config, name) * (2 if name == "head_dim" else 1) for name in own_fields[layer]}
             for place, layer in enumerate(layers)
@@ -117,7 +116,7 @@ def _shrink(config: PretrainedConfig, is_decoder: bool) -> None:
 
 
 def _small(name: str, value: Any, fields: dict[str, Any], depth: str | None, layers: list[int]) -> Any:
-    """Return the value of field ``name`` in a small config. fields: all fields. layers: the layers that stay."""
+    """Return the value of field ``name`` in a small config. fields: all fields. layers: the kept layers."""
     if isinstance(value, list) and depth and len(value) == fields[depth]:
         return [_size_of(name, value[layer]) for layer in layers]
     if name.endswith(("_token_id", "_token_index")):
@@ -136,7 +135,7 @@ def _small(name: str, value: Any, fields: dict[str, Any], depth: str | None, lay
 
 
 def _one_head_each(config: PretrainedConfig, fields: dict[str, Any]) -> None:
-    """Keep the kinds of attention: multi-head attention and multi-query attention stay so."""
+    """Keep the kind of attention: multi-head and multi-query attention stay what they are."""
     for heads, shared in (
         ("num_attention_heads", "num_key_value_heads"),
         ("linear_num_value_heads", "linear_num_key_heads"),
@@ -176,7 +175,7 @@ def _take_own_fields(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
 
 
 def _kept_layers(fields: dict[str, Any], own_fields: dict[int, dict[str, Any]], depth: int) -> list[int]:
-    """Return the first layers up to where every type has occurred, or if these are many, one of each type."""
+    """Return the first layers until every type has occurred, or one layer of each type if these are too many."""
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == depth]
     lists += [[own_fields.get(layer) for layer in range(depth)]]
     kinds = [tuple(map(str, kind)) for kind in zip(*lists, strict=True)]
@@ -184,7 +183,7 @@ def _kept_layers(fields: dict[str, Any], own_fields: dict[int, dict[str, Any]], 
     periods = [fields.get(name) or 1 for name in _PERIODS] + [min(fields.get("first_k_dense_replace") or 0, 1) + 1]
     last = max(firsts[-1] + 1, 2, *periods)
     layers = list(range(min(last, depth))) if last <= _MOST_LAYERS else firsts
-    # The second half reads the keys and values of the first half.
+    # Layers in the second half read keys and values of the first half.
     return [*layers, *layers] if fields.get("num_kv_shared_layers") else layers
 
 
@@ -207,6 +206,6 @@ def _half(rope: dict[str, Any], fields: dict[str, Any]) -> int:
 
 
 def _sections(rope: dict[str, Any], fields: dict[str, Any]) -> list[int]:
-    """Return the frequencies of time, height and width. Model code has defaults for the usual head sizes only."""
+    """Return the frequencies of time, height and width. Model code has defaults only for the usual head sizes."""
     half = _half(rope, fields)
     return [half - 2 * (half // 3), half // 3, half // 3]

@@ -22,7 +22,7 @@ _INK = "#8b929a"
 _AXIS_TEXT = {"text_color": _INK, "text_font_size": "11px"}
 _THEME = {
     "Plot": {"background_fill_alpha": 0, "border_fill_alpha": 0, "outline_line_alpha": 0, "toolbar_location": "right"},
-    # No drag tool is active, because on a phone it would prevent scrolling.
+    # No drag tool is active, because it would prevent scrolling on a phone.
     "Toolbar": {"active_drag": None, "autohide": True, "logo": None},
     "Title": {"text_color": _INK, "text_font_size": "13px", "text_font_style": "normal"},
     "Axis": {
@@ -41,7 +41,7 @@ _THEME = {
 }
 _TEMPLATE = Path(__file__).with_name("page.html")
 _HEIGHT, _LEGEND_ROW = 230, 16
-# Noisy lines need visible points, but in a long line they would merge into a band.
+# Noisy lines need visible points, which in a long line would merge into a band.
 _MOST_MARKED = 40
 
 
@@ -81,7 +81,8 @@ class Section:
 
 
 def line_chart(title: str, lines: Sequence[Line], unit: str = "", x_label: str = "step", **settings: Any) -> Any:
-    """Return a line chart over steps (or ``x_label``), with values on hover. settings: of `bokeh.plotting.figure`."""
+    """Return a line chart over steps (or ``x_label``), with values on hover. settings: arguments of
+    `bokeh.plotting.figure`."""
     chart, drawn = _new_chart(title, unit, len(lines), **settings), []
     chart.xaxis.axis_label = None if x_label == "step" else x_label
     for line, colour in zip(lines, cycle(COLOURS), strict=False):
@@ -93,7 +94,7 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", x_label: str =
         if len(x) <= _MOST_MARKED:
             chart.scatter(x=x, y=y, color=colour, size=4, **named)
     if lines and not any(np.any(line.y) for line in lines):
-        chart.y_range.start = 0  # otherwise a share that is always 0 gets an axis from -1
+        chart.y_range.start = 0  # otherwise a share that is always 0 would get an axis from -1
     return _finished(chart, drawn, [(x_label, "@x"), ("$name", "@y{0.[0000]a}")])
 
 
@@ -134,7 +135,7 @@ def save_page(file: Path, title: str, subtitle: str, sections: Sequence[Section]
 def _new_chart(title: str, unit: str, num_lines: int, **settings: Any) -> Any:
     from bokeh.plotting import figure
 
-    # Labels of the legend stand below each other, because on a phone several of them do not fit into a row.
+    # Legend labels are stacked, because several do not fit into a row on a phone.
     height = _HEIGHT + _LEGEND_ROW * (num_lines if num_lines > 1 else 0)
     return figure(title=title, height=height, sizing_mode="stretch_width", tools="box_zoom,reset,save",
                   y_axis_label=unit or None, **settings)  # fmt: skip

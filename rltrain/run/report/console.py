@@ -18,7 +18,7 @@ from rltrain.common import logs
 
 log = logging.getLogger(__name__)
 
-# Metrics shown for a step, in this order. A narrow terminal omits the last ones.
+# Metrics shown for a step, in this order. On a narrow terminal the last ones are omitted.
 SHOWN = {
     "train/loss": "loss", "critic/score/mean": "score", "reward/error_rate": "reward_errors", "actor/kl_loss": "kl",
     "actor/reward_kl_penalty": "kl_in_reward", "response_length/mean": "length", "actor/entropy": "entropy",
@@ -34,7 +34,7 @@ _VALIDATION = re.compile(r"(val-core/.*)/((?:mean|best|maj|worst|std|pass)@.*)")
 class _Phase(ProgressColumn):
     """Column with the running phase and its seconds."""
 
-    # Drawn at every refresh: the seconds of a phase advance while the bar stands still.
+    # Drawn at every refresh, because the seconds of a phase advance between steps.
     max_refresh = None
 
     def render(self, task: Task) -> Text:
@@ -53,7 +53,8 @@ class _Bar(Progress):
 
 
 class Console:
-    """Terminal output. Every step goes to train.log, and to the terminal if ``shown``. Validation lines stay."""
+    """Terminal output. Steps are written to train.log, and to the terminal if ``shown``. Validation lines stay
+    visible."""
 
     def __init__(self, first_step: int, total_steps: int, *, shown: bool) -> None:
         self._total = total_steps
@@ -69,7 +70,7 @@ class Console:
         logs.show_steps(shown and self._bar is None)
 
     def phase(self, name: str) -> None:
-        """Show that phase ``name`` of a step begins."""
+        """Show that phase ``name`` of a step starts."""
         if self._bar:
             self._bar.update(self._task, phase=name, since=time.monotonic())
 
@@ -79,7 +80,7 @@ class Console:
             fields = shown(metrics)
             self._steps.append(metrics)
             left = timedelta(seconds=round(seconds_left(self._steps, self._total - step)))
-            # Logged even with a bar, because train.log has every step; `show_steps` decides about the terminal.
+            # Logged even with a bar, because train.log has every step; `show_steps` controls the terminal.
             logs.STEPS.info("step %s  %s", place, "  ".join((*fields, f"left={left}")))
             if self._bar:
                 self._bar.numbers = fields
@@ -111,7 +112,7 @@ def seconds_left(steps: Sequence[Mapping[str, float]], num_steps: int) -> float:
 
 
 def validation_lines(metrics: dict[str, float]) -> dict[str, list[str]]:
-    """Return (data source and variable) -> its measured numbers."""
+    """Return the metrics of each data source and variable."""
     lines: dict[str, list[str]] = {}
     for key, value in metrics.items():
         if key.startswith("val/loss"):

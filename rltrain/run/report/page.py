@@ -1,7 +1,7 @@
 """report.html: a run as one page that opens offline in any browser.
 
-A table of means hides a tail, a collapse, or malformed responses. The page is one file made from the run folder, at the
-end of a run or at any time. Parts without data are omitted. It draws no conclusions; alarms do that during the run.
+A table of means would hide tails, collapses and malformed responses. The page is one file made from the run folder, at
+the end of a run or at any time. Parts without data are omitted. It draws no conclusions; alarms do that during the run.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def warnings_of(run: Path) -> list[tuple[str, str, int]]:
 
 
 def _answers(run: Path, settings: Mapping[str, Any]) -> Section:
-    """Return some responses of the newest validation and the newest step: wrong and right ones, if there are both."""
+    """Return some responses of the newest validation and the newest step, wrong and right ones if both exist."""
     section = Section("Answers", "A few of the saved responses; rltrain view RUN shows all.")
     for split, name in (("val", "validation"), ("train", "training")):
         try:
@@ -175,7 +175,7 @@ def _answers(run: Path, settings: Mapping[str, Any]) -> Section:
 
 
 def _chosen(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return some rows, half of them wrong and half right if there are enough, each of another prompt if possible."""
+    """Return some rows, half wrong and half right if there are enough, each of a different prompt if possible."""
     right, half = frame.apply(is_right, axis=1), _MOST_ANSWERS // 2
     bad, good = different_prompts_first(frame[~right]), different_prompts_first(frame[right])
     return pd.concat([bad[: max(half, _MOST_ANSWERS - len(good))], good[: max(half, _MOST_ANSWERS - len(bad))]])

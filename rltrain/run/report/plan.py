@@ -16,7 +16,7 @@ from rltrain.trainer.plan import ImageSizes, Plan
 
 
 def describe(plan: Plan, config: Config) -> str:
-    """Return the plan as text. An evaluation makes no step and uses only the policy and a reward model."""
+    """Return the plan as text. An evaluation has no steps and uses only the policy and a reward model."""
     trains = plan.passes.trains
     rows = [
         *([("algorithm", _algorithm(plan, config))] if trains else []),
@@ -34,7 +34,7 @@ def describe(plan: Plan, config: Config) -> str:
 
 
 def _training(plan: Plan, config: Config) -> list[tuple[str, str]]:
-    """Return the rows that only training has."""
+    """Return the rows that apply only to training."""
     return [
         ("data-parallel", f"{plan.ranks['actor']} (sequence-parallel {plan.sequence_parallel_size}, "
          f"tensor-parallel {plan.tensor_parallel_size}, at most "
@@ -80,7 +80,7 @@ def _device(config: Config) -> str:
 
 def _micro_batches(plan: Plan, config: Config) -> list[str]:
     """Return the budgets of the passes of a step. Passes with equal budgets share a line."""
-    # Note for models with another number of data-parallel ranks than the actor.
+    # Note for models whose number of data-parallel ranks differs from the actor's.
     others = {ranks: f", of which there are {ranks}" for ranks in {*plan.ranks.values()} - {plan.ranks["actor"]}}
     sharing: dict[tuple[PassBudget, int], list[str]] = {}
     for name, step_pass in PASSES.items():
@@ -150,7 +150,7 @@ def _judging(config: Config, beside: str) -> str:
 def _images(plan: Plan, images: ImageSizes) -> str:
     budget = plan.budgets["update_actor"]
     most = budget.max_rows or (budget.max_samples or 0) * images.most_rows
-    # In one model family, every token stands for the same number of patches.
+    # In a model family, every token represents the same number of patches.
     most = most or (budget.max_tokens or 0) * images.most_rows // images.most_tokens
     most = min(most, plan.prompts_per_mini_batch * images.most_rows)  # each image is counted once
     return (

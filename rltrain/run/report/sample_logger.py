@@ -45,8 +45,8 @@ def keeps_samples(trainer: TrainerConfig) -> bool:
 class SampleLogger(Callback):
     """Callback that sends samples to the writer by reference.
 
-    Only the texts of ``log_val_generations`` come into this process. Each kind of error is logged once, and the end of
-    the run lists the steps whose samples are missing.
+    Only the texts of ``log_val_generations`` are fetched into this process. Each kind of error is logged once, and
+    steps with missing samples are listed at the end of the run.
     """
 
     def __init__(self, cfg: TrainerConfig, folder: Path, writer: WriterProcess, tracker: Tracker) -> None:
@@ -61,7 +61,7 @@ class SampleLogger(Callback):
         """Submit the samples for writing, as configured."""
         before = self._bytes_through_driver
         self._submit("train", made)
-        # References to the responses pass through this process too.
+        # References to the responses also pass through this process.
         per_sample = (self._bytes_through_driver - before) / len(made.samples)
         return {"perf/driver_bytes_per_sample": made.metrics["perf/driver_bytes_per_sample"] + per_sample}
 
@@ -79,7 +79,7 @@ class SampleLogger(Callback):
         due = cfg.samples_freq > 0 and (split == "val" or step % cfg.samples_freq == 0)
         num_prompts = len(samples) // answers_per_prompt
         chosen = _spread(num_prompts, cfg.samples_max_prompts if due else 0)
-        # verl's format has all responses, so all texts are fetched then; `kept` selects the ones for the table.
+        # verl's format has all responses, so all texts are fetched then; `kept` selects texts for the table.
         prompts = np.arange(num_prompts) if data_dir else chosen
         if not len(prompts):
             return
@@ -94,7 +94,7 @@ class SampleLogger(Callback):
 
     def _log_examples(self, answered: Answered) -> None:
         step, answers_per_prompt = answered.step, answered.answers_per_prompt
-        # The same prompts at every validation.
+        # The same prompts in every validation.
         prompts = _spread(len(answered.samples) // answers_per_prompt, self._cfg.log_val_generations)
         if not len(prompts):
             return
@@ -114,7 +114,7 @@ class SampleLogger(Callback):
             raise_if_lost()
             outcomes += self._writer.flush(_LOOK_S)
         if problems := [outcome.problem for outcome in outcomes if outcome.problem]:
-            raise DiskError(f"{file} could not be written: {problems[0]}. Fix that, and run the same command again.")
+            raise DiskError(f"{file} could not be written: {problems[0]}. Fix that and rerun the command.")
 
     def written(self, step: int, wait_s: float) -> bool:
         """Return whether the samples of steps up to ``step`` are written within ``wait_s``.
@@ -139,7 +139,7 @@ class SampleLogger(Callback):
         for result in results:
             if result.problem:
                 self._missing.setdefault(result.split, []).append(result.step)
-                # Numbers, as in file names and sizes, do not make a new kind of error.
+                # Different numbers, as in file names and sizes, are not a new kind of error.
                 if (kind := re.sub(r"\d+", "", result.problem)) not in self._logged_problems:
                     self._logged_problems.add(kind)
                     log.warning("step %d, %s: responses are not saved: %s", result.step, result.split, result.problem)
@@ -167,7 +167,7 @@ def _spread(count: int, most: int) -> Ids:
 def _job(
     split: str, step: int, samples: Samples, prompts: Ids, answers_per_prompt: int, most: int | None = None
 ) -> SampleJob:
-    """Return the job for the responses (at most ``most`` each) to some prompts, in as few bytes as possible."""
+    """Return a compact job for the responses (at most ``most`` each) to some prompts."""
     each = min(answers_per_prompt, most or answers_per_prompt)
     ids = (prompts[:, None] * answers_per_prompt + np.arange(each)).ravel()
     names = [name for name in _NUMBERS if name in samples.numbers]
@@ -190,7 +190,7 @@ def _narrow(values: NDArray[Any], *, exact: bool = True) -> NDArray[Any]:
         # Counts, lengths and ids are never negative.
         return values.astype(np.min_scalar_type(int(values.max())))
     if values.dtype == np.float64:
-        # A score beyond float32 becomes infinite, is then not equal, and stays float64.
+        # A score beyond float32 becomes infinite, and so differs and is stored as float64.
         with np.errstate(over="ignore"):
             small = values.astype(np.float32)
         return small if not exact or np.array_equal(small, values, equal_nan=True) else values

@@ -1,8 +1,8 @@
 """Writing of samples to disk in a separate process, which fetches their texts.
 
 Texts of a step can be many megabytes, and Parquet takes seconds, so neither passes through the driver. The driver sends
-references and numbers, and never waits. If the writer cannot keep up, jobs wait, then the oldest are dropped with a
-warning. torch and other slow imports are avoided, because they would delay the start of the process.
+references and numbers, and never waits. If the writer cannot keep up, jobs are queued, then the oldest are dropped with
+a warning. torch and other slow imports are avoided, because they would delay the start of the process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from rltrain.run.report.samples import one_line, without_middle
 log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
-# Maximum number of jobs in the process, which writes them one by one, and of the newest jobs that wait here. Each holds
-# the texts of a step in Ray's store.
+# Maximum number of jobs in the process, and of queued jobs. Each keeps the texts of a step in Ray's store.
 MOST_AT_ONCE, MOST_WAITING = 4, 12
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
-# A disk counts as full with less than this, or with less than a hundredth of its size.
+# A disk counts as full with less free space than this, or than a hundredth of its size.
 _FULL_BYTES = 64 << 20
 # Characters of a conversation. Its whole text is the response.
 _MOST_CHARS, _LEAST_CHARS = 200_000, 200
@@ -58,14 +57,14 @@ class SampleJob:
     """[p]: row numbers in the data."""
     each: int
     texts: list[tuple[list[Any], Array, Array]]
-    """Lists of texts by reference (in a list, so that Ray does not fetch them), their rows, and their indices among the
-    responses.
+    """References to lists of texts (in a list, so that Ray does not fetch them), their rows, and their indices among
+    the responses.
     """
     numbers: dict[str, Array]
-    """Scores, lengths and other numbers per response. An array of length 1 is the value of all."""
+    """Scores, lengths and other numbers per response. An array of length 1 applies to all."""
     kept: Array
     parquet: Path | None = None
-    """File for the prompts that are ``kept`` [p]."""
+    """File for the prompts selected by ``kept`` [p]."""
     json_lines: Path | None = None
     """File for all prompts, in verl's format."""
 
@@ -89,7 +88,8 @@ class Written:
 class SampleWriter:
     """Writer of the files of jobs. Texts may hold anything that a model, a scorer or a data file contains.
 
-    rows, prompts: by split. tokenizer: of the tokenizers package, to decode prompts (None: messages are shown).
+    rows, prompts: mappings by split. tokenizer: a tokenizer of the tokenizers package to decode prompts (None: messages
+    are shown).
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class SampleWriter:
         columns |= _conversations(answers.tolist())
         columns |= {name: values for name, values in numbers.items() if not name.startswith(c.SCORER)}
         if c.NUM_TURNS in columns:
-            # Metrics and extra_info count turns as verl does (prompt and replies too); this column counts the policy's.
+            # Metrics and extra_info count turns as verl does (including prompt and replies); this column counts the
+            # policy's turns.
             columns["policy_turns"] = columns[c.NUM_TURNS]
         columns["finish_reason"] = reasons
         for name, values in numbers.items():
@@ -161,7 +162,7 @@ class SampleWriter:
         }
 
     def _decoded(self, split: str, row: int, **options: bool) -> str:
-        """Return the prompt as the model saw it, or its messages if there is no tokenizer."""
+        """Return the prompt as tokenized for the model, or its messages if there is no tokenizer."""
         if self._tokenizer is None:
             return "\n".join(f"{turn['role']}: {_text(turn['content'])}" for turn in self._rows[split][row].prompt)
         return self._tokenizer.decode(self._prompts[split].short(row).tolist(), **options)
@@ -191,7 +192,8 @@ class SampleWriter:
 
 
 def _conversations(answers: Sequence[str]) -> dict[str, list[str]]:
-    """Return the messages after the prompt as JSON, and the error of failed ones. Empty without several turns."""
+    """Return the messages after the prompt as JSON, and the errors of failed trajectories. Empty for single-turn
+    responses."""
     told = [answer.trajectory_info if isinstance(answer, AnswerText) else {} for answer in answers]
     if not any("messages" in each for each in told):
         return {}
@@ -202,7 +204,7 @@ def _conversations(answers: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _bounded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose long texts have lost their middle."""
+    """Return messages with the middle of long texts removed."""
     most = max(_LEAST_CHARS, _MOST_CHARS // max(1, len(messages)))
     return [
         {
@@ -262,13 +264,13 @@ class WriterProcess:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # Workers may hold every CPU slot of a local Ray, and an actor that requests one would wait forever. Ray's
-        # restarts would not report lost jobs.
+        # No CPU slot, because workers may hold all slots of a local Ray. No restarts by Ray, which would not report
+        # lost jobs.
         actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=this_node)
         self._actor: Any = actor.remote(*self._given)
 
     def submit(self, job: SampleJob) -> list[Written]:
-        """Queue ``job`` for writing, and drop the oldest waiting job if there are too many.
+        """Queue ``job`` for writing, and drop the oldest queued job if there are too many.
 
         Returns the outcomes of earlier jobs so far.
         """
@@ -291,7 +293,7 @@ class WriterProcess:
         calls = list(self._running)
         ready = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
         outcomes = []
-        # In the order of submission: the first failed call of a dead process is the one it was running.
+        # In order of submission, because the first failed call of a dead process is the one that it was running.
         for call in [running for running in calls if running in ready]:
             # Calls of a dead process are submitted again; their errors do not count as another death.
             if call not in self._running:
@@ -348,7 +350,7 @@ class WriterProcess:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the likely reason why the writer process died twice on a job."""
+    """Return the likely reason why a job ended the writer process twice."""
     full = [folder for folder in (tempfile.gettempdir(), "/dev/shm") if Path(folder).is_dir() and _is_full(folder)]
     if full:
         return f"the disk of {full[0]} is full, and the process that writes them cannot live"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _FILE = re.compile(r"(train|val)_(\d+)\.parquet")
-# Columns at the head of a sample, and texts; all others are numbers.
+# Columns shown in the header of a sample, and texts; all others are numbers.
 HEAD = ("step", "data_source", "row", "index", "sample")
 _TEXTS = ("question", "prompt", "answer", "messages", "ground_truth", "reward_error", "agent_failed")
 # Maximum number of parts of a conversation on one line. The first and the last are shown.
@@ -29,7 +29,7 @@ _LABEL_CHARS = 500
 def is_right(sample: Mapping[str, Any]) -> bool:
     """Return whether a sample is right, by ``acc`` if the scorer returns it, else by the score."""
     acc = sample.get("acc")
-    # In a table, a number that a row lacks is NaN, which differs from itself. A text has no meaning here.
+    # A missing number in a table is NaN, which differs from itself. Texts are ignored.
     return float(sample["score"] if acc is None or isinstance(acc, str) or acc != acc else acc) > 0
 
 
@@ -64,7 +64,7 @@ def _parts(sample: Mapping[str, Any]) -> list[str]:
             call = " ".join(filter(None, [message.get("name"), _values(message.get("arguments", ""))]))
             texts = as_text(message["content"])
             parts.append(f"[{call} = {texts}]" if call else f"[{texts}]")
-        elif following.get("role") != "tool":  # otherwise the call is shown with its result
+        elif following.get("role") != "tool":  # otherwise the call is shown together with its result
             parts.append(message["content"])
     return parts or [sample["answer"]]
 
@@ -77,9 +77,10 @@ def shorten(text: str, width: int) -> str:
 
 
 def without_middle(text: str, most: int, how: str = "") -> str:
-    """Return start and end of ``text``, ``most`` characters in all, around the number of omitted characters.
+    """Return start and end of ``text`` (``most`` characters in total), with the number of omitted characters in
+    between.
 
-    how: a hint on how to see them.
+    how: hint on how to see the rest.
     """
     cut = len(text) - most
     middle = f"\n… {cut:,} characters left out{how} …\n"
@@ -109,7 +110,7 @@ def sample_steps(run: Path, split: str) -> dict[int, Path]:
         kind = "validation" if split == "val" else "training"
         hint = "data.val_files and " if split == "val" else ""
         raise DataError(
-            f"{run}/samples has no responses of {kind}. Give the folder of a run with {hint}trainer.samples_freq=1."
+            f"{run}/samples has no responses from {kind}. Give the folder of a run with {hint}trainer.samples_freq=1."
         )
     return dict(sorted((int(match[2]), file) for match, file in matches))
 
@@ -132,14 +133,14 @@ def read_samples(run: Path | str, step: int | None = None, split: str = "train")
 
 
 def different_prompts_first(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows in their order, but the first row of every prompt before the second row of any."""
+    """Return the rows in order, but with the first row of every prompt before any second row."""
     return frame.loc[frame.groupby("row").cumcount().sort_values(kind="stable").index]
 
 
 def texts_of(sample: Mapping[str, Any], most: int, how: str = "") -> list[tuple[str, str]]:
     """Return prompt, response (or messages) and ground truth, each with its label.
 
-    Texts of more than ``most`` characters lose their middle. how: a hint on how to see it.
+    Texts of more than ``most`` characters lose their middle. how: hint on how to see the rest.
     """
 
     def columns(*names: str) -> list[tuple[str, str]]:

@@ -17,13 +17,13 @@ from rltrain.common.storage import json_lines
 from rltrain.config.passes import step_phases
 
 METRICS = "metrics.jsonl"
-# Increase of the truncated share that is more than chance in a few steps.
+# Increase of the truncated share that is not due to chance in a few steps.
 _RISE = 0.1
 PHASES = ("generate_sequences", "reshard", "judge", *step_phases(), "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),
-    # Only the wait: a save is written during the next steps.
+    # Only the waiting time, because a save is written during the next steps.
     ("save_checkpoint", "timing_s/save_checkpoint", "seconds that steps wait for a save"),
     ("testing", "timing_s/testing", "seconds"),
     ("throughput", "perf/throughput", "tokens/s/device, prompt and response, whole step"),
@@ -50,7 +50,7 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
 def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
     """Return a title, and one row per metric.
 
-    A row holds label, unit, mean over the steps that have the metric, largest value, its step, and share of a step.
+    A row has label, unit, mean over the steps that have the metric, largest value, its step, and share of a step.
     """
     steps = [line for line in lines if "timing_s/step" in line]
     # The first step compiles, allocates and fills caches. With two steps, both are counted.
@@ -61,7 +61,7 @@ def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, floa
     whole = pd.DataFrame(counted).get("timing_s/step", pd.Series(dtype=float)).mean()
     rows = []
     for label, key, unit in ROWS:
-        # Saving and testing happen in few steps, perhaps only in the first.
+        # Saving and testing occur in few steps, perhaps only in the first.
         outside = key in ("timing_s/save_checkpoint", "timing_s/testing")
         frame = pd.DataFrame(lines if outside else counted)
         if key in frame and frame[key].notna().any():
@@ -119,8 +119,8 @@ def learning_summary(lines: list[dict[str, Any]]) -> str:
 
 
 def _ends(values: list[float]) -> tuple[float, float, str]:
-    """Return the means of the first and the last tenth of the steps, and the number of those steps as text."""
-    # Single steps are too noisy to show learning.
+    """Return the means of the first and last tenth of the steps, and the number of these steps as text."""
+    # Single steps are too noisy to show a trend.
     tenth = max(1, len(values) // 10)
     steps = "step" if tenth == 1 else f"{tenth} steps"
     return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth, steps
@@ -151,10 +151,10 @@ def _look(run: Path) -> str:
 
 
 def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
-    """Return a warning if no response earned more than 0, or all earned the same; else ""."""
+    """Return a warning if no response scored above 0, or all scored the same; else ""."""
     scores = pd.DataFrame(lines).reindex(columns=["critic/score/min", "critic/score/max"])
     least, most = scores["critic/score/min"].min(), scores["critic/score/max"].max()
-    # A negative maximum gives no warning by itself: a reward model may have only negative scores.
+    # A negative maximum alone causes no warning, because a reward model may return only negative scores.
     if pd.isna(most) or most not in (least, 0):
         return ""
     return f"{f'every response earned {most:g}' if most == least else 'no response earned more than 0'}; {_look(run)}"
@@ -167,7 +167,7 @@ def report(run: Path) -> str:
 
 
 def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
-    # By number, because "100" sorts before "20".
+    # Sorted by number, because "100" sorts before "20" as text.
     exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     exported = [f"exported model: {exports[-1]}"] if exports else []
     remarks = learning_summary(lines), nothing_earned(run, lines), mostly_truncated(run, lines)

@@ -1,6 +1,6 @@
 """The trackers of ``trainer.logger``: thin wrappers of packages, which `Tracker` calls in threads.
 
-accelerate.tracking is not used: it needs global state and supports neither tables nor resumed runs.
+accelerate.tracking is not used, because it needs global state and supports neither tables nor resumed runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RunInfo:
 
 
 class Sink:
-    """Base class of trackers, by default with the interface of wandb. run_id: the id that a resumed run continues."""
+    """Base class of trackers, by default with the interface of wandb. run_id: id of the tracker's run, by which a
+    resumed run continues it."""
 
     run_id: str | None = None
     _run: Any
@@ -65,7 +66,7 @@ class TensorBoard(Sink):
     """TensorBoard tracker of scalars and texts. On resume, events after the resumed step are purged."""
 
     def __init__(self, run: RunInfo) -> None:
-        # Packages are imported where they are used, because they are slow and only the named trackers must be
+        # Packages are imported where they are used, because they are slow, and only the chosen ones have to be
         # installed.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -90,8 +91,8 @@ class TensorBoard(Sink):
 class WandB(Sink):
     """Weights & Biases tracker. Without a login or server, it writes files of offline mode for `wandb sync`.
 
-    wandb silently drops entries whose step is smaller than one it has seen: repeated steps of a resumed run, and
-    entries that are sent late. So wandb counts entries, and the training step is the axis of all plots.
+    wandb silently drops entries whose step is below an earlier one, as in a resumed run or after a retry. So wandb's
+    own step counts entries, and the training step is the axis of all plots.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -100,11 +101,11 @@ class WandB(Sink):
         self._table = lambda columns, rows: wandb.Table(columns=[*columns], data=rows)
         named: dict[str, Any] = {"project": run.project, "name": run.name, "config": run.config, "dir": str(run.folder)}
         named |= {"id": run.run_id, "resume": "allow" if run.run_id else None}
-        # wandb would otherwise capture the terminal, where the bar redraws itself.
+        # otherwise wandb would capture the terminal with the progress bar
         named["settings"] = wandb.Settings(console="off")
         why = ""
         if wandb.setup().settings.mode == "online":
-            # Entries sent after later steps would arrive out of order.
+            # Retried entries would arrive out of order.
             waits = run.run_id and any(folder.name.endswith(f"-{run.run_id}") for folder in unsent_wandb(run.folder))
             why = "earlier steps of this run are not sent yet" if waits else wandb_refusal()
         if not why:
@@ -160,7 +161,7 @@ class MLflow(Sink):
         self._client = MlflowClient()
         if run.run_id:
             self.run_id = run.run_id
-            # An earlier start has set the status to finished or failed.
+            # An earlier attempt has set the status to finished or failed.
             self._client.update_run(run.run_id, status="RUNNING")
             return
         existing = self._client.get_experiment_by_name(run.project)
@@ -194,7 +195,7 @@ class SwanLab(Sink):
         self._table = lambda columns, rows: swanlab.echarts.Table().add(columns, rows)
         named = {"project": run.project, "name": run.name, "config": run.config, "log_dir": str(run.folder / "swanlog")}
         resume = "allow" if run.run_id else "never"
-        # It must neither prompt on the terminal nor record it.
+        # It must neither prompt on the terminal nor capture it.
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         self._run = swanlab.init(**named, id=run.run_id, resume=resume, settings=quiet)
         self.run_id = self._run.id
@@ -218,7 +219,7 @@ class ClearML(Sink):
         self._task = Task.init(project_name=run.project, task_name=run.name, **options)
         self.run_id = self._task.id
         if goes_on:
-            self._task.set_initial_iteration(0)  # steps count from the first start
+            self._task.set_initial_iteration(0)  # steps are counted from the first attempt
         else:
             self._task.connect_configuration(run.config, name="rltrain")
         self._logger = self._task.get_logger()
@@ -252,7 +253,7 @@ class Trackio(Sink):
 
 
 def wandb_login_lacks() -> str:
-    """Return advice on logging in to W&B; "" if there is a login or none is needed. Contacts no server."""
+    """Return advice on logging in to W&B; "" if there is a login or it is not needed. Contacts no server."""
     import wandb
     from requests.utils import get_netrc_auth
 
@@ -269,7 +270,7 @@ def wandb_refusal() -> str:
 
     if lacks := wandb_login_lacks():
         return lacks
-    # By default it prompts on the terminal during training, and older versions do not contact the server.
+    # By default wandb prompts on the terminal during training, and older versions do not contact the server.
     options: dict[str, Any] = {"prompt": False, "verify": True}
     parameters = inspect.signature(wandb.login).parameters
     try:
@@ -292,7 +293,7 @@ TRACKERS: dict[str, type[Sink]] = {
 
 
 def markdown_table(columns: Sequence[str], rows: Rows) -> str:
-    """Return a table as Markdown, one line per row, whatever the cells contain."""
+    """Return a table as Markdown, one line per row for any cell contents."""
     lines = [list(columns), ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 

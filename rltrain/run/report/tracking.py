@@ -1,7 +1,7 @@
 """Logging of metrics: always to metrics.jsonl, and to the console and the trackers of ``trainer.logger``.
 
-A tracker may be down, slow or hang, and none of this may stop or slow a run. So each tracker runs in a separate thread,
-failed entries are retried with growing pauses, and the end of the run waits a bounded time. metrics.jsonl has all
+A tracker that is down, slow or hanging must not stop or slow down a run. So each tracker runs in a separate thread,
+failed entries are retried with growing pauses, and the end of the run waits for a limited time. metrics.jsonl has all
 metrics, unless the run folder stays unwritable until the end.
 """
 
@@ -35,23 +35,23 @@ log = logging.getLogger(__name__)
 MOST_KEPT = 10_000
 # Pauses between attempts.
 _BACKOFF = Backoff(1.0, 300.0)
-# After this many failures in a row, the tracker is down.
+# After this many failures in a row, the tracker counts as down.
 _DOWN_AFTER = 3
-# An entry that failed this often while others succeeded is dropped.
+# An entry that failed this many times while others succeeded is dropped.
 _GIVE_UP_AFTER = 5
 # Seconds that the end of a run waits for trackers, and the end of a failed run.
 CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 # File with the id of the run in each tracker.
 IDS_FILE = "tracking.json"
-# Key in that file of a generated run name.
+# Key of a generated run name in that file.
 _NAME = "run_name"
 
 
 class JsonLines:
     """Appender of one JSON object per step to a file.
 
-    A line that cannot be written is kept and written with a later one, with one warning: that is no reason to stop
-    training, and must not hide another error. Raises an error of `write_error` if the file cannot be opened at the
+    A line that cannot be written is kept and written with a later one, after a single warning, because this must
+    neither stop training nor hide another error. Raises an error of `write_error` if the file cannot be opened at the
     start.
     """
 
@@ -72,7 +72,7 @@ class JsonLines:
 
 
 class Sender(threading.Thread):
-    """Thread that creates and feeds one tracker.
+    """Thread that creates one tracker and sends entries to it.
 
     The first error is logged, and failed entries are retried with growing pauses.
     """
@@ -88,8 +88,8 @@ class Sender(threading.Thread):
         self._tracker, self._make, self._backoff, self._most_kept = name, make, backoff, most_kept
         self._sink: Sink | None = None
         self._changed = threading.Condition()
-        # A dict and not a queue: it keeps the order, and an entry can be removed from the middle. Every call of `put`
-        # creates a new function, so the keys differ.
+        # A dict instead of a queue: it is ordered, and an entry can be removed from the middle. Every call of `put`
+        # creates a new function, so keys are unique.
         self._waiting: dict[Callable[[Sink], None], int] = {}  # entry -> number of failures
         self._finish: Callable[[Sink], None] | None = None
         self._lost = 0
@@ -135,7 +135,7 @@ class Sender(threading.Thread):
                 if sent and finish:
                     finish(self._sink)
                     return
-            # Any error, SystemExit too: if the thread ended, its entries would be lost silently.
+            # Any error, even SystemExit, because if the thread ended, its entries would be lost silently.
             except BaseException as error:  # noqa: BLE001
                 self._warn_once(error)
                 sent = False
@@ -147,16 +147,16 @@ class Sender(threading.Thread):
                     self._changed.wait_for(lambda was=finish: self._finish is not was, timeout=pause_s)  # type: ignore[misc]
 
     def _send(self, entries: list[Callable[[Sink], None]], sink: Sink) -> bool:
-        """Try to send all entries in order. Return whether nothing is left. Raises if the tracker is down."""
+        """Try to send all entries in order. Return whether all were sent. Raises if the tracker is down."""
         failed: list[Callable[[Sink], None]] = []
         in_a_row = 0
-        for send in entries:  # (a full queue may drop some of them meanwhile)
+        for send in entries:  # (a full queue may drop some entries meanwhile)
             try:
                 send(sink)
             except BaseException as error:
                 failed.append(send)
                 in_a_row += 1
-                # Raised before attempts are counted, because entries are not to blame for a tracker that is down.
+                # Raised before attempts are counted, because a tracker that is down is not the entries' fault.
                 if in_a_row == _DOWN_AFTER:
                     raise
                 self._warn_once(error)
@@ -165,7 +165,7 @@ class Sender(threading.Thread):
                 with self._changed:
                     self._waiting.pop(send, None)
         with self._changed:
-            # Attempts count only if another entry was sent, because then the entry itself is refused.
+            # An attempt counts only if another entry was sent, because then the entry itself was refused.
             for send in failed if len(failed) < len(entries) else []:
                 if send in self._waiting:
                     self._waiting[send] += 1
@@ -196,12 +196,12 @@ class Tracker(Callback):
         self._always = JsonLines(run.folder / METRICS)
         # Ids under which a resumed run continues.
         self._ids_file = run.folder / IDS_FILE
-        # A run from step 0 is new: under the old ids its steps would mix with steps of the previous run.
+        # A run from step 0 is new; with the old ids its steps would mix with steps of the previous run.
         self._ids = read_ids(self._ids_file) if run.first_step else {}
         self._ids |= {} if run.chosen else {_NAME: run.name}
         self._ids_lock = threading.Lock()
         self._senders: list[Sender] = []
-        # The summary is kept here, so that a tracker gets all of it at the end, whichever steps have arrived.
+        # The summary is kept here, so that a tracker gets all of it at the end, even if steps were lost.
         self._summary: dict[str, float] = {}
         for line in json_lines(run.folder / METRICS):
             self._summarise(line["step"], line)
@@ -226,14 +226,14 @@ class Tracker(Callback):
     def _make(self, name: str, run: RunInfo) -> Sink:
         sink = TRACKERS[name](run)
         if sink.run_id:
-            # Trackers run in threads, and the last written file must hold all ids.
+            # Trackers run in threads, and the file that is written last must contain all ids.
             with self._ids_lock:
                 self._ids[name] = sink.run_id
                 temporary = self._ids_file.with_suffix(".tmp")
                 try:
                     temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
                     temporary.replace(self._ids_file)
-                # The tracker works; creating it again would start a run with every attempt.
+                # The tracker works; creating it again would start a new run with every attempt.
                 except OSError as error:
                     log.warning("%s cannot be written, so a resumed run begins new tracker runs: %s", temporary, error)
         return sink
@@ -268,7 +268,7 @@ class Tracker(Callback):
         """Finish all outputs, waiting at most a minute for trackers that do not respond."""
         self._console.close()
         self._always.close()
-        # All are asked before one is waited for, so that they finish in parallel within one deadline.
+        # All are requested to finish before any wait, so that they finish in parallel within one deadline.
         senders, self._senders = self._senders, []
         for sender in senders:
             sender.ask_to_finish(lambda sink: sink.finish(self._summary, failed))
@@ -295,7 +295,7 @@ def missing_package(logger: str) -> str | None:
 
 
 def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
-    """Yield the warnings that a run will give on its trackers at its start, without contacting a server."""
+    """Yield the warnings about trackers that a run will log at its start, without contacting a server."""
     for name in loggers:
         if package := missing_package(name):
             yield f"trainer.logger={name}: not installed here, so it is left out (pip install {package})"

@@ -1,8 +1,8 @@
 """Assumptions about a device and a cluster that are not computed: shares of peaks, fixed times, links.
 
 `update_share`, `forward_share`, `step_ms`, `sync_gb_per_s` and `adv_us` are fitted to the phases of one published table
-(verl, DeepSeek-R1-Distill-Qwen-7B on 64 devices that it does not name, taken for H100; bench/results/simulate.md has
-that table and one that is not fitted). The others come from data sheets and rules of thumb. None is measured on an NPU.
+(verl, DeepSeek-R1-Distill-Qwen-7B on 64 unnamed devices, assumed to be H100; bench/results/simulate.md has this table
+and one that was not used for fitting). The others come from data sheets and rules of thumb. None is measured on an NPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rltrain.config.schema.fields import key
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of an estimate; see the module. Times are those of one device, shares are shares of its peaks."""
+    """Assumptions of an estimate (see the module's docstring). Times are for one device; shares are of its peaks."""
 
     update_share: float = key(0.365, over=0, most=1)
     """Share of the peak FLOP/s in updates, counting recomputed activations. Fitted."""
@@ -37,7 +37,7 @@ class Assumptions:
     host_gb_per_s: float = key(20.0, over=0)
     """Rate between a device and host memory. Assumed."""
     micro_batch_ms: float = key(20.0, least=0)
-    """Fixed time of a micro-batch, in addition to its FLOPs and the gathering of weights. Assumed."""
+    """Fixed time of a micro-batch, in addition to its FLOPs and to gathering weights. Assumed."""
     sample_us: float = key(100.0, least=0)
     """Transfer time of a sample to a rank and back in a pass without gradients; three times that in an update. Assumed.
     """
@@ -46,6 +46,6 @@ class Assumptions:
     adv_us: float = key(230.0, least=0)
     """Time per sample to compute advantages. Fitted."""
     reward_ms: float = key(0.0, least=0)
-    """Scoring time per sample after the last response. Given, not estimated, because scorers are user code."""
+    """Scoring time per sample after the last response. An input, because scorers are user code."""
     silent_share: float = key(0.0, least=0, most=1)
-    """Share of samples without a gradient, which an update skips. Given, because it depends on the data."""
+    """Share of samples without a gradient, which an update skips. An input, because it depends on the data."""

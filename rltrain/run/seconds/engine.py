@@ -1,10 +1,10 @@
 """Simulation of generation: replicas with continuous batching take jobs from the queue of a step.
 
-A mean length and a mean rate would hide the last long response, which a step waits for, and a full cache. So time
-advances from the end of one response to the end of the next. In between, all rows of a replica write one token per
-decode step. The step takes a fixed time plus the time to read its weights, keys and values, or to compute its FLOPs.
-The queue is the one of real runs. Not simulated: swapping, speculation, turns, and prefill during decoding (here
-prefill comes first).
+A mean length and a mean rate would hide a full cache, and the last long response, for which a step waits. So time
+advances from the end of one response to the end of the next. In between, all rows of a replica generate one token per
+decode step. A decode step takes a fixed time plus the time to read weights, keys and values, or to compute the FLOPs.
+The queue is that of real runs. Not simulated: swapping, speculation, turns, and prefill during decoding (here prefill
+comes first).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rltrain.run.seconds.lengths import Ints
 from rltrain.workers.rollout.contract import Job
 from rltrain.workers.rollout.queue import JobQueue, Replica, samples_per_job
 
-# Share of a cache that stays free when a response enters, so that the others can continue for a while.
+# Share of the cache that must stay free when a response is added, so that the others can continue for a while.
 _WATERMARK = 0.01
 _NOTHING = np.zeros(0, dtype=np.int32)
 
@@ -53,7 +53,7 @@ class EngineSpeed:
 
     def decode_s(self, rows: int, context: float) -> float:
         """Return the seconds of a decode step of ``rows`` rows whose contexts have ``context`` tokens in all."""
-        # With evenly choosing routers, a row does not use an expert with probability `idle_share`.
+        # With even routing, a row does not use an expert with probability `idle_share`.
         weights = self.weight_bytes + self.expert_bytes * (1 - self.idle_share**rows)
         read = weights + self.bytes_per_token * context
         computed = rows * self.flops_per_token + self.flops_per_pair * context
@@ -69,15 +69,15 @@ class Generation:
     """The simulated responses of a step."""
 
     ended_s: NDArray[np.float64]
-    """[p, n]: end of each response; NaN if the step stopped before."""
+    """[p, n]: end time of each response; NaN if the step ended before."""
     replicas_s: NDArray[np.float64]
     """[replicas]: time at which each replica ran out of work."""
     decode_steps: int
-    """Decode steps of the replica with the most."""
+    """Maximum decode steps of a replica."""
     most_waiting: int
-    """Maximum number of responses that waited at once for room in the cache of a replica."""
+    """Maximum number of responses that waited for cache space in a replica at the same time."""
     put_back: int
-    """Number of preemptions: a response left a full cache, and its tokens were computed again."""
+    """Number of preemptions, in which a response is evicted from a full cache and computed again."""
 
     @property
     def seconds(self) -> float:
@@ -102,11 +102,11 @@ def generate(
     """Simulate the responses to all prompts.
 
     prompts [p], answers [p, n]: lengths in tokens. enough: stop when this many prompts are complete. Raises ValueError
-    if the cache has no room for one of the sequences.
+    if a sequence does not fit in the cache.
     """
     longest = int((prompts + answers.max(1)).max())
     if speed.cache_tokens is not None and longest > speed.cache_tokens:
-        raise ValueError(f"one answer of {longest:,} tokens has no room in a cache of {speed.cache_tokens:,}")
+        raise ValueError(f"a response of {longest:,} tokens does not fit in a cache of {speed.cache_tokens:,}")
     (num_prompts, n), store = answers.shape, dist.HashStore()
     size = samples_per_job(num_prompts, n, num_replicas, speed.max_rows)
     cuts = [np.arange(first, min(first + size, n)) for first in range(0, n, size)]
@@ -123,7 +123,7 @@ def generate(
     ended_s = np.full(answers.shape, np.nan)
     events = [(replica.schedule(), number) for number, replica in enumerate(replicas)]
     heapq.heapify(events)
-    # The replica with the earliest event advances, so jobs of the shared queue are taken in the order of time.
+    # The replica with the earliest event advances, so jobs of the shared queue are taken in chronological order.
     while events and np.isfinite(events[0][0]):
         now, number = heapq.heappop(events)
         replica = replicas[number]
@@ -153,7 +153,7 @@ class _Replica:
         self.now = 0.0
         self.decode_steps = self.most_waiting = self.num_put_back = 0
         self.rows = np.zeros((0, 4), dtype=np.int64)
-        """Running responses, the newest last: prompt, sample, tokens written, tokens left."""
+        """Running responses, newest last: prompt, sample, generated tokens, remaining tokens."""
         self._waiting: deque[Ints] = deque()
         self._jobs: dict[tuple[int, int], Job] = {}
         """(prompt, sample) -> its job."""
@@ -163,17 +163,17 @@ class _Replica:
         """Decode steps until the next event, and their seconds."""
 
     def schedule(self) -> float:
-        """Take jobs while there is room. Return the time of the next event (infinite: there is none)."""
+        """Take jobs while there is room. Return the time of the next event (infinite if there is none)."""
         self._take()
         if not len(self.rows):
             return float("inf")
         while (steps := min(int(self.rows[:, _LEFT].min()), self._steps_with_room())) < 1:
-            # The newest response leaves a full cache, as in vLLM, and waits before the others.
+            # The newest response is evicted from a full cache, as in vLLM, and is first in the waiting queue.
             self._waiting.appendleft(self.rows[-1])
             self.rows = self.rows[:-1]
             self.num_put_back += 1
             self.most_waiting = max(self.most_waiting, len(self._waiting))
-        # Contexts grow by a token per row and step, so the middle of the stretch is its mean.
+        # Contexts grow by one token per row and step, so the middle of the stretch is the mean.
         given, written = self.prompts[self.rows[:, _PROMPT]].sum(), self.rows[:, _WRITTEN].sum()
         context = float(given + written + len(self.rows) * (steps - 1) / 2)
         self._stretch = steps, steps * self.speed.decode_s(len(self.rows), context)
@@ -203,7 +203,7 @@ class _Replica:
                 self._waiting.append(np.array([job.prompt_index, sample, 0, self.answers[job.prompt_index, sample]]))
         while self._waiting:
             prompt, _, written, _ = self._waiting[0].tolist()
-            # A prompt is computed once for all its running responses. Tokens of preempted responses are computed again.
+            # A prompt is computed once for all its running responses; tokens of preempted responses are computed again.
             new = 0 if prompt in self.rows[:, _PROMPT] else int(self.prompts[prompt])
             cache = self.speed.cache_tokens
             if cache is not None and len(self.rows) and self._used() + written + 1 + new > (1 - _WATERMARK) * cache:

@@ -42,7 +42,7 @@ class Lengths:
 
 
 def read_lengths(text: str) -> Lengths:
-    """Return the lengths that ``text`` names. Raises ConfigError, and DataError for a run without samples."""
+    """Return the lengths described by ``text``. Raises ConfigError, and DataError for a run without samples."""
     if re.fullmatch(r"[a-z]+:[^,/]*(,[a-z]+:[^,/]*)*", text):
         return _named(text)
     if not (path := Path(text).expanduser()).is_dir():
@@ -58,7 +58,7 @@ def lognormal(mean: float, most: float, spread: float = SPREAD, alike: float = A
     middle = _middle(mean, most, spread)
 
     def draw(prompts: int, answers: int) -> tuple[Ints, Ints]:
-        # The same quantiles for every seed and layout, so that two settings differ only by themselves.
+        # The same quantiles for every seed and layout, so that only the compared settings differ.
         noise = np.random.default_rng(0)
         shared = noise.permutation(_normal(prompts))[:, None]
         own = noise.permutation(_normal(prompts * answers)).reshape(prompts, answers)
@@ -83,7 +83,7 @@ def _normal(number: int) -> NDArray[np.float64]:
 
 
 def _middle(mean: float, most: float, spread: float) -> float:
-    """Return the mean of the logarithm with which lengths truncated at ``most`` have this ``mean``."""
+    """Return the mean log length for which lengths truncated at ``most`` have this ``mean``."""
     quantiles = spread * _normal(1000)
     low, high = np.log(mean) - 40 * spread - 1, np.log(most) + 40 * spread + 1
     for _ in range(100):
@@ -116,7 +116,7 @@ def _kept(run: Path) -> Lengths:
 
     files = sorted((run / "samples").glob("train_*.parquet"))
     columns = ["step", "row", "prompt_length", "response_length"]
-    # The first step counts like any other: warm-up of engines and files does not change lengths.
+    # The first step is included, because warm-up of engines and files does not affect lengths.
     samples = [pd.read_parquet(file, columns=columns) for file in files]
     if not samples:
         raise DataError(f"--lengths {run}: this run has saved no responses (samples/train_*.parquet). {_WAY_OUT}")

@@ -1,7 +1,6 @@
-"""Time of the passes over samples, with the layout code of a run and the FLOPs of its metrics.
-
-Ranks are in step at every micro-batch, so each micro-batch takes as long as the rank with the most work. The weights of
-a layer are gathered while the previous layer computes, so the slower of the two counts.
+"""Time of the passes over samples, with a run's layout code and the FLOPs of its metrics. Ranks synchronise at every
+micro-batch, so each micro-batch takes as long as the rank with the most work. The weights of a layer are gathered while
+the previous layer computes, so the slower of the two counts.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from rltrain.trainer.batching.mini_batches import cut_prompts
 from rltrain.trainer.metrics.timing import flops_metrics
 from rltrain.trainer.plan import Plan
 
-# An update gathers the weights for its forward and again for its backward, and sends as many gradients. A sample is
-# sent with as much more data.
+# An update gathers weights for the forward and again for the backward pass, and sends as many gradients. Its samples
+# have as many times the data.
 _ROUNDS = {True: 3, False: 1}
 
 
@@ -30,7 +29,7 @@ class PassSpeed:
     """Speed of the devices in a pass, and fixed times."""
 
     flops: float
-    """FLOP/s of the devices of a data-parallel rank together."""
+    """FLOP/s of all devices of a data-parallel rank."""
     token_s: float
     """Time to write and read the activations of a token between the matrix products."""
     gather_s: float
@@ -38,7 +37,7 @@ class PassSpeed:
     micro_batch_s: float
     sample_s: float
     optimizer_s: float
-    """Fixed time of an optimizer step. The two above are per micro-batch and per sample."""
+    """Fixed time of an optimizer step. (The two times above are per micro-batch and per sample.)"""
 
 
 def time_pass(
@@ -68,7 +67,7 @@ def time_pass(
     fixed += max(map(len, layout.ids)) * speed.sample_s * _ROUNDS[learning]
     together = float(np.maximum(slowest, speed.gather_s * _ROUNDS[learning]).sum())
     compute = (cost.cost * per_cost / speed.flops + cost.tokens * speed.token_s) / ranks
-    # Compute time if all ranks were equally busy; waiting for ranks with larger micro-batches and for weights.
+    # Compute time with equally busy ranks; time waiting for slower ranks, and for weights.
     parts = f"compute {compute:,.2f}, waiting {together - compute:,.2f}, fixed {fixed:,.2f} s"
     return together + fixed, f"{len(slowest):,} micro-batch{'es' * (len(slowest) != 1)} of a rank: {parts}"
 
@@ -87,7 +86,7 @@ def mini_batches_of(
         return [everything]
     if not plan.passes.skips_silent:
         return cut
-    # Whole groups have no gradient: every n-th prompt.
+    # Groups without a gradient: every n-th prompt.
     zero_advantage = np.arange(plan.prompts_per_step) < round(assumed.silent_share * plan.prompts_per_step)
     zero_advantage = np.random.default_rng(0).permutation(zero_advantage).repeat(plan.answers_per_prompt)
     return [ids[~zero_advantage[ids]] for ids in cut]

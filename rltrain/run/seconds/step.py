@@ -72,7 +72,7 @@ def estimate_step(
     """Estimate a step of ``plan`` with responses of ``lengths`` on devices of ``chip``.
 
     device_bytes: memory of one device (None: unknown, and the cache is never full). Raises ConfigError if the model has
-    no config, or if an engine has no room for a response.
+    no config, or if a response does not fit in an engine's memory.
     """
     sizes = sizes_of(cfg, plan)
     lengths = lengths.cut(cfg.data.max_prompt_length, cfg.data.max_response_length)
@@ -88,7 +88,7 @@ def estimate_step(
             f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}: {error}. Raise it, "
             "or actor_rollout_ref.rollout.tensor_model_parallel_size."
         ) from None
-    # The prompts that are complete first are trained on.
+    # The first complete prompts are trained on.
     complete = np.flatnonzero(~np.isnan(generation.ended_s).any(1))[: plan.prompts_per_step]
     prompts, answers = prompts[complete], answers[complete]
     model_bytes = sizes["num_parameters"] * resolve_dtype(rollout.dtype, get_device(cfg.trainer.device)).itemsize
@@ -187,7 +187,7 @@ def pass_speed(
     """
     role, learns = PASSES[name].role, PASSES[name].updates
     spec = _spec(role, cfg, plan)
-    # Recomputed activations are up to one more forward, in addition to the update's three.
+    # Recomputation costs up to one more forward pass, in addition to the update's three.
     again = 1 + _recomputed(spec, outside) / 3 if learns else 1.0
     share = assumed.update_share if learns else assumed.forward_share
     shards = devices_per_copy(spec.fsdp.fsdp_size, plan.num_devices)
@@ -220,9 +220,9 @@ def _traffic(spec: ModelSpec) -> float:
     """Return the bytes of a token's activations between the matrix products of a forward.
 
     This is a rough count, in two bytes per element. A layer writes or reads its width about 20 times (norms, residuals,
-    rotations, inputs and outputs of the products) and the width of its MLP 7 times. The logits are written in two bytes
-    and become log-probs in four, which makes about 24 bytes per word of the vocabulary. Ranks that share matrices
-    share the widths of the MLP and the vocabulary, and each has all of the layer's width.
+    rotations, inputs and outputs of the products) and the width of its MLP 7 times. Logits are written in two bytes and
+    converted to log-probs in four, about 24 bytes per vocabulary entry. Ranks that share matrices split the MLP's width
+    and the vocabulary, but not the layer's width.
     """
     config = spec.load_config().get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 1
@@ -234,14 +234,14 @@ def _traffic(spec: ModelSpec) -> float:
 
 
 def _passed_bytes(spec: ModelSpec) -> float:
-    """Return the bytes of a token that a rank sends in a forward to ranks that share its matrices: two all-reduces of
-    each layer's width, in two bytes per element."""
+    """Return the bytes per token that a rank sends in a forward pass to ranks that share its matrices: two all-reduces
+    of the layer's width per layer, in two bytes per element."""
     config = spec.load_config().get_text_config()
     return 2 * 2 * 2 * (1 - 1 / spec.tensor_size) * float(config.num_hidden_layers * config.hidden_size)
 
 
 def _spec(role: Role, cfg: Config, plan: Plan) -> ModelSpec:
-    """Return the model of ``role``. The reference may be the actor without its adapters."""
+    """Return the model spec of ``role``. The reference may be the actor without its adapters."""
     specs = specs_of(cfg, get_device(cfg.trainer.device), plan.passes)
     return specs[role if role in specs else "actor"][1]
 

@@ -39,7 +39,7 @@ class Launch:
     wait_s: float
     num_nodes: int | None
     devices: int | None
-    """Minimum devices per node; None: as many as the head."""
+    """Minimum devices per node; None: the head's number."""
     arguments: list[str]
     """Arguments of `ray start`."""
     command: list[str]
@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers among arguments and variables, with their defaults."""
+    """Arguments and variables that are numbers, with their defaults."""
 
     RANK: int = key(-1, least=0)
     NNODES: int = key(0, least=1)
@@ -86,8 +86,8 @@ def read_launch(argv: list[str]) -> Launch:
     if role == "head":
         _check_port(numbers.RAY_PORT, rest)
     file = first_set("HEAD_FILE")
-    # The working folder is usually shared, so the simplest case needs no settings. With an address nothing must be
-    # shared, and a file here may be another head's.
+    # The working folder is usually shared, so the simplest case needs no settings. With an address no file is used,
+    # because nothing has to be shared, and a file here may be another head's.
     default = (rank or role == "stop") and not (address and role != "stop") and os.access(".", os.W_OK)
     return Launch(
         role=role,
@@ -105,7 +105,7 @@ def read_launch(argv: list[str]) -> Launch:
 
 
 def _check_port(port: int, ray_arguments: list[str]) -> None:
-    """Raise ConfigError if a Ray started with these arguments uses this port itself: it would fail with a traceback."""
+    """Raise ConfigError if Ray, started with these arguments, uses this port itself and would fail with a traceback."""
     prefixes = ("--min-worker-port", "--max-worker-port", "--worker-port-list")
     moved = any(argument.startswith(prefixes) for argument in ray_arguments)
     if port in _PORTS_OF_RAY or (port in _PORTS_OF_WORKERS and not moved):

@@ -23,9 +23,9 @@ _POLL_S = 0.5
 def run_command(launch: Launch, address: str, signals: list[int], poll_signals: Callable[[], None]) -> int:
     """Run the command with the Ray of ``address``, forward the signals in ``signals``, and return its exit code.
 
-    75 if it ended without a report. heed: called periodically meanwhile.
+    Returns 75 if it ended without a report. heed: called periodically.
     """
-    # For `python` in the command: the interpreter that runs this.
+    # So that `python` in the command is this interpreter.
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     variables = {"RAY_ADDRESS": address, MARK: address, "PATH": path}
     variables |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}
@@ -45,7 +45,8 @@ def _run(command: list[str], signals: list[int], poll_signals: Callable[[], None
     except OSError as error:
         raise ConfigError(f"the command cannot be started: {error}") from error
     num_forwarded = 0
-    # After a signal wait for its whole group: a script without exec ends first, while its run is still saving.
+    # After a signal, wait for the whole process group, because a script without exec ends first, while its run is still
+    # saving.
     while driver.poll() is None or (num_forwarded and group_is_alive(driver.pid)):
         with suppress(ConnectionError):  # without its head the command ends by itself
             poll_signals()
@@ -63,7 +64,7 @@ def _run(command: list[str], signals: list[int], poll_signals: Callable[[], None
 
 
 def print_line(text: str) -> None:
-    """Print a line with the node's name, because a scheduler mixes the lines of all nodes."""
+    """Print a line with the node's name, because schedulers mix the output of all nodes."""
     with suppress(OSError):  # a closed terminal or pipe must not end the launch
         sys.stdout.write(f"{socket.gethostname()}: {text}\n")
         sys.stdout.flush()

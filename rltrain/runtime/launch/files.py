@@ -12,7 +12,7 @@ from rltrain.common.env import first_set, use_token
 from rltrain.common.errors import ConfigError
 from rltrain.runtime.launch.store import accepts_connections
 
-# Below the user's home, where Ray looks for it.
+# Below the user's home, where Ray expects it.
 _OWN_TOKEN = ".ray/auth_token"
 
 
@@ -32,12 +32,12 @@ def head_token(file: Path | None) -> str:
     if named := first_set("RAY_AUTH_TOKEN_PATH"):
         return _token_of(Path(named), "RAY_AUTH_TOKEN_PATH points to it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # An existing token, even an unreadable one, is used by other clusters of this user.
+    # An existing token, even an unreadable one, may be used by other clusters of this user.
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with suppress(FileExistsError), open(os.open(path, exclusive, 0o600), "w", encoding="utf-8") as opened:
         opened.write(f"{secrets.token_hex(32)}\n")
     with suppress(OSError):
-        path.chmod(0o600)  # Ray's command leaves the mode to the umask
+        path.chmod(0o600)  # Ray's command creates it with the umask's mode
     return _token_of(path, "remove it, and a new one is created")
 
 
@@ -77,7 +77,7 @@ def token_file(file: Path) -> Path:
 def text(file: Path | None) -> str:
     """Return the content of a file; empty if missing. Raises ConfigError if it belongs to another user."""
     with suppress(OSError):
-        # Storage with root squashing (NFS) shows root's files as another user's.
+        # With root squashing (NFS), root's files appear to belong to another user.
         if file and os.geteuid() and file.stat().st_uid not in (0, os.geteuid()):
             raise ConfigError(f"{file} belongs to another user. Remove it, or set HEAD_FILE to a different file.")
         return file.read_text("utf-8").strip() if file else ""

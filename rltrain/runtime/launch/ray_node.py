@@ -26,7 +26,8 @@ def ray_start(launch: Launch, address: str, *arguments: str) -> None:
     if (devices := devices_here("npu", none=0)) and not any(option.startswith("--resources") for option in options):
         options += ["--resources", f'{{"NPU": {devices}}}']
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        # A file, because Ray's processes would keep a pipe open; a session, because our signals are not meant for Ray.
+        # Output goes to a file, because Ray's processes would keep a pipe open. A new session, so that Ray does not get
+        # our signals.
         process = subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *options],
             env=os.environ | {MARK: address}, stdout=output, stderr=output, start_new_session=True, check=False,
@@ -59,11 +60,12 @@ def own_address(launch: Launch, head: str = "") -> str:
             "reach this node by that address, set NODE_IP to the address of this node."
         )
     address = first_set("NODE_IP") or address_towards(host or None)
-    # On the head its host name may resolve to 127.0.1.1.
+    # On the head, its host name may resolve to 127.0.1.1.
     if address and address.startswith("127.") and not first_set("NODE_IP") and not head:
         address = address_towards(None)
     if not address:
         raise ConfigError(
-            "the address of this node is unknown: no network card has a route. Set NODE_IP to one that others reach."
+            "the address of this node is unknown: no network card has a route. Set NODE_IP to an address that other "
+            "nodes can reach."
         )
     return address

@@ -1,12 +1,12 @@
 """Start Ray on one node of many, and the command on one of them. scripts/ray_start.sh runs this on every node.
 
 Typical reasons why nodes do not join: a token that only one node has, an unreachable address, a stale file of an
-earlier run, code that one node lacks, a driver on every node. So everything that a node can know before it joins is
-compared first, and every wait logs the missing nodes. Left out: starting processes on other nodes (the scheduler or the
-user runs the script there), and nodes that join or leave during a run.
+earlier run, code that one node lacks, a driver on every node. So everything that a node knows before it joins is
+compared first, and missing nodes are logged during every wait. Left out: starting processes on other nodes (the
+scheduler or the user runs the script there), and nodes that join or leave during a run.
 
-`ray symmetric-run` also starts Ray and waits, but it does not name the missing nodes, forwards no signal, returns 0 on
-every node but the head for any result, and ends with `ray stop`, which ends all clusters of the node.
+`ray symmetric-run` also starts Ray and waits, but it does not report missing nodes, does not forward signals, always
+returns 0 on nodes other than the head, and ends with `ray stop`, which stops all clusters of the node.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SAY_EVERY_S = 10
 _POLL_S = 0.5
 # Seconds without a response after which the head counts as lost; Ray has a timeout of a minute.
 _SILENT_S = 45
-# The head's Ray outlives its script. A suspended script is not lost.
+# The head's Ray outlives its script; a suspended script is not lost.
 _GONE_S = 180
 _LEAVE_S = 20
 _SAME_SIGNAL_S = 4
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     finally:
         report_to_supervisor(ended=code)
-        # A scheduler that reports the highest exit code of all nodes would hide it.
+        # A scheduler may report only the highest exit code of all nodes.
         if (file := first_set("EXIT_CODE_FILE")) and first_set("NODE_RANK", "RANK", "SLURM_NODEID") == "0":
             try:
                 write(Path(file), str(code))
@@ -85,7 +85,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def stop(launch: Launch) -> int:
-    """End the processes of one cluster on this node, and of no other. Raises ConfigError."""
+    """End the processes of one cluster on this node, and of no other cluster. Raises ConfigError."""
     host, _, port = launch.address.rpartition(":")
     names = {launch.address}
     with suppress(OSError):
@@ -125,8 +125,8 @@ def _head(launch: Launch, signals: list[int]) -> int:
     address = f"{ip}:{launch.port}"
     if accepts_connections(address):
         raise ConfigError(
-            f"port {launch.port} of this node is in use, perhaps by Ray of an earlier run. `ray_start.sh stop` ends "
-            "what this script has started, and RAY_PORT sets another port."
+            f"port {launch.port} of this node is in use, perhaps by Ray of an earlier run. `ray_start.sh stop` stops "
+            "processes of this script; RAY_PORT sets another port."
         )
     token = head_token(launch.file)
     code, stays, store = 75, False, None
@@ -212,7 +212,7 @@ def _finish(store: KVStore | None, code: int) -> None:
     with suppress(ConnectionError):
         if store:
             store.put(END, code)
-            # The head itself has not left.
+            # Except the head itself.
             SYSTEM.poll(lambda: sum(node.is_in for node in store.nodes()) <= 1, _LEAVE_S, _POLL_S)
 
 
@@ -233,7 +233,7 @@ def run_worker(launch: Launch, signals: list[int], store: KVStore | None = None)
 
 
 def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -> None:
-    """Raise ConfigError if this node differs from the head, or is of another run (which the head only mentions)."""
+    """Raise ConfigError if this node differs from the head, or belongs to another run (which the head only logs)."""
     here.stranger = True
     run: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
     for name, value in head.get("run", {}).items():
@@ -249,24 +249,26 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
             raise ConfigError(f"{node} has already joined. Set another RANK, or another HEAD_FILE for another run")
     mark = head.get("address", store.address)
     if left := clusters_here().get(mark):
-        # Processes of an earlier head with that address are not in this head's list.
+        # Excludes processes of an earlier head with the same address.
         if here.address in store.alive() and any(program_of(pid) == "raylet" for pid in left):
             raise ConfigError(f"this node has already joined {mark}. Remove it with `ray_start.sh stop`.")
         # Ray was killed here, and its helper processes would remain.
         end_processes(mark)
     here.stranger = False
-    # Ray would reject the node too, but the head would not learn why it is missing. A run compares packages and code
-    # when it starts (`run.preflight.health`).
+    # Ray would also reject the node, but the head would not know why it is missing. Packages and code are compared when
+    # a run starts (`run.preflight.health`).
     if (of_head := head.get("versions", "another version of rltrain")) != VERSIONS:
-        raise ConfigError(f"this node has {VERSIONS}, the head {of_head}. Install the same on every node.")
+        raise ConfigError(f"this node has {VERSIONS}, but the head has {of_head}. Install the same on every node.")
     if head["stays"] != bool(launch.command):
         with_it, without = ("the head", "this node") if head["stays"] else ("this node", "the head")
-        raise ConfigError(f"{with_it} has a command after --, {without} does not. Give it on every node, or on none.")
+        raise ConfigError(
+            f"{with_it} was started with a command after --, {without} was not. Give it on all nodes or on none."
+        )
 
 
 def join(store: KVStore, head: dict[str, Any], here: Node, launch: Launch, signals: list[int]) -> int:
     """Join, and stay while the command runs."""
-    # Independent of the name by which this node knows the head.
+    # Independent of the name that this node uses for the head.
     mark = head.get("address", store.address)
     try:
         ray_start(launch, mark, f"--address={store.address}", f"--node-ip-address={here.address}")
@@ -325,7 +327,7 @@ def wait_for_end(store: KVStore, here: Node, signals: list[int], clock: Clock = 
     while len(signals) < 2:
         try:
             now, code = store.get(BEAT), store.get(END)
-            # If all nodes were signalled, the head was too.
+            # If all nodes got the signal, so did the head.
             if signals and not has_requested and clock.monotonic() - signalled_at > _SAME_SIGNAL_S:
                 store.put(STOP, str(here))
                 has_requested = True

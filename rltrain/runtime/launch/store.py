@@ -1,9 +1,9 @@
 """Key-value store shared by the nodes of a launch, and the processes of a Ray cluster on a node.
 
-Nodes may share no storage, and a separate port would have to be opened. Ray's head has a key-value store, protected by
-the token, which a node can reach before it joins. So every node publishes its identity and software there, and the head
-the end of the command. `ray stop` finds processes by name and would end other clusters of this machine; processes of
-this cluster are marked in their environment.
+Nodes may not share storage, and a separate port would have to be opened. But Ray's head has a key-value store,
+protected by the token, which a node can access before it joins. So every node publishes its identity and software
+versions there, and the head publishes the end of the command. `ray stop` finds processes by name and would end other
+clusters of this machine; processes of this cluster are marked in their environment.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Node:
     rank: int | None = None
     left: bool = False
     refused: str = ""
-    """Reason for its rejection."""
+    """Reason why the node was rejected."""
     stranger: bool = False
-    """True if it may belong to another run; then its rejection does not end this run."""
+    """True if the node may belong to another run; then its rejection does not end this run."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Devices by Ray's resource name; empty before Ray has started there."""
 
     @property
     def is_in(self) -> bool:
-        """True if Ray runs there and is to keep running."""
+        """True if Ray runs on the node and keeps running."""
         return bool(self.resources) and not self.left and not self.refused
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class KVStore:
     """Client of the head's store. Raises ConnectionError if the head is unreachable or has another token."""
 
     def __init__(self, address: str) -> None:
-        # Otherwise an earlier, wrong token would be used again.
+        # Otherwise an earlier token, which may be wrong, would be reused.
         AuthenticationTokenLoader.instance().reset_cache()
         self.address = address
         self._client = self._checked(lambda: GcsClient(address=address))
@@ -131,7 +131,7 @@ def clusters_here() -> dict[str, list[int]]:
     for process in _processes():
         # A process may have ended meanwhile, or belong to another user.
         with suppress(OSError):
-            # Containers of this machine are other nodes.
+            # Containers on this machine are different nodes.
             if os.readlink(process / "ns/net") != network or int(process.name) in ancestors:
                 continue
             state, parent = (process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
@@ -143,7 +143,7 @@ def clusters_here() -> dict[str, list[int]]:
                     marked[int(process.name)] = line.decode().partition("=")[2]
     clusters: dict[str, list[int]] = {}
     for pid in parents:
-        # Ray's workers overwrite their environment with their titles, but descend from a raylet that does not.
+        # Ray's workers overwrite their environment with process titles, but descend from a raylet that does not.
         above: int | None = pid
         while above is not None and above not in marked:
             above = parents.get(above)
@@ -166,7 +166,7 @@ def end_processes(address: str) -> int:
         until = time.monotonic() + _END_S
         while (left := clusters_here().get(address, [])) and time.monotonic() < until:
             for pid in left:
-                # SIGTERM only once per process: a second one makes a run exit without saving.
+                # SIGTERM only once per process, because a second one makes a run exit without saving.
                 if signum == signal.SIGKILL or pid not in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signum)
@@ -190,7 +190,7 @@ def _processes() -> Iterator[Path]:
 
 
 def _ancestors() -> set[int]:
-    """Return this process and its ancestors, which terminating the cluster must spare."""
+    """Return this process and its ancestors, which must survive when the cluster is terminated."""
     pids = {pid := os.getpid()}
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])

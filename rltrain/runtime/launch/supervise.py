@@ -1,8 +1,8 @@
 """Supervisor, ``python -m rltrain.supervise -- COMMAND``: restart a command after exit code 75 or death by a signal.
 
-It is a small parent process that uses the standard library only and is not part of the run, so an error of the run
-cannot end it. It adopts and ends the processes that the command leaves, because Ray's processes may still hold devices.
-The run reports its pid, its folder and its error through a file (`common.attempt.report_to_supervisor`). Not included:
+It is a small parent process that uses only the standard library and is not part of the run, so that errors of the run
+cannot end it. It adopts and ends leftover processes of the command, because Ray's processes may still hold devices. The
+run reports its pid, its folder and its error through a file (`common.attempt.report_to_supervisor`). Not included:
 monitoring a live run, which has deadlines, and processes on other nodes.
 """
 
@@ -31,10 +31,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 75
 # The wait doubles while no checkpoint is written, up to the second value.
 _POLL_S, _MAX_WAIT_S = 0.1, 300.0
-# Seconds until left-over processes are killed, and until they are reported. A process that survives SIGKILL until then
-# waits in the kernel for storage or a driver.
+# Seconds until leftover processes are killed, and until they are reported. A process that survives SIGKILL for that
+# long waits in the kernel for storage or a driver.
 _LEAVE_S, _LEFT_S = 5.0, 60.0
-# Seconds that storage and nodes may be unavailable before repeated ends by that cause count as a crash loop.
+# Seconds that storage and nodes may be unavailable before repeated failures by that cause count as a crash loop.
 _AWAY_S = 1800.0
 # Linux: orphaned descendants become children of this process, not of init.
 _PR_SET_CHILD_SUBREAPER = 36
@@ -48,7 +48,7 @@ class Attempt:
     started: str
     seconds: float
     exit_code: int
-    """As reported by a shell: 128 plus the number of the signal that killed it."""
+    """Exit code as reported by a shell: 128 plus the number of the signal that killed it."""
     step: int | None
     """Newest step with metrics; None if no run folder is known."""
     checkpoint: int | None
@@ -56,7 +56,7 @@ class Attempt:
     cause: str
     """First line of the error; empty if the program reported itself but no error."""
     passing: bool
-    """True if waiting may remove the cause."""
+    """True if waiting may resolve the cause."""
     uptime: float
     """Uptime of the machine at the end of the command."""
     then: str = ""
@@ -64,7 +64,7 @@ class Attempt:
 
 
 class Supervisor:
-    """Loop over attempts at ``command`` until one is final or the restarts are used up.
+    """Loop that runs ``command`` until an attempt is final or the restarts are used up.
 
     It also ends after ``give_up`` consecutive attempts with the same cause and no new checkpoint. file: the commands
     report through it.
@@ -97,21 +97,21 @@ class Supervisor:
                 return 130 if self._stop_signal == signal.SIGINT else _AGAIN
 
     def _attempt(self) -> Attempt:
-        with suppress(OSError):  # without the file only the cause is unknown
-            # Temporary folders may be cleaned up after some days.
+        with suppress(
+            OSError
+        ):  # without the file only the cause is unknown Temporary folders may be cleaned up after some days.
             self._file.parent.mkdir(exist_ok=True)
             self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
-            # In another session, because a terminal would also send Ctrl-C to the run, which `_forward_signal` does
-            # already.
+            # In a new session, because a terminal would also send Ctrl-C to the run, as `_forward_signal` already does.
             self._child = child = os.posix_spawnp(
                 self._command[0], self._command, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
             )
         except OSError as error:
             raise ConfigError(f"the command cannot be started: {error}") from error
-        if self._stop_signal:  # by a signal that came during the start
+        if self._stop_signal:  # by a signal during the start
             self._forward_signal(self._stop_signal, None)
         pid = 0
         while pid != child:  # the first process of a container must reap adopted processes
@@ -154,11 +154,11 @@ class Supervisor:
         """Send a signal to the run, but not to its group: Ray's processes in it must live until the run has saved."""
         below = descendants(os.getpid())
         runs = [pid for pid in read_reports(self._file)["pids"] if pid in below]
-        if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell
+        if number == signal.SIGUSR1:  # would kill a program without a handler, such as a shell
             send((pid for pid in runs if catches(pid, number)), number)
             return
         self._stop_signal = number
-        # A closed terminal must not kill the run: it saves.
+        # A closed terminal must not kill the run, which saves.
         send(runs[:1] or [self._child] * bool(self._child), signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _progress(self) -> tuple[int | None, int | None]:
@@ -184,7 +184,7 @@ class Supervisor:
         try:
             if self._folder:
                 with open(self._folder / "attempts.jsonl", "a", encoding="utf-8") as file:
-                    # Including earlier attempts that ended before the run had a folder.
+                    # Includes earlier attempts that ended before the run had a folder.
                     file.writelines(json.dumps(asdict(end)) + "\n" for end in self._attempts[self._num_written :])
                 self._num_written = len(self._attempts)
         except OSError as error:
@@ -196,7 +196,7 @@ class Supervisor:
         while left := descendants(os.getpid()):
             waited = self._clock.monotonic() - started
             if waited > (2 * _LEAVE_S if self._stop_signal else _LEFT_S):
-                # They will not run any more code. The next attempt reports devices that they still hold.
+                # They run no more code. The next attempt reports devices that they still hold.
                 pids = ", ".join(map(str, left))
                 _say(f"these processes survived SIGKILL (storage or driver hangs?): pid {pids}")
                 return
@@ -219,7 +219,7 @@ def crash_loop(attempts: list[Attempt], give_up: int) -> str:
     ends = [(end.exit_code, re.sub(r"\d+", "0", end.cause)) for end in stalled(attempts)]
     number, last = len(list(takewhile(ends[-1].__eq__, reversed(ends)))), attempts[-1]
     may_pass = last.passing and last.uptime - attempts[-number].uptime < _AWAY_S
-    # Nodes other than the head have neither step nor cause: the head decides for them.
+    # Nodes other than the head know neither step nor cause, so the head decides for them.
     if number < give_up or may_pass or (last.step is None and not last.cause):
         return ""
     return f"it ended {number} times with the same cause and no new checkpoint. Fix the cause first"

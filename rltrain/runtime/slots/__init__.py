@@ -1,8 +1,8 @@
-"""Killable processes for functions that may not terminate: reward functions, tools.
+"""Killable processes for functions that may not terminate, such as reward functions and tools.
 
-A `Slot` (slot.py) is one such process, held by a reward worker, a rollout worker or a program. It does not know scores.
-It runs a `Service`, which turns a name into a function and names that function in messages. A user's tool, say
-``search(arguments)`` in tools.py, is called like this:
+A `Slot` (slot.py) is one such process, held by a reward worker, a rollout worker or a program. It runs a `Service`,
+which creates a function from a name and names it in messages. For example, a user's tool ``search(arguments)`` in
+tools.py is called like this:
 
     from functools import partial
 
@@ -21,15 +21,15 @@ It runs a `Service`, which turns a name into a function and names that function 
             text = outcome.error
         log = slot.take_printed()
 
-- Arguments are sent as pickles, and results come back as JSON: texts, numbers, lists and dicts. Even if a function
+- Arguments are sent as pickles, and results are returned as JSON: texts, numbers, lists and dicts. Even if a function
   compromises its process, this side only parses text. A result that is not JSON, or is longer than 1 MiB as JSON, is
   "rejected".
 - A function may be ``async``. Then `Slot.call_all` runs several calls concurrently, each with a separate deadline.
 - A process that hangs, dies or runs out of memory is replaced, with all its descendants. A function's state in memory
   is then lost (`Slot.pid` has changed), so the holder of a conversation sends its state with every call.
 - After SIGKILL or SIGTERM, which may come from outside, the call is repeated once. So are, one by one, the concurrent
-  calls of an ``async`` function in a lost process. So a call runs at most twice, and the first time may have done all
-  its work. For a tool that must not run twice, set `Service.may_repeat` to False: such calls then fail.
+  calls of an ``async`` function in a lost process. So a call runs at most twice, and the first run may have done all
+  its work. For a tool that must not run twice, set `Service.may_repeat` to False; then such calls fail.
 - A slot is used from one thread, and ends with it. Concurrent calls of several slots need a thread for each.
 
 Code that a model wrote is run by `run_program` (program.py), from a function in a slot: a separate interpreter per

@@ -1,6 +1,6 @@
 """The process of a slot: reads calls from a socket, runs them, and writes a line of JSON per result.
 
-Requests arrive as pickles, because arguments may hold anything. Replies are never pickles: even if a function
+Requests arrive as pickles, because arguments may be any objects. Replies are never pickles: even if a function
 compromises this process, the other side only parses numbers and text. Imports neither torch nor Ray.
 """
 
@@ -22,8 +22,8 @@ from rltrain.common.errors import RltrainError
 from rltrain.common.plugin import user_traceback
 from rltrain.runtime import stacks
 from rltrain.runtime.slots.limits import Limits, impose
-from rltrain.runtime.slots.reaper import fork_below
 from rltrain.runtime.slots.service import MAX_RESULT_BYTES, Service
+from rltrain.runtime.slots.subreaper import fork_below
 
 MAX_ERROR_CHARS = 4000
 _BEAT_S = 0.05
@@ -53,19 +53,18 @@ def main(descriptor: int, parent: int) -> None:
                 results = [_prepare(name, service, functions)]
             else:
                 results = _results(functions[name], calls, service, limits.timeout_s)
-            if os.getpid() != pid:  # the function forked; a second reply would be taken for the next request's reply
+            if os.getpid() != pid:  # the function forked; a second reply would be mistaken for that of the next request
                 os._exit(0)
             channel.sendall(b"".join(_line(result, service) for result in results))
 
 
 def opened(descriptor: int, parent: int) -> tuple[socket.socket, BinaryIO, Limits]:
-    """Make this process killable with all its descendants, and apply the limits that it receives first.
-
-    Return its connection, the stream of requests, and the limits.
+    """Make this process killable with all its descendants, then receive and apply the limits. Return the connection,
+    the stream of requests, and the limits.
     """
     if sys.platform.startswith("linux"):
         fork_below(parent, descriptor)
-        # Let the OOM killer choose this process first.
+        # Make the OOM killer choose this process first.
         with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
             stream.write("900")
     # A copy of the stderr that the slot keeps separately, made before output is redirected to the pipe.
@@ -74,7 +73,7 @@ def opened(descriptor: int, parent: int) -> tuple[socket.socket, BinaryIO, Limit
     _print_by_lines()
     channel = socket.socket(fileno=descriptor)
     requests = channel.makefile("rb")
-    # Before any user code runs, because memory of imports counts too.
+    # Before any user code runs, because memory for imports counts too.
     limits: Limits = pickle.load(requests)
     impose(limits)
     return channel, requests, limits
@@ -109,7 +108,7 @@ def _prepare(name: str, service: Service, functions: dict[str, Callable[..., Any
 def _results(
     function: Callable[..., Any], calls: Sequence[Sequence[Any]], service: Service, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Run several calls of an ``async`` function or of one that takes lists, or the one call of any other."""
+    """Run the calls: several for an ``async`` function or one that takes lists, a single call for any other."""
     takes_lists = getattr(function, "takes_lists", False)
     try:
         if takes_lists:
@@ -139,7 +138,7 @@ async def _together(
 
     tasks = [asyncio.ensure_future(call(arguments)) for arguments in calls]
     late = set(tasks)
-    # Counted in beats: a call that blocks the loop must not use up the time of the others.
+    # Counted in small steps, so that a call that blocks the loop does not use up the time of others.
     for _ in range(math.ceil(timeout_s / _BEAT_S)):
         _, late = await asyncio.wait(late, timeout=_BEAT_S)
         if not late:
@@ -153,7 +152,7 @@ async def _together(
 
 @cache
 def _event_loop() -> Any:
-    """Return the one loop for all calls, so that an ``async`` function can keep its connections between calls."""
+    """Return the event loop, shared by all calls so that an ``async`` function can keep connections between calls."""
     import asyncio
 
     return asyncio.new_event_loop()
@@ -175,7 +174,7 @@ def _print_by_lines() -> None:
     os.dup2(1, 2)
     style: dict[str, Any] = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
     sys.stdout, sys.stderr = open(1, "w", **style), open(2, "w", **style)  # noqa: SIM115 - for the life of the process
-    # INFO and above, unless the reward file sets up logging itself.
+    # Log INFO and above, unless the reward file configures logging itself.
     logging.lastResort = logging.StreamHandler()
     logging.getLogger().setLevel(logging.INFO)
     with suppress(OSError, ValueError, AttributeError):  # libraries in C have a separate buffer

@@ -1,9 +1,9 @@
 """Runs one program that a model wrote: a script for a fresh interpreter (``python -I -S jail.py DESCRIPTOR``).
 
 The kernel isolates the program: resource limits, then namespaces with a small file system, Landlock and a seccomp
-filter, each where the kernel grants it. An audit hook then refuses sockets, processes and files outside the working
-directory with messages that name the event. The hook is not a boundary, because the program shares its interpreter.
-Imports nothing of rltrain.
+filter, each if the kernel supports it. An audit hook then refuses sockets, processes and files outside the working
+directory with messages that name the event. The hook is not a security boundary, because the program shares its
+interpreter. Imports nothing of rltrain.
 """
 
 import json
@@ -59,7 +59,7 @@ msgsnd 69 189 msgrcv 70 188 msgctl 71 187 semop 65 193 semctl 66 191 semtimedop 
 fgetxattr 193 10 listxattr 194 11 llistxattr 195 12 flistxattr 196 13 statmount 457 457 listmount 458 458 flock 73 32
 getxattrat 464 464 listxattrat 465 465 file_getattr 468 468
 """
-# The same for calls whose argument decides: the 32-bit word at ``word`` of the arguments, masked, must (not) be equal.
+# System calls refused by an argument: the 32-bit word at ``word`` of the arguments, masked, must (not) be equal.
 _CONDITIONS = (
     *(("clone", 56, 220, 0, 0x10000, 0, True),),  # without CLONE_THREAD
     *(("open", 2, -1, 2, 0o1003, 0o1000, True), ("openat", 257, 56, 4, 0o1003, 0o1000, True)),  # truncates when read
@@ -73,7 +73,7 @@ _CONDITIONS = (
     ("prctl", 157, 167, 0, -1, _PR_SET_PDEATHSIG, True),
     *(("prlimit64", 302, 261, word, -1, 0, False) for word in (4, 5)),  # new limits
 )
-_NO_SUCH_CALL = ((435, 435), (437, 437))  # clone3, for which glibc then calls clone; openat2
+_NO_SUCH_CALL = ((435, 435), (437, 437))  # clone3, for which glibc falls back to clone; openat2
 
 _REFUSED = (
     *("socket.", "subprocess.", "ctypes.", "resource.", "pty.", "syslog.", "shutil.", "os.exec", "os.posix_spawn"),
@@ -86,7 +86,7 @@ _REFUSED_IMPORTS = (
     *("_multiprocessing", "_testinternalcapi"),
 )
 _WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.utime")
-_REMOVED = ("mkfifo", "mknod", "pidfd_open", "setns", "unshare")  # no audit event covers them
+_REMOVED = ("mkfifo", "mknod", "pidfd_open", "setns", "unshare")  # not covered by audit events
 _READS = ("os.listdir", "os.scandir")
 
 
@@ -107,7 +107,7 @@ def main() -> None:
         json.dump(layers, stream)
     if not (layers["namespaces"] or layers["landlock"] or job["allow_unsandboxed"]):
         return
-    # Importing a module again raises no audit event while it is in sys.modules.
+    # Importing a module in sys.modules raises no audit event.
     sys.modules.pop("ctypes", None)
     sys.modules.pop("_ctypes", None)
     for name in _REMOVED:
@@ -172,15 +172,14 @@ def _call(number: int, *arguments: int | bytes | None) -> int:
 
 def _die_with(parent: int) -> None:
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before prctl took effect, and then no signal is sent
+    if os.getppid() != parent:  # it ended before prctl took effect, in which case no signal is sent
         os._exit(1)
 
 
 def separate(folder: str, root: str) -> bool:
-    """Continue as the first process of new namespaces, without network and other processes.
-
-    The file system has ``folder``, Python's library and system libraries only, and is built in the empty folder
-    ``root``. Return True if all of it is active. The kernel may allow namespaces but refuse mounts.
+    """Continue as the first process of new namespaces, without network or other processes. The file system contains
+    only ``folder``, Python's library and system libraries, and is built in the empty folder ``root``. Return True if
+    all of it is active. The kernel may allow namespaces but refuse mounts.
     """
     libc, user, group = _libc(), os.getuid(), os.getgid()
     if libc.unshare(_NAMESPACES | _USER) == 0:
@@ -222,7 +221,7 @@ def _library() -> set[str]:
 
 def _bind(path: str, root: str, *, read_only: bool) -> None:
     place = root + path
-    if read_only and os.path.exists(place):  # within a folder that is already mounted
+    if read_only and os.path.exists(place):  # inside a folder that is already mounted
         return
     os.makedirs(place if os.path.isdir(path) else os.path.dirname(place), exist_ok=True)
     if not os.path.isdir(path):
@@ -247,7 +246,7 @@ def landlock(folder: str) -> int:
     if (abi := _call(_LANDLOCK_CREATE, None, 0, 1)) <= 0:
         return 0
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
-    # TCP from ABI 4 on; abstract sockets and signals from ABI 6 on.
+    # TCP since ABI 4; abstract sockets and signals since ABI 6.
     handled = struct.pack("QQQ", files, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = _call(_LANDLOCK_CREATE, handled, len(handled), 0)
     rights = dict.fromkeys(_SYSTEM, _READ_FILE) | dict.fromkeys(_library(), _READ_FILE | _READ_FOLDER)
@@ -283,7 +282,7 @@ def seccomp(denied_calls: str = _DENIED, conditions: tuple = _CONDITIONS) -> boo
     load, equal, at_least, give, mask = 0x20, 0x15, 0x35, 0x06, 0x54
     refuse = (give, 0, 0, 0x50000 | 1)  # EPERM
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
-    if column == 0:  # numbers of the x32 interface
+    if column == 0:  # system call numbers of the x32 interface
         program += [(at_least, 0, 1, 0x40000000), refuse]
     for call in _NO_SUCH_CALL:
         program += [(equal, 0, 1, call[column]), (give, 0, 0, 0x50000 | 38)]
@@ -312,7 +311,7 @@ def _doorkeeper(folder: str, library: str) -> Any:
     kind, text, look, is_folder = type, str, os.stat, stat.S_ISDIR
 
     def may_import(name: Any, file: Any) -> bool:
-        # A loader can pass any package's name for the file, and the copied file may have any name.
+        # A loader can give the file the name of any package, and a copied file may have any name.
         if kind(name) is not text or kind(file) not in (text, kind(None)):
             return False
         stem = text.split(text.split(file or name, "/")[-1], ".")[0]
@@ -323,7 +322,7 @@ def _doorkeeper(folder: str, library: str) -> Any:
         if event == "open":
             path = arguments[0]
             allowed = (may_write if arguments[2] & write_flags else may_read)(path)
-            if allowed and arguments[1] is None:  # os.open: no event shows a later dir_fd
+            if allowed and arguments[1] is None:  # os.open: the event does not include dir_fd
                 with suppress(OSError, ValueError):
                     allowed = not is_folder(look(path).st_mode)
         elif event == "import":
@@ -364,7 +363,8 @@ def _inside(folder: str, roots: tuple[str, ...]) -> Any:
 
 def _run(code: str, function: str | None, arguments: list, nowhere: int) -> None:
     names: dict[str, Any] = {"__name__": "__main__" if function is None else "answer"}
-    # Tests by function name come from sites that import these names for the solver, and responses annotate with List.
+    # Tests that call a function by name are from sites that import these names for the solver, so responses use List in
+    # annotations.
     exec("from typing import *", names)
     program = compile(code, "answer.py", "exec")
     if function is None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# A fork bomb may start processes faster than they are found, but the sweep must end.
+# Maximum rounds, because a fork bomb may start processes faster than they are found.
 _MAX_SWEEPS = 20
 
 
@@ -27,7 +27,7 @@ class Limits:
     memory_mb: int = 4096
     """MiB of address space of the process; 0: unlimited."""
     allow_code_execution: bool = False
-    """True if a function may run programs that a model wrote; it checks by `current_limits`."""
+    """True if a function may run programs that a model wrote (it checks `current_limits`)."""
     allow_unsandboxed_code: bool = False
     """True if it may do so even if the kernel supports neither namespaces nor Landlock."""
 
@@ -49,26 +49,26 @@ def impose(limits: Limits) -> None:
     if limits.memory_mb:
         size = limits.memory_mb << 20
         with suppress(OSError, ValueError):
-            # Address space, because Linux ignores RLIMIT_RSS. Both hard and soft, so that a function cannot raise it
-            # again (root can).
+            # Address space, because Linux ignores RLIMIT_RSS. Hard and soft limit, so that a function cannot raise it
+            # again (unless it is root).
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to a process, its group and, on Linux, all its descendants, also the ones that left the group.
+    """Send SIGKILL to a process, its group and, on Linux, all its descendants, even outside the group.
 
     ``pid`` must be a process group leader that this process has started and has not waited for yet.
     """
     send([pid], signal.SIGSTOP)  # a stopped process cannot fork
     kill_below(pid)
-    with suppress(ProcessLookupError, PermissionError):  # macOS refuses for a process that has ended
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses this for a process that has ended
         os.killpg(pid, signal.SIGKILL)
 
 
 def kill_below(pid: int) -> None:
-    """Send SIGKILL to all descendants of a process that starts none meanwhile; on Linux only."""
+    """Send SIGKILL to all descendants of a process that starts no more processes (Linux only)."""
     stopped: set[int] = set()
-    # All are stopped before any is killed, so that no orphan escapes the sweep.
+    # All are stopped before any is killed, so that no orphan escapes.
     for _ in range(_MAX_SWEEPS):
         if not (running := set(descendants(pid)) - stopped):
             break
@@ -103,7 +103,7 @@ def catches(pid: int, number: int) -> bool:
 def has_ended(process: subprocess.Popen, within_s: float = 0.0) -> bool:
     """Return True if a child process of this one has ended, or ends within the time.
 
-    It is not waited for: until then its id belongs to no other process, and `kill_tree` may follow.
+    The process is not reaped, so that its id stays reserved and `kill_tree` may follow.
     """
     deadline, pause_s = time.monotonic() + within_s, 0.0005
     while not (ended := _has_ended(process)) and (left := deadline - time.monotonic()) > 0:
@@ -114,7 +114,7 @@ def has_ended(process: subprocess.Popen, within_s: float = 0.0) -> bool:
 def _has_ended(process: subprocess.Popen) -> bool:
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except (ChildProcessError, AttributeError):  # it was already waited for; not on macOS
+    except (ChildProcessError, AttributeError):  # already reaped; not on macOS
         return process.poll() is not None
 
 

@@ -6,15 +6,14 @@ import re
 _MAX_KEPT_BYTES = 256 << 10
 _READ_BYTES = 64 << 10  # as much as a pipe holds
 _MAX_READS = 16
-# Traces of a failed multiprocessing child, after its start or during it.
+# Signs of a failed multiprocessing child, after or during its start.
 _LOST = re.compile(r"^Process \S+:$|^  File \"\S*multiprocessing/(spawn|forkserver)\.py\"", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
 _LOST_CHARS = 2000
 
 
 def lost_process(text: str) -> str:
-    """Return the first traceback in ``text`` of a process that multiprocessing started, to its last line; "" without
-    one."""
+    """Return the first complete traceback in ``text`` of a multiprocessing child; "" without one."""
     match = _LOST.search(text)
     if not match:
         return ""
@@ -28,8 +27,8 @@ def lost_process(text: str) -> str:
 class Printed:
     """A pipe that a process and its children write to (``writer``). The first 256 KiB since the last `take` are kept.
 
-    The slot reads it while it waits for the reply. A thread would need locks, and could still be reading when the reply
-    arrives. This way all output before a reply is available with the reply.
+    The slot reads it while waiting for the reply. Unlike with a thread, this needs no locks, and all output before a
+    reply is available with the reply.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class Printed:
         os.set_blocking(self.reader, False)
 
     def drain(self) -> None:
-        """Read the pipe a bounded number of times: a process may write faster than this reads."""
+        """Read the pipe a limited number of times, because a process may write faster than this reads."""
         for _ in range(_MAX_READS):
             try:
                 self.add(os.read(self.reader, _READ_BYTES))

@@ -1,4 +1,4 @@
-"""A separate interpreter for code that may not terminate, and its end with all its descendants."""
+"""A separate interpreter for code that may not terminate, and its termination with all descendants."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, has_ended, kill_tree, 
 from rltrain.runtime.slots.output import Printed
 
 START_TIMEOUT_S = 120.0
-# Time for the reaper to end the remaining processes and itself, in seconds.
+# Time for the subreaper to end the remaining processes and itself, in seconds.
 _END_S = 3.0
 _LAST_CHARS = 2000
 # The parent's sys.path, because the command or a plugin may have changed it. -c instead of -m, so that it is set before
-# anything of rltrain is imported.
+# rltrain is imported.
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {parent})"
 
 
@@ -30,7 +30,7 @@ class ChildProcess:
 
     def __init__(self, module: str, opening: bytes, printed: Printed) -> None:
         self.channel, far_end = socket.socketpair()
-        # Gets the interpreter's first messages and faulthandler's last ones. The child soon redirects its stderr to the
+        # Receives the interpreter's first messages and faulthandler's output. The child soon redirects stderr to the
         # pipe, so that prints do not fill this file.
         self._crash_log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._printed, self._folder = printed, tempfile.mkdtemp(prefix="rltrain_programs_")
@@ -44,12 +44,12 @@ class ChildProcess:
                 env=slot_environment() | {PROGRAMS_FOLDER: self._folder},
             )  # fmt: skip
         self.channel.settimeout(START_TIMEOUT_S)
-        with suppress(OSError):  # the reader of the channel learns how the process ended
+        with suppress(OSError):  # the reader of the channel notices how the process ended
             self.channel.sendall(opening)
 
     @property
     def pid(self) -> int:
-        """Process id of the reaper above the process."""
+        """Process id of the subreaper above the process."""
         return self._process.pid
 
     @property
@@ -57,7 +57,7 @@ class ChildProcess:
         return has_ended(self._process)
 
     def end(self) -> tuple[str, bool]:
-        """Close the process. Return how it had ended, as the rest of a sentence, and True for SIGKILL or SIGTERM."""
+        """Close the process. Return a phrase on how it had ended, and True for SIGKILL or SIGTERM."""
         in_time = has_ended(self._process, _END_S)
         self._crash_log.seek(0)
         last_words = self._crash_log.read(_LAST_CHARS).decode(errors="replace").strip()
@@ -76,10 +76,10 @@ class ChildProcess:
         self.channel.close()
         send([self._process.pid], signal.SIGTERM)
         has_ended(self._process, _END_S)
-        # Before `wait`: once it is waited for, its id may belong to another process.
+        # Before `wait`, because once it is reaped, its id may belong to another process.
         kill_tree(self._process.pid)
         self._process.wait()
-        remove_folder(self._folder)  # again: the reaper may have been killed before it was done
+        remove_folder(self._folder)  # again, because the subreaper may have been killed before it was done
         self._printed.drain()  # its last output
         self._printed.close()
         self._crash_log.close()

@@ -1,7 +1,7 @@
 """Execution of a program that a model wrote in a separate interpreter (jail.py): no network, no files, no other
 processes.
 
-Called from a function in a slot, which ends the remaining processes of a program, and whose deadline covers everything.
+Called from a function in a slot, which ends remaining processes of a program and enforces the deadline.
 """
 
 import json
@@ -88,16 +88,17 @@ def end_of_program(
     """
     accepted = current_limits().allow_unsandboxed_code if accepted is None else accepted
     job: dict[str, Any] = {"code": code, "function": function, "arguments": list(arguments)}
-    # RLIMIT_CPU counts whole seconds, so it is set above the wall-clock limit, which decides.
+    # RLIMIT_CPU counts whole seconds, so it is set above the wall-clock limit, which takes effect first.
     job |= {"seconds": math.ceil(seconds) + 1, "memory_mb": _MEMORY_MB, "parent": os.getpid()}
-    # Files instead of pipes: the limit on file sizes stops a program that prints without end, and no reader is needed.
+    # Files instead of pipes, because the file size limit stops a program that prints endlessly, and no reader is
+    # needed.
     with (
         _scratch() as folder,
         tempfile.TemporaryFile() as stdin_file,
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as spec,
     ):
-        work, root = Path(folder, "work"), Path(folder, "root")  # root: where the jail builds its file system
+        work, root = Path(folder, "work"), Path(folder, "root")  # root: folder in which the jail builds its file system
         work.mkdir()
         root.mkdir()
         job |= {"root": str(root), "allow_unsandboxed": accepted}

@@ -1,4 +1,4 @@
-"""Types shared by a slot and its process, which imports little: the service and the outcome of a call."""
+"""Types shared by a slot and its process: the service and the outcome of a call. Few imports, for a fast start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,19 +6,18 @@ from typing import Any, Literal
 
 from rltrain.common.errors import ConfigError, RltrainError
 
-# Of JSON, per call.
+# Limit of a call's result as JSON.
 MAX_RESULT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Service:
-    """The functions of a slot, and the words of its error messages."""
+    """The functions of a slot, and names for its error messages."""
 
     open: Callable[[str], Callable[..., Any]]
-    """Creates a function from a name, in the slot's process; must be picklable.
-
-    An RltrainError that it raises is the whole message. A function with the attribute ``takes_lists`` gets all calls at
-    once (`Slot.call_list`), and returns for each the result or an exception.
+    """Callable that creates a function from a name, in the slot's process; must be picklable. If it raises an
+    RltrainError, that is the whole message. A function with the attribute ``takes_lists`` gets all calls at once
+    (`Slot.call_list`), and returns for each the result or an exception.
     """
     function: str
     """The name of a function in messages, such as "the tool"."""
@@ -47,7 +46,7 @@ class Outcome:
     status: Literal["ok", "timeout", "crashed", "rejected"]
     """``rejected``: the function returned an invalid result."""
     value: Any = None
-    """The result, as JSON value."""
+    """The result, as a JSON value."""
     error: str = ""
     """The error, with its place in the user's code."""
     kind: str = ""

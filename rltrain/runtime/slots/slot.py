@@ -1,11 +1,10 @@
-"""A slot: one process that runs one call at a time, killed and replaced when a call takes too long.
+"""Slot: one process that runs one call at a time, and is killed and replaced when a call takes too long.
 
 A user's function may not terminate: a regular expression may hold the interpreter lock for hours, a library may crash
 or leak, and processes that it started may outlive it. Neither a thread nor a signal can stop that. So the function runs
-in another process, which is killed with all its descendants: by the process above it (reaper.py), or by this one if
-that takes too long. It is a new interpreter, because a fork would inherit the threads and locks of Ray.
-`multiprocessing` and pebble were not used because they unpickle the replies of the process and leave grandchildren
-running.
+in another process, which is killed with all its descendants by its parent (subreaper.py), or by this process if that
+takes too long. It is a new interpreter, because a fork would inherit threads and locks of Ray. `multiprocessing` and
+pebble were not used because they unpickle the replies of the process and leave grandchildren running.
 """
 
 import json
@@ -21,7 +20,7 @@ from rltrain.runtime.slots.output import Printed, lost_process
 from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess
 from rltrain.runtime.slots.service import MAX_RESULT_BYTES, Outcome, Service
 
-# The kind of an outcome whose process waited for a multiprocessing child that had ended.
+# Kind of an outcome if the process waited for a dead multiprocessing child.
 ORPHANED = "lost process"
 _CRASH_CHARS = 2000
 # Maximum concurrent calls of an ``async`` function in a process.
@@ -59,11 +58,11 @@ class Slot:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the reaper above the process; None once closed."""
+        """Process id of the subreaper above the process; None once closed."""
         return None if self._process is None else self._process.pid
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Outcome:
-        """Call the function ``name``. timeout_s: of this call, instead of the limits'.
+        """Call the function ``name``. timeout_s: timeout of this call, instead of the limits' timeout.
 
         Raises the service's error only if there is no such function.
         """
@@ -88,10 +87,12 @@ class Slot:
         """
         if self._process is None:
             raise RuntimeError("the slot is closed")
-        if self._awaits_reply:  # an interrupt preceded the reply, and the next call would take it for its own
+        if self._awaits_reply:  # an interrupt preceded the reply, and the next call would mistake the reply for its own
             self._restart()
-        elif self._process.has_ended:  # since the last call, so it must not fail this one
-            self._printed.add(f"{self._bury()[0]['error']}\nbetween two {self._service.call}s; restarted\n".encode())
+        elif self._process.has_ended:  # died since the last call, so it must not fail this one
+            self._printed.add(
+                f"{self._replace_dead()[0]['error']}\nbetween two {self._service.call}s; restarted\n".encode()
+            )
         if name in self._prepared:
             return self._prepared[name]
         try:
@@ -100,7 +101,7 @@ class Slot:
             self._restart()
             reply = {"error": f"importing {self._service.function} took more than {START_TIMEOUT_S:g} s"}
         except _Died:
-            reply, is_killed = self._bury()
+            reply, is_killed = self._replace_dead()
             if is_killed and may_repeat:
                 return self.prepare(name, may_repeat=False)
         if "error" in reply:
@@ -123,7 +124,7 @@ class Slot:
         # The process itself enforces the deadline of each call.
         outcomes, is_lost = self._ask(name, calls, self._limits.timeout_s * len(calls), may_repeat=len(calls) == 1)
         if is_lost and len(calls) > 1 and self._service.may_repeat:
-            # One of them blocks or ends the process. Alone, each has a separate deadline and does not affect the
+            # One of the calls blocks or ends the process. Run alone, each has a separate deadline and does not affect
             # others.
             return [self._ask(name, [arguments], self._limits.timeout_s, False)[0][0] for arguments in calls]
         return outcomes
@@ -131,10 +132,10 @@ class Slot:
     def _ask(
         self, name: str, calls: Sequence[Sequence[Any]], timeout_s: float, may_repeat: bool = True, left_s: float = 0.0
     ) -> tuple[list[Outcome], bool]:
-        """Return the outcomes of the calls, together within ``timeout_s``, and True if the process was lost with them.
+        """Return the outcomes of the calls, within ``timeout_s`` in total, and True if the process was lost.
 
         After SIGKILL or SIGTERM a new process repeats the calls, if service and caller allow it (``may_repeat``). It
-        gets the rest of the deadline (``left_s``), because the caller waits no longer.
+        gets only the rest of the deadline (``left_s``), because the caller does not wait longer.
         """
         self.prepare(name)
         end = time.monotonic() + (left_s or timeout_s)
@@ -145,12 +146,12 @@ class Slot:
             self._restart()
             failure = {"status": "timeout", "error": self._service.late(timeout_s)}
             if lost := lost_process(self._printed.since(before)):
-                # It waits for a reply that never arrives, call after call, so the cause is reported.
+                # Every call would wait for a reply that never arrives, so the cause is reported.
                 failure["error"] += f"; a process that it started with multiprocessing ended with an error:\n{lost}"
                 failure |= {"status": "crashed", "kind": ORPHANED}
             return [outcome_of(failure)] * len(calls), True
         except _Died:
-            failure, is_killed = self._bury()
+            failure, is_killed = self._replace_dead()
             if is_killed and may_repeat and self._service.may_repeat and (left := end - time.monotonic()) > 0:
                 return self._ask(name, calls, timeout_s, False, left)
             return [outcome_of(failure)] * len(calls), True
@@ -182,7 +183,7 @@ class Slot:
         try:
             channel.settimeout(timeout_s)
             channel.sendall(pickle.dumps(request))
-            # The deadline is over all parts of a reply: a timeout per read would restart with every byte.
+            # The deadline covers all parts of a reply, because a timeout per read would restart with every byte.
             while reply.count(b"\n") < num_results:
                 if (remaining := deadline - time.monotonic()) <= 0:
                     raise _Expired
@@ -211,7 +212,7 @@ class Slot:
         except RecursionError:
             return {"status": "rejected", "error": f"{self._service.function} returned a too deeply nested value"}
 
-    def _bury(self) -> tuple[dict[str, str], bool]:
+    def _replace_dead(self) -> tuple[dict[str, str], bool]:
         """Replace a process that has ended. Return the failure, and True for SIGKILL or SIGTERM."""
         assert self._process is not None
         how, is_killed = self._process.end()

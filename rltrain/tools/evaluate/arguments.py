@@ -32,7 +32,7 @@ class Arguments:
     data: list[str] = required("one or more data files")
     out: str | None = None
     n: int = key(0, least=1)
-    """Responses to each prompt; 0: as val_kwargs has it."""
+    """Responses per prompt; 0: as in val_kwargs."""
 
 
 # All names without a dot that the command accepts.

@@ -128,7 +128,7 @@ def _columns(
             columns |= {f"pass@{k}": statistics.pass_of(values, k) for k in ks}
         else:
             notes.append(f"{source}: no pass@k, as {measure} is not only 0 or 1")
-        # All votes are empty if no answer was found, or if only scorers of other sources return votes.
+        # All votes are empty if no answer was found, or if this source's scorer returns no votes.
         votes = rows[_VOTES].fillna("").astype(str).to_numpy() if _VOTES in rows else np.array([""])
         if (votes != "").any():
             majority = statistics.majority_of(values, votes.reshape(-1, num_answers), ks[1:])

@@ -46,7 +46,7 @@ class Model:
     name: str
     """Unique name for tables and folders."""
     named: str
-    """The argument of the user, or the path that it expands to."""
+    """The user's argument, or the path that it expands to."""
     folder: Path | None
     """Local folder; None for a name on the hub."""
     step: int | None = None
@@ -54,19 +54,19 @@ class Model:
     settings: dict[str, Any] = field(default_factory=dict)
     """The keys by which a run loads the model."""
     run_settings: dict[str, Any] | None = None
-    """Validation settings of the run that trained it; None without one. Settings of the command override them."""
+    """Validation settings of the run that trained it (None if unknown), which settings of the command override."""
 
     @property
     def output_folder(self) -> Path:
         """The folder for evaluations next to the model."""
         if not self.folder:
             return Path.cwd() / "evaluation"
-        # Inside a checkpoint it would not be part of it, but would be deleted with it.
+        # Not inside a checkpoint, with which it would be deleted.
         is_export = self.folder.name == _EXPORT and (self.folder.parent / MANIFEST).is_file()
         return (self.folder.parent if is_export else self.folder).parent / "evaluation"
 
     def identity(self) -> str:
-        """Return a digest of its files without descriptions; for a name on the hub, the name."""
+        """Return a digest of the model's files except model cards; for a hub name, the name."""
         if not self.folder:
             return self.named
         if self.step is not None:
@@ -80,7 +80,7 @@ def models_of(words: Sequence[str]) -> list[Model]:
     names, typed = [model.name for model in models], [model.named for model in models]
     if again := next((name for name in typed if typed.count(name) > 1), None):
         raise ConfigError(f"model={','.join(words)} names {again} twice.")
-    # Checkpoints of equal steps of two runs: the shortest ends of their paths distinguish them.
+    # Checkpoints of the same step of two runs are distinguished by the shortest suffixes of their paths.
     return [
         replace(model, name=_distinct_name(model, models)) if model.folder and names.count(model.name) > 1 else model
         for model in models
@@ -143,7 +143,7 @@ def _checkpoint(folder: Path) -> Model:
     if problem := model_problem(f"{_MODEL}path", base):
         raise CheckpointError(
             f"model={folder} was trained from {base}, whose configuration and tokenizer it needs: {problem} "
-            f"Put it back, or evaluate the exported weights: model={folder / _EXPORT}."
+            f"Restore it, or evaluate the exported weights: model={folder / _EXPORT}."
         )
     _refuse_other_tokens(folder, base)
     settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder)}
@@ -185,7 +185,7 @@ def _refuse_other_tokens(folder: Path, base: str) -> None:
         first = differ[0]
         raise CheckpointError(
             f"model={folder}: its token {first} is {ours[first]!r}, and that of {base}, from which it was trained, is "
-            f"{theirs[first]!r} now; {len(differ):,} differ. Put the tokenizer back, or evaluate the exported weights: "
+            f"{theirs[first]!r} now; {len(differ):,} differ. Restore the tokenizer, or evaluate the exported weights: "
             f"model={folder / _EXPORT}."
         )
 

@@ -32,7 +32,7 @@ def differences(results: Sequence[Mapping[str, Any]], tables: Iterable[pd.DataFr
     """Return the mean difference of each model from the first, by data source, with a 95 % bootstrap interval.
 
     The average over sources is given if there are several. tables: the responses of each result. Prompts that one of
-    two models did not get, or whose responses have no score, are excluded.
+    the two models did not get, or without scored responses, are excluded.
     """
     (first, *others), found = [prompt_means(table) for table in tables], list[dict[str, Any]]()
     for result, means in zip(results[1:], others, strict=True):

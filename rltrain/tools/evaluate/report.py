@@ -1,4 +1,4 @@
-"""Tables of an evaluation: as wide as the terminal, or 200 columns elsewhere."""
+"""Tables of an evaluation, as wide as the terminal, or 200 columns without a terminal."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def show(results: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str
         for note in dict.fromkeys(note for result in results for note in result["notes"]):
             console.print(Text(sanitize(f"note: {note}")), soft_wrap=True)
         console.print(Text("[ ]: 95 % of bootstrap draws over prompts"))
-    except BrokenPipeError:  # a reader such as head has ended
+    except BrokenPipeError:  # a reader such as head has exited
         sys.stderr.close()
 
 
 def console_of() -> SanitizedConsole:
-    """Return a console as wide as the terminal; elsewhere with a fixed width."""
+    """Return a console as wide as the terminal, or with a fixed width without a terminal."""
     return SanitizedConsole(width=None if sys.stdout.isatty() else _WIDTH, markup=False, emoji=False, highlight=False)
 
 
@@ -71,7 +71,7 @@ def _of_model(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _of_all(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the means over responses: a row per model, a column per source, and the average."""
     sources = list(dict.fromkeys(source for result in results for source in _parts(result)))
-    # The average comes last, even if the first model has few sources.
+    # The average is last, even if the first model has few sources.
     columns = [*(name for name in sources if name != _AVERAGE), *(name for name in sources if name == _AVERAGE)]
     name = main_figure(results[0])
     rows = [

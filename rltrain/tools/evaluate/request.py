@@ -49,8 +49,8 @@ class Request:
             for name in sorted((first.keys() | other.keys()) - own):
                 if first.get(name) != other.get(name):
                     raise ConfigError(
-                        f"{name} is {_said(first, name)} in the run of {runs[0].named} and {_said(other, name)} in "
-                        f"that of {model.named}: set it in the command, so that all models have the same."
+                        f"{name} is {_said(first, name)} in the run of {runs[0].named} but {_said(other, name)} in "
+                        f"the run of {model.named}. Set it in the command, so that all models use the same value."
                     )
         return (runs[0].run_settings or {}) if runs else {}
 
@@ -84,8 +84,8 @@ class Request:
         answers = loaded.config.actor_rollout_ref.rollout.val_kwargs
         if answers.greedy and answers.n > 1:
             raise ConfigError(
-                f"n={answers.n}: answers are greedy (temperature={answers.temperature:g}), so all {answers.n} to a "
-                "prompt would be one and the same. Add temperature=1.0 (or another), or leave n out."
+                f"n={answers.n}: responses are greedy (temperature={answers.temperature:g}), so all {answers.n} to a "
+                "prompt would be equal. Add temperature=1.0 (or another), or remove n."
             )
         return loaded
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.storage import patiently, read_json, replacing, write_json
 
-# Result of one model; of several models, next to the folders of each; the page of either.
+# Result of one model; of several models, next to their folders; and the page.
 RESULT, RESULTS, PAGE = "evaluation.json", "evaluations.json", "evaluation.html"
 _ASKED, _PARTS = "asked.json", "parts"
 _PART = re.compile(r"rows_(\d+)_(\d+)\.parquet")
@@ -65,8 +65,7 @@ class ResultFolder:
         return self.folder / _PARTS / f"rows_{rows[0]:06d}_{rows[-1]:06d}.parquet"
 
     def missing(self, num_prompts: int, at_once: int) -> list[NDArray[np.int32]]:
-        """Return the prompts without responses, in runs of at most ``at_once`` that are equally long (see
-        `Validation`)."""
+        """Return the prompts without responses, in chunks of equal size, at most ``at_once`` (see `Validation`)."""
         lacks = np.ones(num_prompts, dtype=bool)
         for first, last, _ in self._parts():
             lacks[first : last + 1] = False
@@ -90,8 +89,8 @@ class ResultFolder:
             parts = [patiently(part, lambda part=part: pq.read_table(part)) for _, _, part in self._parts()]  # type: ignore[misc]
         except pa.ArrowException as error:
             raise DataError(
-                f"{self.folder / _PARTS} has a file that cannot be read ({error}). Remove it, and run the same command "
-                "again: its answers are made again."
+                f"{self.folder / _PARTS} has a file that cannot be read ({error}). Remove it and rerun the command to "
+                "regenerate its responses."
             ) from error
         return _joined(parts) if parts else None
 

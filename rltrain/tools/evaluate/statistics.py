@@ -1,8 +1,8 @@
 """Statistics of responses to prompts, as pure functions over arrays.
 
-The prompt is the unit: every statistic is first a number per prompt [p], its value is their mean, and its interval is
-over other prompts of the same kind. Values are [p, n], NaN for a response without a score. Such responses are excluded,
-and a prompt without scored responses is NaN.
+The unit is the prompt: every statistic is computed per prompt [p], its value is the mean, and its interval is for
+prompts of the same kind. Values are [p, n], NaN for a response without a score. Such responses are excluded, and a
+prompt without scored responses is NaN.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def pass_of(values: Floats, k: int) -> Floats:
 
 
 def majority_of(values: Floats, votes: NDArray[Any], ks: Sequence[int], seed: int = SEED) -> dict[int, Floats]:
-    """Return the expected value [p] of the majority text of k responses   (Wang et al. 2023, self-consistency), for
-    every k.
+    """Return for every k the expected value [p] of the most frequent of k texts   (Wang et al. 2023, self-consistency).
 
     votes: texts [p, n]. Ties are averaged. If k is n, all responses are counted; otherwise the mean over 500 seeded
     subsets of k is taken.
@@ -88,8 +87,8 @@ def _of_majority(subsets: NDArray[Any], of_text: Floats) -> float:
 def draws_of(columns: Floats, name: str, num_draws: int = DRAWS) -> Floats:
     """Return the bootstrap means [draws, m] of columns [p, m]: prompts drawn with replacement   (Efron 1979).
 
-    name: of the data source. It seeds the draws, so that no statistic depends on the other sources, and two sources are
-    drawn independently.
+    name: name of the data source, which seeds the draws, so that statistics do not depend on other sources, and sources
+    are drawn independently.
     """
     random = np.random.default_rng([SEED, zlib.crc32(name.encode())])
     num_prompts = len(columns)

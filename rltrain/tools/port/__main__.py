@@ -27,7 +27,7 @@ from rltrain.tools.port.write import flat, holds_secret, script
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    # The words after --overrides are verl's and may look like flags.
+    # The arguments after --overrides are verl's and may look like flags.
     own_words, overrides = (words, None) if "--overrides" not in words else _split(words)
     parser = argparse.ArgumentParser(
         prog="rltrain port", description=str(__doc__).partition(": ")[2], allow_abbrev=False
@@ -64,7 +64,7 @@ def _port(name: str, recording: Recording, folders: list[Path], output: Path | N
         notes.append("the script did not end in time (it may wait for something): what it had started by then is here")
     if not runs:
         note_lines = "".join(f"\n{line}" for line in notes)
-        raise ConfigError(f"{name} starts no run of verl's that could be seen.{note_lines}")
+        raise ConfigError(f"{name} does not start a recognizable verl run.{note_lines}")
     return _write(name, runs, notes, recording.placeholders, output)
 
 

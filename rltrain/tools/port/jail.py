@@ -1,7 +1,7 @@
-"""Runs one shell script and reports the commands that it would have started: ``python -I -S jail.py DESCRIPTOR``.
+"""Run one shell script and report the commands that it would have started: ``python -I -S jail.py DESCRIPTOR``.
 
-Only a shell can expand a launch script's variables, but a foreign script may do anything. So bash runs in separate
-namespaces whose file system is a small tmpfs with copies of the text tools: no network, no other process, and no files
+Only a shell can expand a launch script's variables, but a third-party script may do anything. So bash runs in separate
+namespaces whose file system is a small tmpfs with copies of the text tools, without network, other processes and files
 of the machine. Any other program is a stub that records its arguments. Without namespaces nothing is run. Imports
 nothing of rltrain.
 """
@@ -47,7 +47,7 @@ def _enter(root: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     apart, user, group = _MOUNTS | _PROCESSES | _NETWORK | _IPC, os.getuid(), os.getgid()
-    # A privileged user needs no user namespace, and can do without in containers that forbid user namespaces.
+    # A privileged user needs no user namespace, which some containers forbid.
     if user != 0 or libc.unshare(apart) != 0:
         if libc.unshare(apart | _USER) != 0:
             os._exit(NO_JAIL)
@@ -85,10 +85,10 @@ def _lock_in(root: str) -> None:
 
 
 def _under(root: str, inside: str) -> str:
-    """Return the path in the jail; raise ValueError if it leaves it. The names come from the script, and the machine's
+    """Return the path in the jail; raise ValueError if it leaves it. The names are from the script, and the machine's
     files are still mounted."""
     if not inside.startswith("/") or os.path.normpath(inside.lstrip("/")).split("/")[0] == "..":
-        raise ValueError(f"{inside!r} is no place in the jail")
+        raise ValueError(f"{inside!r} is not a path in the jail")
     return root + inside
 
 

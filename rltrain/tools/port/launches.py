@@ -15,7 +15,7 @@ from rltrain.config.verl.table import rows
 from rltrain.tools.port.shell import Call, inside_out
 from rltrain.tools.port.translate import ASKED, typed
 
-# Other Python programs, by the name of the module or file, and their counterparts in rltrain.
+# Other Python programs, by module or file name, and their counterparts in rltrain.
 _OTHERS = {
     r"sft": "supervised fine-tuning is not in rltrain",
     r"main_generation|main_eval": "to test a checkpoint: rltrain evaluate model=… data=…",
@@ -42,7 +42,7 @@ class Launch:
     entry: str
     """The module or file that was started."""
     settings: tuple[tuple[str, str], ...]
-    """Keys and values as written; later ones count."""
+    """Keys and values as written; later ones take precedence."""
     lost: tuple[str, ...] = ()
     """Arguments that could not be read."""
     exported: tuple[tuple[str, str], ...] = ()
@@ -52,7 +52,7 @@ class Launch:
 def launches(calls: Sequence[Call], folders: Sequence[Path]) -> tuple[list[Launch], list[str]]:
     """Return the runs that the calls start, and notes on other calls of Python.
 
-    folders: where relative paths of configuration files may begin.
+    folders: base folders of relative paths of configuration files.
     """
     runs: dict[tuple, Launch] = {}
     notes: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Conversion of keys of verl's other training backends, if the maths stays the same under FSDP2."""
+"""Conversion of keys of verl's other training backends that have the same meaning under FSDP2."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SPREAD = (
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
 _SAME_MATHS = "it changes how the backend computes, not what"
-# Keys of verl's backends that only change how it computes; the effect of the others is unknown.
+# Keys of verl's backends that do not change results; the effect of other keys is unknown.
 _HARMLESS = """
     sequence_parallel use_distributed_optimizer use_mbridge vanilla_mbridge use_dist_checkpointing
     dist_checkpointing_prefix dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient
@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
         why="weights are read from model.path, a Hugging Face folder; of a Megatron checkpoint make one: python -m "
         "verl.model_merger merge --backend megatron --local_dir …/global_step_N/actor --target_dir FOLDER"
     ),
-    # Terms that Megatron adds to the loss or to the model are unrelated to sharding.
+    # Terms that Megatron adds to the loss or the model, unrelated to sharding.
     "*.override_transformer_config.moe_aux_loss_coeff": Rule(
         why="router_aux_loss_coef is such a loss, with another scale (docs/moe.md)", turn=_only("0", "0.0")
     ),

@@ -1,7 +1,7 @@
 """Expansion of a launch script: bash itself expands its variables, in a jail with stubs for all programs.
 
-Only the shell's text tools are real there (`_TOOLS`). A variable that a script expects from the environment gets a
-placeholder, which the written script turns into the variable again.
+Only the shell's text tools are real there (`_TOOLS`). A variable that the script expects from the environment gets a
+placeholder, which becomes the variable again in the new script.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ for word in "${@:2}"; do
 done
 exit 0
 """
-# A script must reach its launch although files and folders that it expects are missing.
+# A script must reach its launch even if files and folders that it expects are missing.
 _PRELUDE = """\
 command_not_found_handle() { /bin/record "$@"; }
 cd() { builtin cd "$@" 2>/dev/null || true; }
@@ -93,7 +93,7 @@ source() { if [ -f "$1" ]; then builtin source "$@"; else /bin/record source "$@
 .() { source "$@"; }
 """
 _SETTING = re.compile(r"\+*(actor_rollout_ref|data|trainer|algorithm)\.[\w.]+=")
-_ANOTHER = "3"  # a number that no variable is assumed to be
+_ANOTHER = "3"  # a number that is not assumed for any variable
 _NO_EXIT = "exit() { true; }\n"
 
 
@@ -132,7 +132,7 @@ def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MO
     def run(prelude: str, given: dict[str, str]) -> dict[str, Any]:
         return _jailed(script, text, arguments, given, {**neighbours, "/bin/prelude": prelude}, most_seconds)
 
-    # A script may exit before its launch because something is missing; then it is run again without exit.
+    # If a script exits before its launch because something is missing, it is run again without exit.
     for prelude in (_PRELUDE, _PRELUDE + _NO_EXIT):
         answer = run(prelude, values)
         if _launches(answer):
@@ -140,7 +140,7 @@ def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MO
     launches, assumed = _launches(answer), dict[str, str]()
     before = [list(words) for words in launches]
     for name, value in values.items():
-        # A run with another number shows the settings that depend on it.
+        # A run with a different number shows which settings depend on it.
         if value.isdigit() and answer["finished"]:
             moved = _launches(run(prelude, values | {name: _ANOTHER}))
             assumed |= {name: value} if _trace(name, value, before, moved, launches) else {}
@@ -155,7 +155,7 @@ def _launches(answer: dict[str, Any]) -> list[list[str]]:
 
 
 def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]], traced: list[list[str]]) -> bool:
-    """Insert the variable's placeholder where a setting is exactly its number.
+    """Replace a setting by the variable's placeholder if it equals the number assumed for it.
 
     Return True if anything else changed with the number.
     """
@@ -172,12 +172,13 @@ def _trace(name: str, value: str, words: list[list[str]], moved: list[list[str]]
 
 def expected_variables(text: str, others: str = "") -> list[str]:
     """Return the variables that a script uses without a default and that neither it nor one of the ``others`` sets."""
-    # A comment begins a word. Text in single quotes is searched too, because it is often run later.
+    # "#" starts a comment only at the beginning of a word. Text in single quotes is searched too, because it is often
+    # run later.
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)
     used = re.findall(r"\$(?:\{#?)?([A-Za-z_]\w*)", text)
     text = f"{text}\n{others}"
     used += [name for sum_ in re.findall(r"\$?\(\((.*?)\)\)", text) for name in re.findall(r"[A-Za-z_]\w*", sum_)]
-    # With a default, or checked before use: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
+    # Uses with a default or a check: ${X:-1} ${X:+1} [ -z "$X" ] [[ -v X ]].
     optional = set(re.findall(r"\$\{([A-Za-z_]\w*):?[-=+]", text))
     optional |= set(re.findall(r"-[nvz]\s+\"?\$?\{?([A-Za-z_]\w*)", text))
     assigned = set(re.findall(r"(?<![\w$.{-])([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=", text))
@@ -261,7 +262,7 @@ def _jailed(
         json.dump(job, spec)
         spec.seek(0)
         command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
-        # The timeout here is for a jail that does not keep its own.
+        # This timeout is for a jail that exceeds its own.
         try:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=3 * most_seconds, pass_fds=[spec.fileno()], cwd="/"
@@ -285,7 +286,7 @@ _BY_HAND = (
 
 
 def _going_on(text: str) -> str:
-    """Return the script without the options that end it at the first error or unset variable."""
+    """Return the script without options that end it at an error or unset variable."""
     text = re.sub(r"(?m)^(\s*set\s+-)([a-zA-Z]+)", lambda match: match[1] + re.sub("[eu]", "", match[2]) + "B", text)
     return re.sub(r"(?m)(\bset\s.*)-o\s+(errexit|nounset)", r"\1", text)
 

@@ -1,8 +1,7 @@
 """Translation of verl's settings. Each decision leaves a comment or a line about the part that was not carried over.
 
 `load_config` knows verl's names and meanings: every setting is tried alone, and its message becomes the comment. The
-table here covers only settings that it rejects because they belong to another backend, if the maths stays the same
-under FSDP2.
+table here has only settings of other backends that `load_config` rejects but that have the same meaning under FSDP2.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class Ported:
     """A launch with rltrain's settings."""
 
     settings: dict[str, str] = field(default_factory=dict)
-    """rltrain's key -> the value as it is typed."""
+    """rltrain's key -> the value as typed."""
     comments: dict[str, list[str]] = field(default_factory=dict)
     """rltrain's key -> reasons."""
     decisions: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
-    """Settings that were left out because they change nothing."""
+    """Settings that were omitted because they have no effect."""
     lost: list[str] = field(default_factory=list)
     """Settings that could not be carried over, as key=value: reason."""
     to_do: list[str] = field(default_factory=list)
@@ -106,7 +105,7 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
     keys = old | {key for key in written if key.startswith("algorithm.rollout_correction.")}
     if not old:
         return set()
-    # Required paths, so that nothing else is missing.
+    # Required paths, so that no other key is missing.
     required = [f"{_A}model.path=/model", "data.train_files=/data"]
     try:
         loaded = load_config([*required, *(f"{key}={written[key]}" for key in written if key in keys)])
@@ -144,12 +143,12 @@ def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:
 def _try(
     ported: Ported, key: str, text: str, said: Mapping[str, str], beside: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Try one setting with `load_config`. beside: settings that are needed to judge it."""
+    """Try one setting with `load_config`. beside: settings that are needed to check it."""
     own_key, why = rename(key), said.get("why", "")
     try:
         loaded = load_config([f"{key}={text}", *(f"{other}={value}" for other, value in beside.items())])
     except ConfigError as error:
-        if "__" in text and is_known(own_key):  # a variable of the user stands for a number
+        if "__" in text and is_known(own_key):  # the user's variable represents a number
             ported.put(own_key, text, why)
         else:
             ported.lost.append(f"{key}={text}: {_reason(key, text, error)}")
@@ -158,7 +157,7 @@ def _try(
         if own_key in loaded.explicit:
             ported.put(own_key, text, why or (f"was {key}" if own_key != key else ""))
         return
-    # A key that stands for other keys, or for none.
+    # A key that is replaced by other keys, or by none.
     set_keys = [set_key for set_key in loaded.explicit if set_key not in map(rename, beside)]
     for set_key in set_keys:
         ported.put(set_key, typed(get(loaded.config, set_key)), f"was {key}={text}")
@@ -167,7 +166,7 @@ def _try(
 
 
 def _reason(key: str, text: str, error: ConfigError) -> str:
-    """Return the problems of the setting itself, without the missing keys that every trial reports."""
+    """Return the problems of the setting itself, without missing keys, which every trial reports."""
     problem = " ".join(line for line in str(error).splitlines() if line not in _problems_of_any_trial())
     for head in (f"{key}={parsed_or_text(text)}: ", f"{key}={text}: ", f"{key}: "):
         problem = problem.removeprefix(head)
@@ -262,7 +261,7 @@ def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
         why = "verl's default; where the model fits one device, 1 (the default here) is quicker"
         put(_R + "tensor_model_parallel_size", "2", why)
     clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
-    # An unknown loss may read them.
+    # A custom loss may read them.
     reads = POLICY_LOSSES.get(ported.settings.get(LOSS_KEY, "vanilla"), LossTraits()).reads
     bounded = reads is None or "clip_ratio_low" in reads
     if clip in ported.settings and parsed_or_text(ported.settings[clip]) != 0.2 and bounded:
@@ -283,7 +282,7 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
         )
     key, usual = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))
     folder = str(parsed_or_text(ported.settings.get(key, "null")) or usual)
-    named = key in ported.settings and "${" not in folder  # by other keys it is the default
+    named = key in ported.settings and "${" not in folder  # if other keys are set, this is the default
     if named or has_verl_checkpoints(Path(usual)):
         folder = folder if named else usual
         why = f"was {folder}, where verl's checkpoints lie: a run resumes only from its own"
@@ -291,7 +290,8 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
 
 
 def _drop_our_defaults(ported: Ported) -> None:
-    """Remove settings that equal the default. A batch switch stays, because its presence decides how sizes are read."""
+    """Remove settings that equal the default. A batch switch is kept, because its presence determines how sizes are
+    read."""
     for key, text in list(ported.settings.items()):
         schema_key = all_keys().get(key)
         if (
@@ -303,7 +303,7 @@ def _drop_our_defaults(ported: Ported) -> None:
 
 
 def _check(ported: Ported, unknown: str) -> None:
-    """Check the whole, except values that only the user's shell knows."""
+    """Check all settings, except values that only the user's shell knows."""
     sure = [f"{key}={text}" for key, text in ported.settings.items() if unknown not in text or _is_text(key)]
     try:
         loaded: LoadedConfig = load_config(sure)

@@ -14,7 +14,7 @@ from rltrain.tools.port.launches import Launch
 from rltrain.tools.port.shell import restored
 from rltrain.tools.port.translate import Ported
 
-# Variables of verl's scripts that rltrain sets itself if needed, or that nothing reads here.
+# Variables of verl's scripts that rltrain sets itself if needed, or does not use.
 _OURS = re.compile(r"VLLM_(USE_V1|ATTENTION_BACKEND|ALLREDUCE\w*)|HYDRA_\w+|RAY_\w+|VERL_\w+")
 # Variables that have an effect here, but not the one that the script wants.
 _NOT_HERE = {
@@ -60,7 +60,7 @@ def _launch(launch: Launch, ported: Ported, placeholders: Mapping[str, str]) -> 
     order = {key: number for number, key in enumerate(all_keys())}
     for key in sorted(ported.settings, key=lambda key: order.get(free_form_parent(key) or key, len(order))):
         lines += [f"    # {flat(why, placeholders)}" for why in ported.comments.get(key, [])]
-        # A key from a file may contain anything, so unless it is a plain name it is quoted with its value.
+        # A key from a file may contain anything, so it is quoted with its value unless it is a plain name.
         name = f"{key}=" if _PLAIN.fullmatch(key) else ""
         if name and holds_secret(key, ported.settings[key], placeholders):
             variable = re.sub(r"\W", "_", key.rpartition(".")[2]).upper()
@@ -77,7 +77,7 @@ def holds_secret(name: str, value: str, placeholders: Mapping[str, str]) -> bool
 
 
 def flat(note: str, placeholders: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return a note as one line without secrets: text after a line break in a comment would be run."""
+    """Return a note as one line without secrets, because text after a line break in a comment would be executed."""
     line = "".join(letter for letter in " ".join(note.split()) if letter.isprintable())
     return masked_text(restored(line, placeholders))
 

@@ -97,7 +97,7 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
     )
     if shared := dev_files & test_files:
         raise ConfigError(
-            f"{sorted(shared)[0]} is in dev= and in test=: the figure of the chosen setting would be too good. Give "
+            f"{sorted(shared)[0]} is in dev= and in test=: the figure of the chosen setting would be too good. Use "
             "other rows for test=."
         )
     return SearchRequest(base, test, list(dict.fromkeys(own.min_pixels)), list(dict.fromkeys(own.max_pixels)))

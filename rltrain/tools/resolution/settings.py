@@ -1,7 +1,7 @@
 """The bounds to try, and the image tokens of each.
 
-The prompts of both splits are tokenised with all bounds before anything is generated. So bounds under which a prompt is
-too long, or that scale every image like others, are found within seconds.
+The prompts of both splits are tokenised with all bounds before anything is generated. So bounds that make a prompt too
+long, or that have the same effect as others, are found within seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rltrain.run.splits import load_data
 from rltrain.tools.evaluate.request import Request
 from rltrain.tools.resolution.request import Bounds, SearchRequest
 
-# Intervals of fewer prompts are too wide to compare settings.
+# With fewer prompts, intervals are too wide to compare settings.
 MIN_PROMPTS = 20
 SPLITS = ("dev", "test")
 
@@ -101,8 +101,8 @@ def _refuse_few(split: str, data: list[str], store: PromptStore) -> None:
         raise DataError(f"{split}={files}: no prompt has an image. data.image_key names the column of images.")
     if len(store) < MIN_PROMPTS:
         raise DataError(
-            f"{split}={files}: {count(len(store), 'prompt')} cannot tell one resolution from another. Give "
-            f"{MIN_PROMPTS} at least; some hundreds are better."
+            f"{split}={files}: {count(len(store), 'prompt')} cannot distinguish resolutions. Give at least "
+            f"{MIN_PROMPTS}; a few hundred are better."
         )
 
 

@@ -7,8 +7,8 @@ Responses to one prompt in the same micro-batch share the prompt's tokens (`mode
 images. The images are encoded once, even if a response is too long to share the tokens. Keeping responses together
 saves work but leaves coarser chunks to balance; the cost model weighs both.
 
-With several nodes a chunk goes to a rank of the node that generated it, unless that makes the ranks less even. The node
-depends on when engines were idle, so two such runs are equal only up to rounding.
+With several nodes a chunk goes to a rank of the node that generated it, unless that makes the ranks less balanced. The
+generating node depends on timing, so two such runs are equal only up to rounding.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Workload:
         return np.where(self.image_rows > 0, self.groups, self.owners)
 
     def _once(self, ids: Ids) -> Ids:
-        """Return one sample per owner: it carries the cost of the prompt."""
+        """Return one sample per owner, which accounts for the prompt's cost."""
         return ids[np.unique(self.owners[ids], return_index=True)[1]]
 
     def _of_images(self, values: NDArray[Any] | None, ids: Ids) -> float:
@@ -169,7 +169,7 @@ def spread(
 
 
 def _time(ranks: list[list[Ids]], work: Workload) -> float:
-    """Return the total time. Ranks synchronise at every micro-batch, so each takes as long as on the slowest rank."""
+    """Return the total time. Ranks synchronise at every micro-batch, so each takes as long as its slowest rank."""
     return sum(max(map(work.cost, turn)) + _MICRO_BATCH for turn in zip(*ranks, strict=True))
 
 
@@ -210,7 +210,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         if last is not None and key == last.key and len(last.ids) < size:
             pays = not (shares and last.prompt_tokens)
             tokens, rows = last.tokens + answer + pays * prompt, last.rows + own_rows
-            # If a prompt's images exceed the budget by themselves, smaller chunks would not encode them less often.
+            # If a prompt's images alone exceed the budget, smaller chunks do not help.
             fits = rows <= (budget.max_rows or math.inf) or rows == image_rows
             if fits and tokens <= (budget.max_tokens or math.inf):
                 last.ids.append(sample)
@@ -225,10 +225,10 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         numbers = [prompt + answer, whole, *shared, rows, image_rows, image_cost, node]
         chunks.append(_Chunk([sample], key, *numbers))
     if work.nodes is not None:
-        # The node that stores most tokens of the chunk.
+        # The node that stores the most tokens of the chunk.
         most = [int(np.bincount(nodes[chunk.ids], work.answers[chunk.ids]).argmax()) for chunk in chunks]
         chunks = [chunk._replace(node=node) for chunk, node in zip(chunks, most, strict=True)]
-    # The greedy rule of `_fill` needs the costliest chunks first: the small ones then even out the rest.
+    # The greedy rule of `_fill` needs the costliest chunks first; the small ones then even out the differences.
     return sorted(chunks, key=lambda chunk: -chunk.cost)
 
 
@@ -244,18 +244,18 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
     bins.sort(key=lambda placed: (-work.cost(placed[1]), placed[1][0] if len(placed[1]) else -1))
     ranks: list[list[Ids]] = [[] for _ in nodes]
     for turn in range(len(bins) // num_ranks):
-        # Alternate the direction, so that no rank always gets the costliest bin.
-        seats = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
-        row, homeless = bins[turn * num_ranks : (turn + 1) * num_ranks], []
+        # Alternate the direction, so that the costliest bins do not all go to the same rank.
+        free_ranks = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
+        row, unplaced = bins[turn * num_ranks : (turn + 1) * num_ranks], []
         for node, ids in row:
             # Prefer a rank of the bin's node: the time is the same on every rank.
-            near = next((rank for rank in seats if nodes[rank] == node), None)
+            near = next((rank for rank in free_ranks if nodes[rank] == node), None)
             if near is None:
-                homeless.append(ids)
+                unplaced.append(ids)
             else:
                 ranks[near].append(ids)
-                seats.remove(near)
-        for rank, ids in zip(seats, homeless, strict=True):
+                free_ranks.remove(near)
+        for rank, ids in zip(free_ranks, unplaced, strict=True):
             ranks[rank].append(ids)
     return ranks
 
@@ -263,7 +263,7 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
 def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]]:
     """Return the fewest bins per rank, at least ``count``, that hold all chunks: doubling strides, then bisection."""
     too_few, stride = count - 1, 1
-    # This terminates: with as many bins as chunks, every chunk finds an empty bin, which accepts any chunk.
+    # This terminates, because with as many bins as chunks every chunk finds an empty bin, which accepts any chunk.
     while (filled := _fill(chunks, count, nodes, budget)) is None:
         too_few, count, stride = count, count + stride, 2 * stride
     while count - too_few > 1:
@@ -309,7 +309,7 @@ class _Bin:
 def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]] | None:
     """Fill ``count`` bins per rank, each with its node: costliest first, into the emptiest bin that fits (Graham 1969).
 
-    A chunk goes to a bin of its node if that stays within an even share. Returns None if a chunk fits nowhere.
+    A chunk is put into a bin of its node if this does not exceed an even share. Returns None if a chunk fits nowhere.
     """
     bins = {node: [_Bin() for _ in range(count * list(nodes).count(node))] for node in dict.fromkeys(nodes)}
     heaps = {node: [(0.0, number) for number in range(len(of_node))] for node, of_node in bins.items()}
@@ -318,8 +318,8 @@ def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBu
         heap = heaps.get(chunk.node)
         if heap and heap[0][0] + chunk.cost <= even and _place(chunk, bins[chunk.node], heap, budget):
             continue
-        # Among equally empty bins the chunk's node comes first. A bin with the maximum number of samples is not offered
-        # again, as it would only use up tries, so a node may have no bins left.
+        # Among equally empty bins, those of the chunk's node are tried first. A bin with the maximum number of samples
+        # is not tried again, so a node may have no bins left.
         order = sorted((heaps[node][0][0], node != chunk.node, node) for node in heaps if heaps[node])
         if not any(_place(chunk, bins[node], heaps[node], budget) for *_, node in order):
             return None
@@ -362,7 +362,8 @@ class LayoutCost:
     micro_batches: float
     """The same, with ranks synchronised at every micro-batch."""
     images_share: float | None = None
-    """Encoded patches per patch of the samples (1/n: once per prompt with n responses). None without images."""
+    """Encoded patches divided by the patches of all samples (1/n: once per prompt with n responses). None without
+    images."""
     repeated_cost: float = 0.0
     repeated_tokens: float = 0.0
     """repeated_cost, repeated_tokens: without any sharing of prompts and images."""

@@ -41,7 +41,8 @@ def cut_prompts(plan: Plan, prompts_per_mini_batch: int, epochs: int, step: int,
 
 
 def denominators(loss_tokens: Ids, groups: Ids, loss_scale_factor: int) -> Denominators:
-    """Return the denominators of a mini-batch from loss tokens and groups [n]. Samples without are ignored."""
+    """Return the denominators of a mini-batch from loss tokens and groups [n]. Samples without loss tokens are
+    ignored."""
     counts = loss_tokens > 0
     return Denominators(int(loss_tokens.sum()), int(counts.sum()), loss_scale_factor, len(np.unique(groups[counts])))
 
@@ -52,6 +53,6 @@ def num_tokens(samples: Samples) -> Ids:
 
 
 def per_rank(layout: Layout, counts: Sequence[Denominators], num_waiting: int = 0) -> list[list[MiniBatch]]:
-    """Return the mini-batches of every rank. num_waiting: the first so many have no old log-probs yet."""
+    """Return the mini-batches of every rank. num_waiting: number of first mini-batches without old log-probs."""
     have = [number >= num_waiting for number in range(len(counts))]
     return [[MiniBatch(*part) for part in zip(sizes, counts, have, strict=True)] for sizes in layout.micro_sizes]

@@ -25,17 +25,17 @@ _EQUAL_STEPS_TOLD = 10
 class Alarms:
     """Checks that warn or raise. gap_limit: largest mean log-prob gap between engine and trainer per sampled token.
 
-    stops_on_gap, collapse_steps: as configured. compares: the advantage is not the score itself.
+    stops_on_gap, collapse_steps: as configured. compares: whether the estimator compares responses.
     """
 
     def __init__(
         self, gap_limit: float, stops_on_gap: bool = False, collapse_steps: int | None = None, compares: bool = True
     ) -> None:
-        # Also read by the step, which then checks before the update and not only in its report.
+        # Also read by the step, which then checks before the update instead of in its report.
         self.stops_on_gap = stops_on_gap
         self._collapse_steps = collapse_steps
         self._equal_steps = 0
-        # Without a baseline the reward is the advantage, so equal rewards still move all responses, by the same amount.
+        # Without a baseline the reward is the advantage, so equal rewards still give a gradient.
         self._equal_means = "they have no advantage" if compares else "they do not differ"
         self._told_damaged = False
         self._gap_limit = gap_limit
@@ -82,7 +82,7 @@ class Alarms:
         return {"reward/equal_steps": float(self._equal_steps)}
 
     def empty(self, role: str, counts: Sequence[Denominators]) -> Metrics:
-        """Warn of mini-batches without a loss token, which get no optimizer step (`Updater`)."""
+        """Warn of mini-batches without a loss token, for which `Updater` takes no optimizer step."""
         number = sum(not count.tokens for count in counts)
         if number:
             log.warning(
@@ -110,11 +110,11 @@ class Alarms:
 
     def skipped(self, role: str, metrics: Metrics) -> Metrics:
         """Raise NonFiniteError if ``role`` skipped an optimizer step in three consecutive steps."""
-        # Per role: otherwise an actor that learns would hide a critic that never does.
+        # Per role, because otherwise a critic that is never updated would be hidden by an actor that is.
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a loss or gradient that is not finite; stopping "
-                "despite trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
+                f"{role}: {_MOST_SKIPPED_STEPS} steps in a row had a non-finite loss or gradient; stopping despite "
+                "trainer.on_nonfinite=skip. Lower its optim.lr and resume from the newest checkpoint."
             )
         return {f"{role}/skipped_in_a_row": float(self._skipped_in_a_row[role])}

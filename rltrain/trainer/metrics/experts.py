@@ -13,8 +13,8 @@ from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
 
-# A single step may not use an expert by chance. It counts as dead after _IDLE_STEPS steps in a row without tokens, if
-# its earlier share predicts at least _TOKENS_MISSED tokens for that time (probability by chance: 1 in 5e8).
+# In a single step an expert may be unused by chance. It counts as dead after _IDLE_STEPS steps in a row without tokens,
+# if its earlier share predicts at least _TOKENS_MISSED tokens for that time (probability by chance: 1 in 5e8).
 _IDLE_STEPS, _TOKENS_MISSED = 5, 20
 # The load counts as uneven if MaxVio, for _GROWN_STEPS steps in a row, is _TIMES_GROWN times its mean over the first
 # steps and at least _LEAST_GROWTH above it (1: the busiest expert has the tokens of one more expert).
@@ -28,19 +28,19 @@ _STATE = "tokens", "tokens_at_last_use", "idle_steps", "first_max_vio", "counter
 
 
 class ExpertLoad:
-    """Metrics of the expert load, and alarms that each warn once per run.
+    """Metrics of the expert load, and warnings, each at most once per run.
 
     num_experts: per layer (0: a dense policy). compiled: the layers are compiled and do not expose their routing.
     """
 
     def __init__(self, num_experts: float, *, compiled: bool) -> None:
         self._has_experts, self._compiled = bool(num_experts), compiled
-        self._told_unseen = False
+        self._warned_unseen = False
         self._tokens = self._tokens_at_last_use = self._idle_steps = np.zeros((0, 0), dtype=np.int64)
-        """[layers, experts]: tokens so far; tokens of the layer at the expert's last use; steps since then."""
+        """[layers, experts]: tokens so far; tokens of the layer when the expert was last used; steps since then."""
         self._first_max_vio = np.zeros(0)
         self._grown_steps = 0
-        self._told_dead = self._told_uneven = False
+        self._warned_dead = self._warned_uneven = False
 
     def measure(self, load: NDArray[np.int64] | None) -> Metrics:
         """Return metrics of a step. load: tokens that its update sent to each expert [layers, experts].
@@ -63,13 +63,13 @@ class ExpertLoad:
         return metrics
 
     def _tell_unseen(self) -> None:
-        if self._has_experts and not self._told_unseen:
-            self._told_unseen = True
+        if self._has_experts and not self._warned_unseen:
+            self._warned_unseen = True
             why = "compiled layers do not expose" if self._compiled else "its routers do not expose"
             log.warning("note: the load of the policy's experts is not measured, because %s their routing", why)
 
     def _dead(self, load: NDArray[np.int64]) -> int:
-        """Return the number of experts that were used before and are not any more."""
+        """Return the number of experts that were used before and no longer are."""
         if not self._tokens.size:
             self._tokens = self._tokens_at_last_use = self._idle_steps = np.zeros_like(load)
         self._tokens = self._tokens + load
@@ -80,8 +80,8 @@ class ExpertLoad:
         missed = share * (of_layer - self._tokens_at_last_use)
         dead = (self._idle_steps >= _IDLE_STEPS) & (missed >= _TOKENS_MISSED)
         number = int(dead.sum())
-        if number and not self._told_dead:
-            self._told_dead = True
+        if number and not self._warned_dead:
+            self._warned_dead = True
             layer, expert = np.argwhere(dead)[0].tolist()
             log.warning(
                 "%d of the policy's experts got tokens before but none in the last %d updates, such as expert %d of "
@@ -97,8 +97,8 @@ class ExpertLoad:
         first = float(self._first_max_vio.mean())
         has_grown = max_vio > max(_TIMES_GROWN * first, first + _LEAST_GROWTH)
         self._grown_steps = self._grown_steps + 1 if has_grown else 0
-        if self._grown_steps >= _GROWN_STEPS and not self._told_uneven:
-            self._told_uneven = True
+        if self._grown_steps >= _GROWN_STEPS and not self._warned_uneven:
+            self._warned_uneven = True
             log.warning(
                 "the load of the policy's experts has become uneven: moe/max_vio/mean is %.3g, and was %.3g in the "
                 "first updates. %s", max_vio, first, _WAYS_OUT
@@ -108,7 +108,7 @@ class ExpertLoad:
         """Return the state for a checkpoint; empty if nothing was measured."""
         if not self._tokens.size:
             return {}
-        counters = np.array([self._grown_steps, self._told_dead, self._told_uneven], dtype=np.int64)
+        counters = np.array([self._grown_steps, self._warned_dead, self._warned_uneven], dtype=np.int64)
         arrays = self._tokens, self._tokens_at_last_use, self._idle_steps, self._first_max_vio, counters
         return dict(zip(_STATE, arrays, strict=True))
 
@@ -120,4 +120,4 @@ class ExpertLoad:
             state[name] for name in _STATE
         )
         self._grown_steps = int(counters[0])
-        self._told_dead, self._told_uneven = (bool(flag) for flag in counters[1:])
+        self._warned_dead, self._warned_uneven = (bool(flag) for flag in counters[1:])

@@ -26,7 +26,7 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
     for name in results[0].seconds:
         seconds = [result.seconds[name] for result in results]
         metrics |= {f"timing_s/{name}": float(np.mean(seconds)), f"timing_s/{name}_max": max(seconds)}
-    metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # name in newer verl
+    metrics["timing_s/update_weights"] = metrics["timing_s/reshard"]  # newer verl's name
     if "read_images" in results[0].seconds:
         metrics["perf/image_gb"] = sum(result.image_bytes for result in results) / 2**30
     syncs = [result.sync for result in results if result.sync]
@@ -52,7 +52,7 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
     tail = busy = total = steps = context = 0.0
     lengths = []
     for samples in rounds:
-        # Responses kept from earlier steps have no end time in this one.
+        # Responses carried over from earlier steps have no end time here.
         served = samples[c.SERVED]
         ended_s = samples[c.ENDED_S][served]
         last = np.zeros(num_replicas)

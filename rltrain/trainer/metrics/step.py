@@ -21,7 +21,7 @@ from rltrain.runtime.samples import Samples
 from rltrain.workers.interface.results import UpdateNumbers, largest
 
 Metrics = dict[str, float]
-# Phases without a time per token in verl.
+# Phases for which verl logs no time per token.
 _NOT_PER_TOKEN = ("reward", "gen_max", "old_log_prob")
 _RATES = {"error": c.REWARD_FAILED, "timeout": c.REWARD_TIMEOUT}
 
@@ -67,7 +67,7 @@ def _standard_error(groups: NDArray[np.int64], scores: NDArray[np.float64]) -> M
 
 def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None) -> Metrics:
     if weights is not None and not weights.sum():
-        # With no token to weight by, return the unweighted mean over responses instead of an error.
+        # If no response has a token, return the unweighted mean instead of raising.
         weights = None
     return {
         f"{name}/mean": float(np.average(values, weights=weights)),
@@ -106,7 +106,7 @@ def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bo
     terms = {"rule": c.RULE_SCORE, "model": c.MODEL_SCORE, "overlong": c.OVERLONG}
     terms = {name: column for name, column in terms.items() if column in samples.numbers}
     if not weighted and terms.keys() == {"rule"}:
-        terms = {}  # it is the score itself
+        terms = {}  # it equals the score
     extras = {name.removeprefix(c.SCORER): name for name in samples.numbers if name.startswith(c.SCORER)}
     for name, column in (extras | terms).items():
         values = samples[column]
@@ -117,7 +117,8 @@ def reward_metrics(samples: Samples, right: NDArray[np.float64], *, weighted: bo
 
 
 def source_metrics(samples: Samples, sources: NDArray[np.object_], right: NDArray[np.float64]) -> Metrics:
-    """Return means by data source. sources, right [n]: source and accuracy per response. share: of all responses."""
+    """Return means by data source. sources, right [n]: source and accuracy per response. share: share of all
+    responses."""
     metrics: Metrics = {}
     values = {"score": samples[c.SCORE], "acc": right, "response_length": samples[c.RESPONSE_LENGTH]}
     values["clip_ratio"] = samples[c.TRUNCATED]
@@ -154,10 +155,10 @@ def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right
 def update_metrics(
     results: Sequence[UpdateNumbers], tokens: NDArray[np.int64], counted: NDArray[np.int64], prefix: str
 ) -> Metrics:
-    """Sum over ranks, divide token sums by ``tokens``, and average over the optimizer steps that were made.
+    """Sum over ranks, divide token sums by ``tokens``, and average over the optimizer steps that were taken.
 
-    tokens, counted [mini-batches]: tokens whose gradient was computed, and tokens that count in the loss. A mini-batch
-    with counted = 0 makes no optimizer step. prefix: added to names without one.
+    tokens, counted [mini-batches]: tokens whose gradient was computed, and tokens that count in the loss. There is no
+    optimizer step for a mini-batch with counted = 0. prefix: added to names without one.
     """
     metrics: Metrics = {}
     # The gradient norm covers the shards of all ranks, so every rank has the same value; likewise for `skipped`.
@@ -279,7 +280,8 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     total = response + int(samples[c.PROMPT_LENGTH].sum())
     step = timing["timing_s/step"]
     thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
-    # With a tail the batch has tokens of earlier steps and lacks some of this one, so it does not measure the engines.
+    # With `rollout.tail` the batch includes tokens of earlier steps and lacks some of this one, so it does not measure
+    # the engines.
     sampled = int(samples[c.POLICY_TOKENS].sum())
     generated = timing.get("rollout/tail/tokens_generated", sampled + thrown_away)
     metrics = {

@@ -1,8 +1,7 @@
 """Seconds of a step's phases on the driver, and device utilisation: FLOP/s of passes, memory bandwidth of decoding.
 
-FLOPs of passes are counted twice. The first count is the computed work: a prompt that several responses share counts
-once, as do its images. The second count repeats the prompt for every sample, as other trainers do. Neither includes
-recomputed activations.
+FLOPs of passes are counted twice. The first count is the computed work: a shared prompt and its images count once. The
+second count repeats the prompt for every sample, as other trainers do. Neither includes recomputed activations.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Metrics = dict[str, float]
 class StepTimer:
     """Timer of phases: ``with timer("gen"): ...`` adds the block's seconds to ``timing_s/gen``.
 
-    begins(name): called at the start of a block.
+    begins(name): called when a block starts.
     """
 
     def __init__(self, begins: Callable[[str], None] = lambda name: None) -> None:
@@ -36,7 +35,7 @@ class StepTimer:
         started = time.perf_counter()
         try:
             yield
-        # Also after an error. Summed, because dynamic sampling repeats phases.
+        # Recorded even after an error. Summed, because dynamic sampling repeats phases.
         finally:
             seconds = time.perf_counter() - started
             self._open.pop()
@@ -56,9 +55,9 @@ def flops_metrics(
 ) -> Metrics:
     """Return ``perf/tflops/*`` (10^12 model FLOP/s per device) and ``perf/mfu/*`` (share of its bf16 peak, if known).
 
-    ``_prompts_repeated``: the prompt counts for each of its responses. costs: by phase, in tokens of the actor,
-    including attention and images. A token takes 2 FLOPs per weight in a forward pass and 6 in an update, without the
-    input embedding (Narayanan et al. 2021, appendix, halved for causality). Other roles use their model's weights and
+    ``_prompts_repeated``: the prompt counts for each of its responses. costs: costs by phase in actor tokens, including
+    attention and images. A token takes 2 FLOPs per weight in a forward pass and 6 in an update, without the input
+    embedding (Narayanan et al. 2021, appendix, halved for causality). Other roles use their model's weights and
     attention.
     """
     metrics: Metrics = {}
@@ -77,7 +76,7 @@ def flops_metrics(
         ):
             flops = 2 * weights * tokens + unit * (total - tokens)
             if PASSES[phase].updates:
-                # Gradients of activations and weights cost as much again each; frozen weights have only the former.
+                # Gradients of activations and of weights each cost as much again; frozen weights have only the former.
                 flops = 3 * flops - 2 * (weights - min(sizes[f"{owner}trained_parameters"], weights)) * tokens
             rate = float(flops / (timing[f"timing_s/{phase}"] * num_devices))
             metrics |= {} if suffix else {f"perf/tflops/{name}": rate / 1e12}

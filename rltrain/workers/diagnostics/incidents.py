@@ -1,8 +1,8 @@
 """Dump of a mini-batch with a non-finite loss or gradient, as tensors and numbers (docs/recovery.md: how to load it).
 
-It includes the trained weights of the last optimizer step, because no checkpoint has them, and a batch is often
-useless without them. They take 4 bytes each (with LoRA adapters only) and are skipped if the disk is too full. Left
-out: random states, which matter for models with dropout.
+It includes the trained weights of the last optimizer step, because no checkpoint has them, and a batch is often useless
+without them. They take 4 bytes each (with LoRA only the adapters) and are skipped if disk space is short. Left out:
+random states, which only matter for models with dropout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_incident(
 ) -> str:
     """Write the dump below ``run``/incidents (a collective). Returns a sentence for the error message that names the
     folder and the page on loading it."""
-    # Named by one rank's clock, because step numbers repeat after a resume.
+    # Named by the clock of one rank, because step numbers repeat after a resume.
     named = gather_json(f"nonfinite_{role}_{time.strftime('%Y%m%d_%H%M%S')}")
     folder = run / "incidents" / named[0]
     try:

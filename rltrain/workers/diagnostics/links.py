@@ -1,8 +1,8 @@
 """Tests of devices and their links: correct collectives, and bandwidth between every pair of ranks.
 
-`collectives` runs at the start of every run, because otherwise the first collective is one of FSDP's, whose error for a
-dead link is unhelpful. `p2p_bandwidth` is for `python -m rltrain.doctor`: every pair of ranks exchanges data once. All
-pairs of a round run at the same time, as in a round-robin tournament.
+`collectives` runs at the start of every run, because otherwise the first collective would be one of FSDP, whose error
+for a dead link is unhelpful. `p2p_bandwidth` is for `python -m rltrain.doctor`: every pair of ranks exchanges data
+once. All pairs of a round run at the same time, as in a round-robin tournament.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rltrain.workers.interface.roles import Links
 
 
 class LinksWorker(Links):
-    """Link tests; a separate worker for the doctor, and a role of every other worker. device: ``trainer.device``."""
+    """Link tests: a separate worker in the doctor, and a role of every worker in a run. device: ``trainer.device``."""
 
     def __init__(self, device: str) -> None:
         self.roles: list[object] = [self]
@@ -43,7 +43,7 @@ class LinksWorker(Links):
         started = self._now()
         product = ones @ ones
         seconds = self._now() - started
-        # The result is a power of two, which bf16 represents exactly; sums are computed in fp32.
+        # The result is a power of two, which bf16 represents exactly; sums are in fp32.
         return 2 * size**3 / seconds / 1e12 if bool((product == size).all()) else 0.0
 
     def collectives(self, num_bytes: int) -> dict[str, float]:
@@ -63,10 +63,10 @@ class LinksWorker(Links):
         total = self._world * (self._world + 1) / 2
         if not bool((summed == total).all()) or not bool((gathered == expected).all()):
             raise WorkerError(
-                f"rank {self._rank}: a collective has returned wrong numbers. Do not train on these devices: python -m "
+                f"rank {self._rank}: a collective returned wrong values. Do not train on these devices: python -m "
                 "rltrain.doctor tests them pair by pair."
             )
-        # Bytes that a rank sends in a ring, so that the result is the link bandwidth for any number of ranks.
+        # Bytes that each rank sends in a ring, so the result is the link bandwidth for any number of ranks.
         share = 4 * size * (self._world - 1) / max(self._world, 1) / 1e9
         return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
 
@@ -106,7 +106,7 @@ def _partner(rank: int, turn: int, players: int) -> int:
     """Return the peer of ``rank`` in a round, by the circle method: the last rank is fixed, the others rotate."""
     last = players - 1
     if rank == last:
-        # The rank that would be its own peer: 2 i = turn (mod last), and last is odd.
+        # The rank that would be its own peer: 2 i = turn (mod last); last is odd.
         return turn * (last + 1) // 2 % last
     peer = (turn - rank) % last
     return last if peer == rank else peer

@@ -1,8 +1,8 @@
 """Checks of a node before anything is loaded; `run.preflight.health` runs them on all nodes.
 
-Problem: faults of one node among many show late and elsewhere: as a collective that hangs, as half a checkpoint.
+Problem: a fault of one node shows late and elsewhere, for example as a hanging collective or an incomplete checkpoint.
 Choice: every node runs the same quick checks first. They do not use Ray and take seconds, unless storage hangs, which
-the driver's deadline then reports.
+exceeds the driver's deadline.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def probe_node(probe: NodeProbe) -> NodeReport:
 
 def connect(addresses: Sequence[tuple[str, int]]) -> list[float | str]:
     """Return the seconds to connect to each (address, port), or an error text."""
-    # With a firewall every connection takes the full timeout.
+    # Behind a firewall every connection attempt takes the full timeout.
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(_check_port, addresses))
 
@@ -114,7 +114,7 @@ def close(_: None = None) -> float:
 
 def missing_files(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
     """Wait for files that contain their folder's name. Returns a reason per missing file, else ""."""
-    # One wait for all: with a hundred missing files, separate waits would add up.
+    # A single wait for all, because separate waits for a hundred missing files would add up.
     clock.poll(lambda: not any(map(_missing, files)), SEEN_S, _POLL_S)
     return [_missing(file) for file in files]
 
@@ -122,7 +122,7 @@ def missing_files(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
 def checksum_mismatches(files: Sequence[tuple[Path, str]]) -> list[str]:
     """Read files and return a message for each that is unreadable or has an unexpected digest.
 
-    Raises StorageError if storage fails, which says nothing about the contents.
+    Raises StorageError if the storage fails, because then the contents are unknown.
     """
     problems = []
     for file, expected in files:

@@ -1,7 +1,6 @@
 """Profile of a phase by torch's profiler (torch_npu's on NPUs): trace, table of kernels and gaps, memory snapshot.
 
-Traces open in Perfetto (ui.perfetto.dev) and chrome://tracing. Other phases run without a profiler and so without its
-overhead.
+Traces open in Perfetto (ui.perfetto.dev) and chrome://tracing. Other phases run without the profiler's overhead.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rltrain.workers.interface.roles import Profiled
 
 # Number of rows in a table, longest kernels first.
 _SHOWN = 25
-# CPU events that compute or communicate; the others are labels around them.
+# CPU events that compute or communicate; all other events are labels around them.
 _OPERATORS = ("aten::", "c10d::", "gloo:")
 
 

@@ -1,4 +1,4 @@
-"""Results of calls that are sent to the driver, next to the objects that stay in the store."""
+"""Results of calls that are sent to the driver, in addition to the objects that stay in the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rltrain.algorithms.moments import Moments
 
 Array = NDArray[Any]
-# Time of a generation in which an engine is idle because all its conversations wait for tools.
+# Seconds in which an engine is idle because all its conversations wait for tools.
 WAIT = "wait_for_tools"
 
 
@@ -51,7 +51,7 @@ class UpdateNumbers:
 
     @property
     def num_made(self) -> int:
-        """Number of optimizer steps made, including mini-batches without a loss token."""
+        """Number of optimizer steps, including mini-batches without a loss token."""
         return len(self.skipped) - int(self.skipped.sum() + self.overflowed.sum())
 
 
@@ -73,7 +73,7 @@ class GenerationNumbers:
     seconds: dict[str, float]
     """Seconds by phase."""
     sync: SyncReport | None = None
-    """Weight sync, if the weights had changed."""
+    """Report of the weight sync, if there was one."""
     per_sample: dict[str, Array] = field(default_factory=dict)
     """Numbers of the samples that this rank returns, including ``slot``; empty if it returns none."""
     image_bytes: int = 0

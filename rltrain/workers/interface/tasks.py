@@ -21,7 +21,8 @@ class MiniBatch:
     """True if the old_log_prob pass covered the samples.
 
     Otherwise the update uses the log-probs of its forward pass. They equal the old policy's only in the first
-    mini-batch of a step, before an optimizer step; later mini-batches do without only if the loss does not read them.
+    mini-batch of a step, before any optimizer step; for later mini-batches this is False only if the loss does not read
+    old log-probs.
     """
 
 
@@ -31,7 +32,7 @@ class SaveTask:
 
     folder: str
     copies: bool = False
-    """Copy everything first, if there is room, so that training may continue."""
+    """True to copy everything first, if memory allows, so that training may continue."""
     export: str = ""
     """Folder for the policy as a Hugging Face model with ``card`` as README.md; "": no export."""
     card: str = ""
@@ -64,7 +65,7 @@ class GenerateTask:
     order: NDArray[np.int32] | None = None
     """[p]: prompt indices in starting order (None: as given)."""
     call: int = 0
-    """Number of the call in the run, used as the prefix of the replicas' shared counters."""
+    """Number of this call in the run: prefix of the replicas' shared counters."""
     stream: bool = False
     """Return texts as soon as all responses to a prompt have ended (`take_finished`)."""
     target_complete: int | None = None
@@ -73,7 +74,7 @@ class GenerateTask:
     pending_mask: NDArray[np.bool_] | None = None
     """[p, num_samples]: requested responses (None: all)."""
     is_learnt_from: bool = True
-    """The trainer will read the responses, with the images of their prompts."""
+    """True if the trainer will read the responses, with the images of their prompts."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Finished:
     prompt_index: NDArray[np.int64]
     sample: NDArray[np.int64]
     done: bool
-    """No more will follow."""
+    """True if no more will follow."""
 
 
 @dataclass(frozen=True)

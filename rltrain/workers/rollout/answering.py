@@ -1,9 +1,8 @@
 """Replies to the policy between two turns, in the format of the chat template.
 
 Problem: a turn must be parsed, executed and answered in tokens, with the same result on all processes of a replica.
-Choice: every process parses the turn, so all know if it gets a reply; only the leader calls the executors
-(`agents.pool`), and the others receive the tokens of its replies. Left out: the use of these tokens
-(`Conversations`).
+Choice: every process parses the turn, so all determine if it gets a reply; only the leader calls the executors
+(`agents.pool`), and the others receive the tokens of the replies. Left out: the use of these tokens (`Conversations`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from rltrain.data.turns.turn_delta import TurnDelta
 from rltrain.workers.rollout.contract import Key
 from rltrain.workers.rollout.queue import Replica
 
-# With several processes, the number of engine polls per agreement on new replies, which costs a broadcast.
+# With several processes, number of engine polls between two exchanges of new replies, each of which costs a broadcast.
 _ASKS_PER_LOOK = 4
 
 
@@ -61,11 +60,11 @@ class Reply:
     extra: dict[str, Any] = field(default_factory=dict)
     """Data of verl tools for the scorer."""
     failed: str = ""
-    """Error that ended the trajectory and was not the policy's fault."""
+    """Error that ended the trajectory, if it was not caused by the policy."""
 
 
 class Trajectory(Protocol):
-    """Trajectory as far as known here, see `conversations.Conversation`."""
+    """Trajectory (protocol; see `conversations.Conversation`)."""
 
     num_turns: int
     counts: Counter[str]
@@ -97,7 +96,7 @@ class Answering:
     ) -> None:
         self.max_model_len = max_model_len
         self._cfg, self._encoder, self._format = cfg, encoder, call_format
-        # Without state a turn without calls is the last, and no tool must be notified of it.
+        # Without state a turn without calls is the last, and no tool has to be notified.
         self._stateless = not (cfg.environment or cfg.tool_config_path)
         self._replica, self._executors = replica, executors
         self._turn_delta = TurnDelta(encoder, encoder.tools, call_format)
@@ -105,7 +104,7 @@ class Answering:
         """All tokens that end a turn."""
         self._row: Callable[[int], PromptRow]
         self._seeds: NDArray[np.uint64]
-        # By trajectory: numbers at the executors, and trajectories whose last turn waits for a reply.
+        # By trajectory: its number at the executors, and its last turn if that waits for a reply.
         self._numbers: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._open: dict[Key, _Open] = {}
@@ -128,7 +127,8 @@ class Answering:
         return self._executors.take_printed() if self._executors else ""
 
     def request_reply(self, key: Key, trajectory: Trajectory, reason: str) -> bool:
-        """Request a reply to a turn that has ended. Returns True if one will come, possibly only to end the trajectory.
+        """Request a reply to a turn that has ended. Returns True if a reply will arrive, possibly only to end the
+        trajectory.
 
         reason: `Turn.reason`.
         """
@@ -144,7 +144,7 @@ class Answering:
             if finish != "stop" or not (said.calls or said.problems):
                 self.discard(key)
                 return False
-        # A turn ended by a stop text lacks the end token.
+        # A turn that was ended by a stop text has no end token.
         ended = reason == "stop" and tokens and tokens[-1] in self.stop_token_ids
         self._open[key] = _Open(tokens[-1] if ended else None, said)
         if self._executors:
@@ -254,7 +254,7 @@ class Answering:
         """Return the calls that the results among the messages belong to."""
         if not any(message["role"] == "tool" for message in messages):
             return []
-        # A call that could not be parsed is replaced by a placeholder call, because every result needs one.
+        # A call that could not be parsed is replaced by a placeholder, because every result needs a call.
         return [*said.calls, *(Call("unreadable", {}) for _ in said.problems)]
 
 

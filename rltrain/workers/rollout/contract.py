@@ -1,8 +1,8 @@
 """Interface of every rollout engine: token ids in, sampled token ids and their log-probs out.
 
-Engines differ in process model, batching and memory, and a trainer that knew them would be written once per engine. So
-an engine pulls jobs from a `Source` when it has room, gets full weights, and reports when its memory is free; worker
-and trainer know nothing more. Text is left out: nothing is decoded and encoded again in between.
+Engines differ in process model, batching and memory, and the trainer must not depend on this. So an engine pulls jobs
+from a `Source` when it has room, gets full weights, and reports when its memory is free; worker and trainer need
+nothing more. Text is left out: nothing is decoded and encoded again in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.models.weights.names import Weight
 
-# Response of a prompt: prompt index in the task, and sample number.
+# Identifies a response: prompt index in the task, and sample number.
 Key = tuple[int, int]
 
 
@@ -87,14 +87,14 @@ class Turn:
     """Log softmax(logits / temperature) of each sampled id, before penalty, top-k, top-p and min-p (greedy:
     temperature 1). The softmax includes image placeholders, which are never sampled."""
     reason: str = "abort"
-    """Stop (an end token or text), length (``max_tokens``), or the engine's name for an aborted turn."""
+    """"stop" (an end token or text), "length" (``max_tokens``), or the engine's name for an aborted turn."""
     seconds: float = 0.0
-    """Time of its end, since the call."""
+    """Time of its end, in seconds since the call."""
     num_reused: int = 0
     """Tokens of prompt and `Job.given` that the engine reused from its cache."""
     experts: list[NDArray[np.integer[Any]]] = field(default_factory=list)
-    """Routing of the tokens after the reused ones, in parts [tokens, layers, experts per token] (`models.routing`).
-    The last token is not computed. Only if the settings ask for it."""
+    """Routing of the tokens after the reused ones, in parts [tokens, layers, experts per token] (`models.routing`). The
+    last token is not computed. Empty unless the settings request it."""
     earlier: NDArray[np.int32] | tuple[()] = ()
     """Tokens of the same turn from an earlier step, in which a stop text may begin."""
 
@@ -113,7 +113,7 @@ def turns_of(job: Job) -> list[Turn]:
 
 
 class Source(Protocol):
-    """Work queue of an engine. The processes of a replica call every method at the same point of their work."""
+    """Work queue of an engine. The processes of a replica call every method in the same order."""
 
     def next_jobs(self, most: int) -> list[Job]:
         """Return jobs of at most ``most`` samples in total; none if no work is available, or if the next is larger.
@@ -122,10 +122,11 @@ class Source(Protocol):
         """
 
     def on_turn_end(self, turn: Turn) -> None:
-        """Receive a turn that ended or was aborted. Engines call it at once, because the next turn may depend on it."""
+        """Receive a turn that ended or was aborted. Engines call it immediately, because the next turn may depend on
+        it."""
 
     def is_pending(self, prompt_index: int, sample: int) -> bool:
-        """Return True if a next turn may follow, whose `Job.given` will begin with all its tokens so far."""
+        """Return True if another turn may follow, whose `Job.given` starts with all tokens so far."""
 
     def wait(self) -> bool:
         """Return True if more work may come. Called by an idle engine after an empty `next_jobs`; may block briefly."""
@@ -135,7 +136,7 @@ class Source(Protocol):
         """False if `stopped` is always False."""
 
     def stopped(self) -> bool:
-        """Return True if the running turns are no longer wanted. Engines poll it every few tokens."""
+        """Return True if the running turns are no longer needed. Engines poll it every few tokens."""
 
 
 class RolloutEngine(Protocol):

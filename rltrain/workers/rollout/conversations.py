@@ -6,7 +6,7 @@ decides if another turn follows. Without tools a conversation ends with its firs
 `Conversations.on_turn_end` requests the reply, `next_jobs` returns next turns before the jobs of the queue (a `Job` of
 one sample, ``given`` all its tokens so far), and `wait` waits for replies.
 
-A response carried over from an earlier step (``carry_over``) is a conversation that already has tokens.
+A response carried over from an earlier step (``carry_over``) is a conversation with tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Conversation:
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """[mask.sum()]: log-probs of the sampled tokens (`Turn.log_probs`)."""
     experts: list[NDArray[np.integer[Any]]] = field(default_factory=list)
-    """Routing of the prompt's and the response's tokens, as far as computed (`Turn.experts`)."""
+    """Routing of the computed tokens of prompt and response (`Turn.experts`)."""
     images: PromptImages | None = None
     """Images in ``tokens``, from tools, an environment or an agent."""
     truncated: bool = False
@@ -129,7 +129,7 @@ class _Started:
     """Job that an engine has taken."""
 
     job: Job
-    """Without its images: it is kept until the call ends, and pixels are large."""
+    """The job without its images: it is kept until the call ends, and pixels are large."""
     conversations: list[Conversation]
     num_running: int
 
@@ -138,9 +138,9 @@ class Conversations:
     """`Source` of an engine: jobs of ``queue``, whose responses are kept.
 
     begun: conversations to continue, by prompt index and sample. vocabulary: number of token ids. finished: called when
-    the last conversation of a job ends, unless one was aborted, which a later step restarts or continues. answering:
-    replies to turns (None: single turn), with the maximum tokens of a response. images: of a prompt, by its index,
-    while one of its jobs runs.
+    the last conversation of a job ends, unless one was aborted (a later step restarts or continues it). answering:
+    replies to turns (None: single turn), with the maximum tokens of a response. images: function that returns the
+    images of a prompt, by its index, while one of its jobs runs.
 
     A turn with a token outside the vocabulary or a non-finite log-prob is not appended; its conversation ends, and it
     is counted.
@@ -174,7 +174,7 @@ class Conversations:
         self._images = images
         self._answering = answering[0] if answering else None
         self._max_tokens = answering[1] if answering else 0
-        # Conversations that wait for a tool, and the ones among them with a reply, in order of arrival.
+        # Conversations that wait for a tool, and those among them with a reply, in order of arrival.
         self._waiting: dict[Key, tuple[_Started, Conversation]] = {}
         self._ready: list[Key] = []
         self._running: dict[Key, tuple[_Started, Conversation]] = {}
@@ -217,7 +217,7 @@ class Conversations:
             self._over(started)
 
     def _is_answered(self, started: _Started, conversation: Conversation, turn: Turn, *, whole: bool) -> bool:
-        """Request a reply. Returns True if the conversation continues, or still has to report its end."""
+        """Request a reply. Returns True if the conversation continues or still has to report its end."""
         if self._answering is None:
             return False
         key = turn.prompt_index, turn.sample
@@ -304,7 +304,7 @@ class Conversations:
 def begun_conversations(batch: Batch, prompts: Sequence[NDArray[np.int32]], num_samples: int) -> list[Conversation]:
     """Return the conversations of partial responses. batch: `columns.ANSWER`, and ``slot`` (prompt index * n + sample).
 
-    prompts: by prompt index.
+    prompts: prompts by prompt index.
     """
     columns = [batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK, c.ROLLOUT_LOG_PROBS)]
     conversations = []
@@ -346,7 +346,9 @@ def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
         row = np.concatenate(answer.experts)[:needed] if answer.experts else None
         have = 0 if row is None else len(row)
         if have < needed and len(answer.tokens) and not answer.aborted:
-            raise RuntimeError(f"the rollout engine told where {have} of {needed} tokens of an answer went")
+            raise RuntimeError(
+                f"the rollout engine returned the experts of {have} of the {needed} tokens of a response"
+            )
         rows.append(np.zeros((0, *shape), dtype) if row is None else row)
         rows.append(np.zeros((needed - have, *shape), dtype))
     lengths = [len(first) + len(second) for first, second in zip(rows[::2], rows[1::2], strict=True)]

@@ -1,7 +1,7 @@
 """Images of a task's prompts, loaded by the process whose engine runs them.
 
-Opening and scaling an image takes tens of milliseconds of a core, and an engine takes many prompts at once. So several
-images are loaded in parallel, only by the replica that takes the job.
+Opening and scaling an image takes tens of milliseconds of a core, and an engine takes many prompts at once. So images
+are loaded in parallel, and only by the replica that takes the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rltrain.workers.rollout.contract import Job
 
 
 class TaskImages:
-    """Loader of the prompts' images. rows: of the task's prompts in the store. seconds: total time spent.
+    """Loader of the prompts' images. rows: rows of the task's prompts in the store. seconds: total time spent.
 
     keep: keep the pixels after the last job of a prompt has ended.
     """
@@ -39,13 +39,13 @@ class TaskImages:
         return self._read.get(prompt_index)
 
     def prepare(self, jobs: Sequence[Job]) -> list[Job]:
-        """Add images to the jobs whose prompts have some."""
+        """Add images to the jobs whose prompts have images."""
         started = time.perf_counter()
         self._num_running.update(job.prompt_index for job in jobs)
         seeing = {job.prompt_index for job in jobs if self._store.num_images[self._rows[job.prompt_index]]}
         new = np.array(sorted(seeing - self._read.keys()), dtype=np.int64)
         if len(new):
-            # Sorted by position in the file, so that each row group is read once.
+            # In file order, so that each row group is read only once.
             assert self._store.stored_images is not None
             new = new[self._store.stored_images.read_order(self._rows[new])]
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:

@@ -1,7 +1,7 @@
 """Jobs of one task, shared by the engine replicas.
 
-Problem: responses differ in length, so equal shares leave replicas idle. Choice: as many jobs as fill all replicas are
-dealt in advance; a replica with room pulls further ones by a counter in the process group's store. Left out: stealing a
+Problem: responses differ in length, so equal shares leave replicas idle. Choice: enough jobs to fill all replicas are
+dealt in advance; then a replica with room pulls more by a counter in the process group's store. Left out: stealing a
 running job from another replica.
 """
 
@@ -57,7 +57,7 @@ def make_replica(size: int) -> Replica:
     """Return the replica of this rank (a collective over all ranks)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     # torch requires every rank to create every group. gloo, because small Python objects are sent. If only the leader
-    # serves, the other members wait as long as it generates.
+    # serves requests, the other members wait until it has generated.
     groups = [
         dist.new_group(list(range(first, first + size)), COLLECTIVE_TIMEOUT, "gloo") if size > 1 else None
         for first in range(0, world, size)
@@ -69,7 +69,7 @@ def samples_per_job(num_prompts: int, num_samples: int, num_replicas: int, max_n
     """Return the samples per job: all of a prompt, or fewer if replicas would otherwise get unequal shares.
 
     An engine computes a prompt once per job, so prompts are split only if there are fewer than four jobs per replica
-    and the replicas cannot get equally many.
+    and they cannot be dealt equally.
     """
     for cut in range(1, num_samples + 1):
         size = -(-num_samples // cut)
@@ -87,8 +87,8 @@ def abort(store: dist.Store) -> None:
 class JobQueue:
     """Jobs of one replica: first its dealt jobs, then jobs from the shared rest, one by one.
 
-    jobs: of the whole task, in starting order. The first ``num_dealt`` are dealt to the replicas in alternating
-    directions; if these are all, the assignment is deterministic. target_complete: stop when this many prompts are
+    jobs: all jobs of the task, in starting order. The first ``num_dealt`` are dealt to the replicas in alternating
+    directions; if that is all jobs, the assignment is deterministic. target_complete: stop when this many prompts are
     complete over all replicas, including the first ``num_required`` prompts. prepare: applied to jobs when they are
     taken, for example to load their images. can_end: stop after `abort`.
     """
@@ -131,7 +131,7 @@ class JobQueue:
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.is_leader else None)
         jobs = [self._jobs[number] for number in numbers]
-        self.taken += jobs  # unprepared, because prepared jobs may be large
+        self.taken += jobs  # without preparation, because prepared jobs may be large
         return self._prepare(jobs)
 
     def _draw(self, most: int) -> tuple[list[int], bool]:
@@ -183,7 +183,7 @@ class JobQueue:
         )
 
     def _count(self, key: str) -> int:
-        # `get` would wait for a missing counter. Adding 0 grows the file of a file store with each call.
+        # `get` would wait for a missing counter. Adding 0 would enlarge the file of a file store with each call.
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
 

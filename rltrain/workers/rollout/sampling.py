@@ -1,8 +1,9 @@
 """Sampling from logits: counter-based random numbers, temperature, penalty, top-k, top-p, min-p, log-probs.
 
-A response must depend only on its seed, not on its batch; torch.multinomial draws from shared state. So each token
-inverts the distribution function at a number computed from (seed, position). Running totals over the vocabulary cost
-more than everything else here, so the search has two levels: blocks of tokens, then one block.
+A response must depend only on its seed, not on its batch, but torch.multinomial draws from shared state. So each token
+is sampled by inverting the distribution function at a number computed from (seed, position). Cumulative sums over the
+vocabulary are the most expensive part, so the search has two levels: first over blocks of tokens, then within one
+block.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from rltrain.common.device import device_of
 from rltrain.common.seeds import uniforms
 from rltrain.workers.rollout.contract import Sampling
 
-# Tokens per block of the two-level search.
+# Tokens per block in the two-level search.
 _BLOCK = 256
-# Top-p searches its threshold among this many of the likeliest tokens before it sorts all of them.
+# Top-p searches its threshold among this many of the likeliest tokens before it sorts the whole vocabulary.
 _NUCLEUS = 1024
 _BELOW_ONE = 1 - 2.0**-23
 
@@ -26,8 +27,8 @@ _BELOW_ONE = 1 - 2.0**-23
 def random_numbers(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return number ``places[i]`` of the stream of ``seeds[i]``, in [0, 1 - 2^-23].
 
-    The gap to 1 ensures that the product with a float32 total is less than the total, so the search never passes the
-    last token with any mass. Float32, because some accelerators lack float64.
+    The gap to 1 ensures that the product with a float32 total is less than the total, so the search never goes past the
+    last token with nonzero probability. Float32, because some accelerators lack float64.
     """
     return np.minimum(uniforms(seeds, places, 1)[:, 0], _BELOW_ONE).astype(np.float32)
 
@@ -66,7 +67,7 @@ def _choose(
     # A copy: the log-probs exclude the penalty.
     drawn = None if seen is None else penalised(logits, seen, sampling.repetition_penalty)
     weights = _weights(logits)
-    # Before top_k, top_p and min_p, because the log-probs are of the full softmax.
+    # Before top_k, top_p and min_p, because the log-probs refer to the full softmax.
     sums = _block_sums(weights)
     total = sums.sum(-1, keepdim=True)
     limited = 0 < sampling.top_k < weights.shape[-1] or sampling.top_p < 1 or sampling.min_p > 0
@@ -104,7 +105,7 @@ def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
     places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     outside = places >= weights.shape[-1]
     inside = weights.gather(-1, places.masked_fill(outside, 0)).masked_fill_(outside, 0).cumsum(-1)
-    # The two sums round differently, and the remainder must stay below the block's total.
+    # The two sums are rounded differently, and the remainder must stay below the block's total.
     left = torch.minimum(target - before, inside[:, -1:] * _BELOW_ONE)
     # NaN exceeds nothing; without the clamp the gather would fail past the vocabulary and hide the NaN.
     return (block * _BLOCK + _first_above(inside, left)).clamp(max=weights.shape[-1] - 1)
@@ -119,15 +120,14 @@ def _first_above(totals: Tensor, target: Tensor) -> Tensor:
 
 
 def restrict(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero tokens [n, vocabulary] outside the ``top_k`` likeliest, then outside the likeliest of these with ``top_p``.
-
-    Tokens as likely as the last one inside are also kept, so the result depends on the weights only.
+    """Zero the weights [n, vocabulary] of tokens outside the ``top_k`` likeliest, then outside the likeliest of these
+    with a total of ``top_p``. Ties with the last token are kept, so the result depends only on the weights.
     """
     vocabulary = weights.shape[-1]
     limited = 0 < top_k < vocabulary
     if not limited and top_p >= 1:
         return weights
-    # On a device the host would wait at every token to check if a part suffices.
+    # On a device, checking if a part suffices would make the host wait at every token.
     most = min(top_k if limited else _NUCLEUS if device_of(weights).is_cpu else vocabulary, vocabulary)
     ordered = weights.topk(most, -1).values if most < vocabulary else weights.sort(-1, descending=True).values
     if top_p >= 1:

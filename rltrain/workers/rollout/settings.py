@@ -1,7 +1,8 @@
 """Settings of a rollout engine, and the only place where engines are created.
 
-Every adapter takes the same record, so the table of engines (`rltrain.config.schema.engines`) can name adapters by
-strings. An adapter is imported only by a worker that uses it: vLLM and SGLang take seconds to import and are optional.
+Every adapter takes the same record, so the table of engines (`rltrain.config.schema.engines`) can refer to adapters by
+name. An adapter is imported only by a worker that uses it, because vLLM and SGLang are optional and take seconds to
+import.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ class EngineSettings:
     max_pixels: int | None = None
     section: str = "actor_rollout_ref.rollout"
     longest: str = "max_model_len"
-    """section, longest: for messages, the section of the keys, and the name of the key that limits a text."""
+    """section, longest: for messages: the section of the keys, and the key that limits the length of a text."""
     adapted: Mapping[str, int] = field(default_factory=dict)
-    """Rank by layer of adapters that the engine applies itself; empty without adapters, or if they come merged."""
+    """Ranks, by layer, of adapters that the engine applies itself; empty without adapters or with merged ones."""
     with_experts: bool = False
     """True if `Turn.experts` are needed."""
     decode: Callable[[Sequence[int]], str] | None = None
     """Decoder of tokens, including special ones; None: no stop texts."""
 
     def stop_texts(self, stops: Sequence[str]) -> StopTexts:
-        """Return a matcher for these texts."""
+        """Return a matcher for the stop texts."""
         assert self.decode or not stops, "an engine without a tokenizer has no stop texts"
         return StopTexts(stops, self.decode or (lambda tokens: ""))
 

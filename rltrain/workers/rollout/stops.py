@@ -1,7 +1,7 @@
 """Texts that end a turn (`rollout.stop`), matched in generated tokens, independent of their tokenisation.
 
-Engines match and truncate detokenised text, but a trainer needs the token that ended the turn. So with every new token
-the last tokens are decoded again: as many as a stop text can consist of.
+Engines match and truncate detokenised text, but a trainer needs the token that ended the turn. So after every new token
+the last tokens are decoded again, as many as a stop text can have.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# Extra tokens to decode, because some have no text.
+# Extra tokens to decode, because some tokens have no text.
 _MORE = 4
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # of incomplete UTF-8
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # for incomplete UTF-8
 
 
 class StopTexts:

@@ -76,7 +76,7 @@ def _trajectory_info(answer: Conversation, turns: Sequence[str]) -> dict[str, An
         messages += answer.messages_after[place] if place < len(answer.messages_after) else []
     info: dict[str, Any] = {
         **{name: value for name, value in answer.extra.items() if not name.startswith("agent_")},
-        # As in verl: turns of the policy, the replies to them, and the prompt.
+        # As in verl: the policy's turns, the replies to them, and the prompt.
         "num_turns": 2 * answer.num_turns,
         "tool_rewards": answer.rewards,
         "messages": messages,

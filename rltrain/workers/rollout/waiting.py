@@ -1,4 +1,4 @@
-"""Responses of prompts that wait for a later step, in a file of a checkpoint.
+"""Responses that wait for a later step, saved in a file of the checkpoint.
 
 With ``carry_over`` they affect later steps, so a resumed run needs their exact tokens. Prompts, pixels and texts are
 not written: they are rebuilt from the data and the tokens.
@@ -20,7 +20,7 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.data.prompts import PromptStore
 from rltrain.models.files.hashed import write_weights
 
-# Numbers of responses that may not be served in this step: complete before, or waiting.
+# Numbers of responses that may not be served in this step, because they are complete or waiting.
 KEPT = (
     c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.POLICY_TOKENS, c.LOSS_TOKENS, c.TRUNCATED, c.COMPLETE, c.ENGINE,
     c.TOKEN_AGES, c.OLDEST,

@@ -1,13 +1,12 @@
 """Offloading: models, optimizer states and engines on the device in each phase.
 
-The roles of a process together need more memory than the device has. Each registers its tensors and the phases that
-need them; `enter_phase` first offloads everything else, so that both are never on the device at once.
-
-Transfers are the slowest part, so waits are avoided. Host memory is page-locked and kept, because copies of pageable
-memory go through a driver buffer at a fraction of the speed. Onloading runs layer by layer on a separate stream: a
-forward pass waits at each layer for that layer only, and optimizer state arrives while gradients are computed. Weights
-that were not written to are not copied out again. A save reads tensors wherever they are, so it is not a phase. Left
-out: overlapping offloading with the next phase, because that phase needs the memory.
+The roles of a process together need more memory than the device has. Each role registers its tensors and the phases
+that need them; `enter_phase` first offloads everything else, so that both are never on the device at once. Transfers
+are slow, so waits are avoided. Host memory is page-locked and kept, because copies of pageable memory go through a
+driver buffer at a fraction of the speed. Onloading runs layer by layer on a separate stream: a forward pass waits at
+each layer only for that layer, and optimizer state arrives while gradients are computed. Unchanged weights are not
+copied to the host again. A save reads tensors wherever they are, so it is not a phase. Left out: overlapping offloading
+with the next phase, because that phase needs the freed memory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WRITTEN_IN = {*UPDATES}
 
 
 class OffloadManager:
-    """Offload manager: owner of all moves between device and host. On a CPU moves do nothing."""
+    """Offload manager: performs all transfers between device and host. On a CPU these do nothing."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -137,7 +136,7 @@ class OffloadManager:
         """Record memory by owner at the peak of the current phase, if it is the largest so far."""
         if self._queue is not None:
             owners = self.resident_bytes()
-            del owners["gradients"]  # temporary memory of an update that is done
+            del owners["gradients"]  # temporary memory of a finished update
             owners["work"] = max(0, self._take_peak() - owners.total())
             owners["others"] = self.device.bytes_of_others()
             self._peaks[self.phase] = max(self._peaks.get(self.phase, owners), owners, key=Counter.total)
@@ -173,7 +172,7 @@ class _Offloadable:
         raise NotImplementedError
 
     def start_offload(self) -> None:
-        """Queue the copies to the host. The tensors must not be changed until the stream is synchronised."""
+        """Queue the copies to the host. The tensors must not be changed before the stream is synchronised."""
         self.wait_onloaded()
         self.queue.wait_stream(self.device.current_stream())
         tensors = self._tensors()
@@ -227,7 +226,7 @@ class _OffloadableModel(_Offloadable):
 
     def __init__(self, model: nn.Module, device: Device, queue: Any) -> None:
         super().__init__(model, device, queue)
-        # The root comes first: it gathers embedding and head before any layer runs.
+        # The root is first, because it gathers embedding and head before any layer runs.
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         unit_of = {id(weight): number for number, unit in enumerate(units) for weight in unit.parameters()}
         self._names: list[list[str]] = [[] for _ in units]

@@ -1,19 +1,19 @@
 """Training state of a role, written while the role keeps training.
 
 Problem: writing takes minutes, and optimizer steps change the tensors meanwhile. Choice: three calls, because each
-waits for an event that only the driver observes.
+depends on an event that only the driver observes.
 
 - `stage` copies the tensors into host memory, which is kept for the next save. It waits for the end of a step, and the
   next step waits for it.
-- `write` runs in a thread concurrent with the steps. It waits for the folder, which a hanging disk may delay.
-- `seal` combines the shards into a checkpoint. It waits for all ranks, since the offset of a tensor is known only after
-  it was written.
+- `write` runs in a thread concurrent with the steps. It needs the folder, which a hanging disk may delay.
+- `seal` combines the shards into a checkpoint. It needs all ranks, because offsets of tensors are known only after they
+  were written.
 
-Only the first `stage` of a run is a collective, which assigns the tensors to ranks. If the host lacks memory for the
-copy, the tensors themselves are written, and must not change meanwhile. Tensors are read where they are: offloaded
-tensors do not pass through the device, which may lack room. Left out: a collective at the end of `write` instead of
-`seal`, which would run concurrently with the collectives of the steps and need separate connections; copying while the
-next step generates, which would have to end before anything moves or changes weights.
+Only the first `stage` of a run is a collective: it assigns the tensors to ranks. If the host lacks memory for the copy,
+the original tensors are written and must not change meanwhile. Tensors are read where they are: offloaded tensors do
+not pass through the device, which may lack room. Left out: a collective at the end of `write` instead of `seal`, which
+would run concurrently with the steps' collectives and need separate connections; and copying while the next step
+generates, which would have to end before weights are moved or changed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SHARE = 0.7
 
 
 class StateWriter:
-    """Repeated writer of a role's model, optimizer and loss scale as a DCP checkpoint, one per rank."""
+    """Writer of a role's model, optimizer and loss scale as DCP checkpoints; one per rank, used for all saves."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class StateWriter:
 
     def _copy(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self._hosts:
-            # Kept memory is already mapped: allocating new pages takes longer than the copy.
+            # The kept memory is already mapped, because allocating new pages takes longer than the copy.
             tensors = [local(value) for value in state.values()]
             self._hosts = dict(zip(state, host_memory(tensors, not self._device.is_cpu), strict=True))
         for name, tensor in state.items():
@@ -130,7 +130,7 @@ class StateWriter:
         with told_as_disk_error(self._folder):
             writer.prepare_local_plan(self._plan)
             results = writer.write_data(self._plan, self._planner).wait()
-        # Release the tensors, except for the copies.
+        # Release the original tensors, but keep the copies.
         self._planner.drop()
         self._planner.state_dict = {}
         return results, writer.fs.digests

@@ -1,13 +1,13 @@
 """Weight sync from training shards to the rollout engine, verified by a canary.
 
-Trainer and engine share a device, which has no room for a second gathered model. So weights are gathered bucket by
+Trainer and engine share a device, which has no memory for a second gathered model. So weights are gathered bucket by
 bucket (`models.weights`), the engine loads each bucket before the next is gathered, and the training copy is offloaded
 before the engine allocates its cache (the allgather-swap of MindSpeed RL). Adapters that the engine applies itself are
 only megabytes: the frozen base weights are synced before the first adapters, and again only if they were dropped.
 
-Canary: after the sync, engine and trainer compute the log-probs of a fixed text. In a run with images the text has one,
-so that the vision tower is compared as well. Left out: checksums. vLLM fuses and repacks its weights, so only the sent
-tensors could be hashed, which does not show that the engine computes with them.
+Canary: after the sync, engine and trainer compute the log-probs of a fixed text. In a run with images the text includes
+an image, so that the vision tower is compared too. Left out: checksums. vLLM fuses and repacks its weights, so only the
+sent tensors could be hashed, which would not show that the engine uses them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class WeightSync:
     """Weight sync that tracks the policy version of the engine.
 
     The version is the number of optimizer steps since the start of the process; None if the engine has no weights.
-    canary: a fixed text. log_probs: the trainer's, at temperature 1, of all tokens of a text or of its last ones.
-    gap_limit: maximum mean distance between these and `RolloutEngine.log_probs`. merge: merge adapters into their
-    weights. names: for error messages.
+    canary: a fixed text. log_probs: returns the trainer's log-probs at temperature 1 of all tokens of a text, or of its
+    last ones. gap_limit: maximum mean distance between these and `RolloutEngine.log_probs`. merge: merge adapters into
+    their weights. names: for error messages.
     """
 
     def __init__(
@@ -82,9 +82,7 @@ class WeightSync:
         log-probs differ too much, NonFiniteError if the trainer's are not finite.
         """
         if version == self.version:
-            raise SyncError(
-                f"the rollout engine has the weights of update {version} already; a second sync is a mistake"
-            )
+            raise SyncError(f"the rollout engine already has the weights of update {version}; a second sync is a bug")
         started = time.perf_counter()
         expected = self._log_probs(self._canary)
         self.engine.wake_weights()
@@ -118,19 +116,19 @@ class WeightSync:
         if not bool(expected.isfinite().all()):
             raise NonFiniteError(
                 f"the trainer's own log-probs of a fixed text are not finite after {version} updates: its weights are "
-                "damaged, or too large for the dtype it computes in. At the first step look at the files of "
+                "damaged, or too large for the dtype it computes in. At the first step, check the files of "
                 f"{self._names_in_messages.path}; later, resume from an older checkpoint with "
                 "trainer.resume_mode=resume_path."
             )
         log_probs = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
         gap = float((log_probs - expected).abs().mean())
-        # Not `gap > limit`: that is False for NaN, and a broken engine would pass.
+        # Not `gap > limit`, which is False for NaN and would accept a broken engine.
         if not gap <= self._gap_limit:
             with_image = " with an image" if self._canary.images else ""
             raise SyncError(
                 f"after the sync of update {version} {self._names_in_messages.engine} differs from the trainer: mean "
                 f"|log-prob gap| {gap:.3g} on a fixed text{with_image}, limit "
                 f"{self._gap_limit:.3g}{self._names_in_messages.limit}. It does not generate with the current weights, "
-                "or computes with them in another way."
+                "or computes differently."
             )
         return gap

@@ -22,8 +22,8 @@ class ExpertBalance:
     """Auxiliary loss on expert balance in the forward passes of ``policy`` (``actor.router_aux_loss_coef``), and
     updates of its routers' correction biases (``actor.router_bias_update_rate``).
 
-    With routing replay the samples hold the routing that the loss needs. Otherwise a forward pass without gradients
-    finds it.
+    With routing replay the samples contain the routing that the loss needs. Otherwise an additional forward pass
+    without gradients computes it.
     """
 
     def __init__(self, policy: PolicyModel, device: Device, passes: StepPasses, bias_update_rate: float) -> None:
@@ -60,7 +60,7 @@ class ExpertBalance:
         load = torch.zeros(routing.num_layers, routing.num_experts, dtype=torch.long)
         if len(choices := self._choices(micros)):
             load = load_of(choices, routing.num_experts)
-        # A rank without samples lacks this number; another rank has it.
+        # A rank without samples does not know this number; another rank does.
         chosen = torch.tensor([choices.shape[2] if len(choices) else 0])
         dist.all_reduce(chosen, dist.ReduceOp.MAX)
         dist.all_reduce(load)
@@ -73,7 +73,7 @@ class ExpertBalance:
         if self._replayed:
             parts = [micro.ragged(c.ROUTED_EXPERTS).values for micro in micros if len(micro)]
             return torch.cat(parts) if parts else torch.zeros(0)
-        # Micro-batches without samples run too, because the forward pass is a collective.
+        # Empty micro-batches run too, because the forward pass is a collective.
         *_, choices = measure(self._policy, micros, self._device, 1.0, False, None, False, True)
         # `measure` leaves the model in eval mode, in which transformers does not recompute activations.
         self._policy.train()

@@ -35,8 +35,8 @@ def add_batch_level_selection(
     """Add the columns ``selected``, ``group_weight`` and ``uncertain`` to micro-batches, if the loss uses them.
 
     A collective. micros: non-empty micro-batches of this rank in one mini-batch. inputs: all of their tokens, on the
-    CPU, because some accelerators lack float64 and there are only a few numbers per token. seeds: of the step's noise,
-    and of the mini-batch.
+    CPU, because some accelerators lack float64 and there are only a few numbers per token. seeds: seeds of the step's
+    noise and of the mini-batch.
     """
     mask, empty, num_tokens = inputs.mask, torch.zeros(0), denominators.tokens
     if entry.selection:
@@ -63,8 +63,8 @@ def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_to
     """Return a mask of this rank's tokens that are selected over all ranks (a collective).
 
     Ties at the threshold are all selected by a share, and all excluded by a largest mean. inputs: all tokens of this
-    rank's part of the mini-batch; ranks that share sequences or matrices have the same part. num_tokens: of the global
-    mini-batch.
+    rank's part of the mini-batch; ranks that share sequences or matrices have the same part. num_tokens: tokens of the
+    global mini-batch.
     """
     copies = cfg.ranks_per_sample
     mask = inputs.mask.values
@@ -84,7 +84,7 @@ def smallest_share(keys: Tensor, share: float, num_tokens: int, copies: int, rou
     At least one token is selected, and all ties at the threshold, to within ``rounding``. copies: see `_everyones`.
     """
     count = max(1, int(share * num_tokens))
-    # The threshold is among the ``count`` smallest keys of some rank, so gathering more is not needed.
+    # The threshold is among the ``count`` smallest keys of some rank, so no more need to be gathered.
     smallest = _smallest(keys, count, copies)
     # With fewer candidates than ``count`` all of them are selected.
     return (keys <= smallest[count - 1] + rounding) if count <= len(smallest) else keys.isfinite()
@@ -121,8 +121,8 @@ def weigh(
 ) -> Tensor:
     """Return the weights of this rank's responses [n] (a collective); 0 for responses without a loss token.
 
-    The loss is a mean over responses; the weights turn it into a mean over groups. Responses without gradient may be
-    missing here. inputs: as for `select`. groups: prompt group of every response [n].
+    The loss is a mean over responses; the weights turn it into a mean over groups. Responses without a gradient may be
+    missing. inputs: as for `select`. groups: prompt group of every response [n].
     """
     mask = inputs.mask
     counts = mask.sum()
@@ -136,7 +136,8 @@ def weigh(
 
 
 def _border_of_mean(keys: Tensor, largest: float) -> float:
-    """Return the smallest excluded key: with it the mean of the smallest keys exceeds ``largest``. keys: sorted."""
+    """Return the smallest excluded key: with it the mean of the smallest keys exceeds ``largest``. keys: sorted
+    keys."""
     means = keys.cumsum(0) / torch.arange(1, len(keys) + 1)
     over = keys[means > largest]
     return float(over[0]) if len(over) else math.inf

@@ -28,7 +28,7 @@ def token_advantages(batch: Batch, cfg: AlgorithmConfig, kl_coef: float) -> tupl
         return Batch(), PassNumbers()
     lengths = batch.dense(c.POLICY_TOKENS)
     rewards = Ragged(torch.zeros(int(lengths.sum()), dtype=torch.float64), lengths)
-    # A response without policy tokens has no token for its score.
+    # A response without policy tokens has no token to carry its score.
     rewards.values[rewards.from_end == 0] = shaped_reward(batch.dense(c.SCORE)[lengths > 0].double(), cfg)
     if cfg.use_kl_in_reward:
         rewards.values.sub_(kl_coef * batch.ragged(c.REF_KL).values)
@@ -67,7 +67,7 @@ def spread_over_turns(batch: Batch, turns: TurnAdvantages) -> tuple[Batch, PassN
 
 
 def _numbers(batch: Batch, advantages: Ragged, quantities: dict[str, Tensor]) -> PassNumbers:
-    """Return numbers and moments. quantities: further per-token quantities to measure."""
+    """Return numbers and moments. quantities: additional per-token quantities to measure."""
     quantities = {"advantages": advantages.values, **quantities}
     mask = batch.ragged(c.LOSS_MASK).values if c.LOSS_MASK in batch else slice(None)
     return PassNumbers(

@@ -1,9 +1,9 @@
 """Optimizer steps of one model: `forward_backward` over micro-batches, then `optim_step`.
 
-A step with a NaN destroys all weights, and a rank that alone skips a step diverges from the others. So loss and
-gradient norm are checked before each step, and either all ranks take it or none does. In float16 the loss is scaled
-(`LossScale`). If a gradient overflows although the loss is finite, the scale is lowered; that is not an error as long
-as it can be lowered.
+An optimizer step with a NaN destroys all weights, and a single rank that skips a step diverges from the others. So loss
+and gradient norm are checked before each step, and either all ranks make it or none does. In float16 the loss is scaled
+(`LossScale`). If a gradient overflows although the loss is finite, the scale is lowered; this is an error only if it
+cannot be lowered further.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OptimStep(NamedTuple):
     grad_norm: float
     """Norm of the gradient over all ranks, before clipping."""
     made: bool
-    """False if the weights did not change: no loss token, or one of the two below."""
+    """False if the weights did not change: there was no loss token, or one of the next two fields is True."""
     skipped: bool
     """Loss or gradient was not finite."""
     overflowed: bool
@@ -51,7 +51,7 @@ class OptimStep(NamedTuple):
 
 
 class Updater:
-    """Optimizer of ``model``. ``num_steps`` counts the optimizer steps that were made.
+    """Optimizer of ``model``. ``num_steps``: number of optimizer steps so far.
 
     ``loss_scale``: None unless forward and backward run in float16.
     """
@@ -82,7 +82,7 @@ class Updater:
             group["lr"] = learning_rate
 
     def forward_backward(self, micros: Sequence[Batch], loss: Callable[[Batch], LossShare]) -> LossShare:
-        """Add the gradients of a mini-batch, one micro-batch after another. Returns the sum of their losses, detached.
+        """Add the gradients of a mini-batch, one micro-batch after another. Returns the detached sum of their losses.
 
         Every rank has a micro-batch, possibly without samples (`empty_loss`).
         """
@@ -93,9 +93,9 @@ class Updater:
                 assert isinstance(self._model, FSDPModule)
                 self._model.set_requires_gradient_sync(number == len(micros))
             share = loss(micro)
-            # FSDP averages gradients over the ranks, but the denominators are global already: undo the average. Ranks
-            # that share sequences have the same loss, and each holds a part of its gradient. Ranks that share matrices
-            # hold the whole gradient.
+            # FSDP averages gradients over the ranks, but the denominators are already global, so undo the average.
+            # Ranks that share sequences have the same loss, and each has a part of its gradient. Ranks that share
+            # matrices have the whole gradient.
             (share.loss * (dist.get_world_size() / self._model.tensor_size * scale)).backward()
             shares.append(replace(share, loss=share.loss.detach()))
         return reduce(add, shares)
@@ -105,8 +105,8 @@ class Updater:
     ) -> OptimStep:
         """Clip the gradients and update the weights, on all ranks or on none.
 
-        share: result of `forward_backward` for ``micros``, the micro-batches of ``mini``. terms: further inputs of the
-        loss, written to disk if the loss is not finite. Raises NonFiniteError.
+        share: result of `forward_backward` for ``micros``, the micro-batches of ``mini``. terms: additional inputs of
+        the loss, written to disk if it is not finite. Raises NonFiniteError.
         """
         if self.loss_scale:
             self.loss_scale.unscale(self._model.parameters())
@@ -115,7 +115,7 @@ class Updater:
         own_norm = health[1].clone()
         # One non-finite number makes the sum non-finite on every rank, so all ranks take the same branch below.
         dist.all_reduce(health)
-        # The only place where the host waits for the device: once per optimizer step.
+        # The host waits for the device only here, once per optimizer step.
         *sums, grad_norm = torch.cat([health, own_norm[None]]).tolist()
         finite = all(map(math.isfinite, sums))
         # Without a loss token there is no gradient, but momentum and weight decay would still change the weights.
@@ -191,7 +191,7 @@ def _stacked(steps: Sequence[dict[str, Tensor]]) -> dict[str, Array]:
     names = dict.fromkeys(name for step in steps for name in step)
     non_empty = [(name, step) for name in names for step in steps]
     tensors = [step[name] for name, step in non_empty if name in step]
-    # As one tensor, so that they are copied from the device at once.
+    # As one tensor, so that a single copy from the device suffices.
     values = iter(torch.stack(tensors).tolist() if tensors else ())
     numbers = [next(values) if name in step else 0.0 for name, step in non_empty]
     return {name: np.array(numbers[i * len(steps) : (i + 1) * len(steps)]) for i, name in enumerate(names)}

@@ -122,7 +122,7 @@ def test_nothing_runs_unless_it_was_allowed(tmp_path):
     (tmp_path / "tools.py").write_text(IN_A_FILE)
     for place in (PLACE, str(tmp_path / "tools.py")):
         keys = [f"{TURNS}function_tool_path={place}"]
-        with pytest.raises(ConfigError, match=r"allow_code_execution=True, or leave the tool out") as refusal:
+        with pytest.raises(ConfigError, match=r"allow_code_execution=True, or remove the tool") as refusal:
             toolbox_of(load_config(keys).config.actor_rollout_ref.rollout.multi_turn)
         assert f"function_tool_path={place}: the tool 'python' runs programs" in str(refusal.value)
         allowed = load_config([*keys, f"{TURNS}allow_code_execution=True"]).config

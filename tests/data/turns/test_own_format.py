@@ -84,7 +84,7 @@ def test_the_function_of_the_page_reads_what_it_says(own):
 def test_errors_of_a_custom_format_are_unreadable_calls(own, caplog):
     call_format = own(PARSE)
     assert call_format.parse("call f(3)", SCHEMAS).problems == ["an argument is written KEY=VALUE."]
-    assert "a call is a JSON object" in call_format.parse("bare", SCHEMAS).problems[0]
+    assert "a call must be a JSON object" in call_format.parse("bare", SCHEMAS).problems[0]
     assert not caplog.records
     for text in ("die", "die", "nothing"):
         assert call_format.parse(text, SCHEMAS).problems == ["the call cannot be read."]
@@ -100,9 +100,9 @@ def test_errors_of_a_custom_format_are_unreadable_calls(own, caplog):
         ("def parse(text): return []", "takes 1 positional argument but 2 were given"),
         (
             "def parse(text, schemas): return [{'name': 'f', 'arguments': '3'}]",
-            "arguments of a call are a JSON object",
+            "arguments of a call must be a JSON object",
         ),
-        ("def parse(text, schemas): return [{'name': 'f', 'arguments': {}}]", "finds calls in the turn ''"),
+        ("def parse(text, schemas): return [{'name': 'f', 'arguments': {}}]", "found calls in the turn ''"),
         ("def parse(text, schemas): return []\nparse.stop_tokens = '<x>'", "stop_tokens is '<x>'"),
         ("import no_such_package", "cannot be imported"),
     ],

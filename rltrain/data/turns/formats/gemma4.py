@@ -25,7 +25,7 @@ class Gemma:
     def read(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
         head = _HEAD.match(text, place)
         if not head:
-            raise Unreadable("a call is written call:NAME{KEY:VALUE}.", place)
+            raise Unreadable("a call must have the form call:NAME{KEY:VALUE}.", place)
         place, depth = head.end(), 0
         written: list[str] = []
         while depth or not written:

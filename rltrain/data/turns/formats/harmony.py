@@ -27,10 +27,12 @@ def _parse(text: str, schemas: Schemas) -> Parsed:
         if (is_call or mark == "<|call|>") and len(parsed.calls) + len(parsed.problems) < MOST_CALLS:
             try:
                 if not recipient or not is_call or not has_body:
-                    raise Unreadable("a call is in the commentary channel, has to=functions.NAME, and a <|message|>.")
+                    raise Unreadable(
+                        "a call must be in the commentary channel, with to=functions.NAME and a <|message|>."
+                    )
                 value, end = reading.read_json(body, 0) if body.strip() or mark != "<|call|>" else ({}, len(body))
                 if body[end:].strip():
-                    raise Unreadable("the call continues after its JSON object.")
+                    raise Unreadable("there is text after the JSON object of the call.")
                 parsed.calls.append(Call(recipient[2], reading.arguments_of(value)))
             except Unreadable as problem:
                 parsed.problems.append(str(problem))

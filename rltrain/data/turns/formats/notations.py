@@ -15,10 +15,10 @@ _NEXT = re.compile(r"[\s;,]*(?=\{|\[\s*\{)")
 
 @dataclass(frozen=True)
 class Json:
-    """JSON objects with names and arguments, one by one or in lists; or a head with the name before the arguments."""
+    """JSON objects with name and arguments, single or in lists; or arguments after a head with the name."""
 
     written: str = '{"name": "NAME", "arguments": ARGUMENTS}'
-    """A call as the family writes it."""
+    """Template of a call as the family writes it."""
     head: str = r"(?!)"
     """A regular expression for the text before the arguments, with the group "name"."""
     tail: str = ""
@@ -51,7 +51,7 @@ class Json:
 
 @dataclass(frozen=True)
 class Tags:
-    """Tag with the name of the tool, which contains one tag per argument with an untyped value."""
+    """A tag with the tool's name that contains one tag per argument, with an untyped value."""
 
     start: str
     """Opening tag, with NAME for the name of the tool."""
@@ -59,11 +59,11 @@ class Tags:
     """Parameter, with KEY and VALUE. KIND is "true" if the value is text, and "false" for JSON."""
     end: str
     otherwise: str = "any"
-    """Type of a value without a type in the tool's schema (see `typed`)."""
+    """Type for values that have no type in the tool's schema (see `typed`)."""
 
     @cached_property
     def _marks(self) -> tuple[list[str], str]:
-        """Marks before a value, the first of which begins a parameter, and the mark after it."""
+        """Marks before a value (the first starts a parameter), and the mark after it."""
         opened, closed = self.parameter.split("VALUE")
         return [opened.partition("KEY")[0], *re.findall(r"</?\w+>", opened)], closed.strip()
 
@@ -77,7 +77,7 @@ class Tags:
         name = rf"\s{{0,9}}(?P<name>{NAME})\s{{0,9}}"
         kind = r'(?:\s{1,9}string\s{0,9}=\s{0,9}"(?P<kind>true|false)")?'
         parameter = any_of([self.parameter.partition("VALUE")[0].rstrip()]).replace("KEY", name)
-        # A value may contain its end mark. The real one is followed by the next parameter or the end of the call.
+        # A value may contain its end mark; the real end mark is followed by the next parameter or the end of the call.
         value_end = rf"{any_of([self._marks[1]])}(?=\s{{0,99}}(?:{any_of([self._marks[0][0], self.end])}))"
         start, rest = (any_of([part]) for part in self.start.split("NAME"))
         patterns = f"{start}(?:{name}{rest})?", parameter.replace(r'\s{0,99}string="KIND"', kind)
@@ -87,7 +87,7 @@ class Tags:
         start, parameter, end, value_end = self._patterns
         head = start.match(text, place)
         if not head or not head["name"]:
-            raise Unreadable(f"a call begins with {self.start}, which is missing.", head.end() if head else place)
+            raise Unreadable(f"a call must begin with {self.start}.", head.end() if head else place)
         place, known = head.end(), tools.get(head["name"], {})
         arguments: dict[str, Any] = {}
         while opened := parameter.match(text, place):

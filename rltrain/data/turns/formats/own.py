@@ -1,7 +1,6 @@
-"""Call formats defined by a user's function, which reads the calls of a turn.
-
-The function gets arbitrary output of the policy. Therefore its exceptions count as unreadable calls, like all errors
-between two turns. Only plain texts are checked before the run: calls found in them raise ConfigError.
+"""Call formats defined by a user's function that reads the calls of a turn. The function gets arbitrary output of the
+policy, so its exceptions count as unreadable calls, like all errors between two turns. Before the run it is tried on
+plain texts; if it finds calls in them, ConfigError is raised.
 """
 
 import logging
@@ -34,15 +33,15 @@ def own_format(key: str, name: str, schemas: Schemas) -> CallFormat:
             why = user_traceback(error)
             raise ConfigError(f"{key}={name} cannot read the turn {text!r}:\n{why}\n{_CONTRACT}") from None
         if calls:
-            raise ConfigError(f"{key}={name} finds calls in the turn {text!r}. {_CONTRACT}")
+            raise ConfigError(f"{key}={name} found calls in the turn {text!r}. {_CONTRACT}")
     stop_tokens = getattr(function, "stop_tokens", ())
     if not isinstance(stop_tokens, tuple | list) or not all(isinstance(token, str) for token in stop_tokens):
-        raise ConfigError(f"{key}={name}: its attribute stop_tokens is {stop_tokens!r}, not a list of tokens' texts.")
+        raise ConfigError(f"{key}={name}: its attribute stop_tokens is {stop_tokens!r}, not a list of token texts.")
     return CallFormat(name, partial(_parse, f"{key}={name}", function, set()), None, tuple(stop_tokens))
 
 
 def _parse(setting: str, function: Callable[..., Any], logged: set[str], text: str, schemas: Schemas) -> Parsed:
-    """Parse a turn with the function (see `CallFormat.parse`). logged: not empty after its first failure was logged."""
+    """Parse a turn with the function (see `CallFormat.parse`). logged: non-empty once a failure was logged."""
     text = without_end(text)
     try:
         calls = _calls(function, text, schemas)

@@ -1,7 +1,6 @@
-"""Records of a parsed turn, and values as the policy writes them: JSON, or untyped text.
-
-A policy in training can write anything, so only `Unreadable` is raised, which becomes an error message for the policy.
-Each reader moves only forward, so its time is linear in the length of the text.
+"""Records of a parsed turn, and readers for values that the policy wrote: JSON or untyped text. A policy in training
+can write anything, so only `Unreadable` is raised, which becomes an error message for the policy. Readers only move
+forward, so their time is linear in the length of the text.
 """
 
 import json
@@ -61,7 +60,7 @@ class Unreadable(ValueError):
     def __init__(self, why: str, place: int = 0) -> None:
         super().__init__(why)
         self.place = place
-        """Index up to which the text belongs to the call."""
+        """End index of the text that belongs to the call."""
 
 
 # <|im_end|>, <｜end▁of▁sentence｜>, <turn|>, </s>, <seed:eos>, [e~[ and similar.
@@ -121,7 +120,7 @@ def call_of(value: Any, tools: Tools | None = None) -> Call:
     The arguments are under ``arguments`` or ``parameters``, or next to the name.
     """
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
-        raise Unreadable("a call is a JSON object with the keys name and arguments.")
+        raise Unreadable("a call must be a JSON object with the keys name and arguments.")
     keys = [key for key in ("arguments", "parameters") if key in value]
     known, identity = (tools or {}).get(name, {}), value.get("id")
     named = ("name", *(key for key in ("id", "type") if key not in known or keys), *keys)
@@ -140,7 +139,7 @@ def arguments_of(value: Any) -> dict[str, Any]:
     if value in (None, ""):
         return {}
     if not isinstance(value, dict):
-        raise Unreadable("the arguments of a call are a JSON object.")
+        raise Unreadable("the arguments of a call must be a JSON object.")
     return value
 
 
@@ -167,7 +166,7 @@ def tools_of(schemas: Schemas) -> Tools:
 def typed(name: str, value: str, schema: Any, otherwise: str, place: int) -> Any:
     """Return the value of the argument ``name``. Raises Unreadable with ``place`` if it has the wrong type.
 
-    A string is the text as written. otherwise: type for a schema without one; "any" is JSON if it can be parsed, else a
+    A string is the text as written. otherwise: type if the schema has none; "any" is JSON if it can be parsed, else a
     string.
     """
     types = _types(schema) & _TYPES or {otherwise}

@@ -1,7 +1,7 @@
 """Parser of all formats whose calls are between marks.
 
-Calls inside reasoning are ignored, and a mark inside an argument is not a mark of the turn. Therefore the marks are
-visited in order, and each readable call is skipped as a whole.
+Calls inside reasoning are ignored, and marks inside arguments do not count. Therefore the marks are visited in order,
+and each readable call is skipped as a whole.
 """
 
 import re
@@ -22,7 +22,7 @@ _ARGUMENTS = re.compile(r"""(?:arguments|parameters)["']?\s{0,99}:?\s{0,99}[{"']
 def any_of(marks: Iterable[str]) -> str:
     """Return a regular expression for any of the marks, with flexible white space."""
     escaped = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
-    # DeepSeek V3.2 and V4.1 have other names for V4's block, and a space after the token.
+    # DeepSeek V3.2 and V4.1 have different names for V4's block, and a space after the token.
     escaped = escaped.replace("｜DSML｜tool_calls", "｜DSML｜(?:tool_|function_)?calls").replace(
         "｜DSML｜", "｜DSML｜ ?"
     )
@@ -53,7 +53,7 @@ class Family:
     name: str
     notation: Notation
     written: str = "{}"
-    """Marks around a call, which replaces {}."""
+    """Text around a call, with {} in place of the call."""
     optional: str = ""
     """Optional mark before calls."""
     thinking: str = "<think>{}</think>"
@@ -83,7 +83,7 @@ class Family:
         }
         kinds |= {"opening": before, "closing": after, **self.notation.marks()}
         begun = "|".join(filter(None, (before, kinds.get("start")))) or "(?!)"
-        # Markdown code is text, unless a call begins in it.
+        # Markdown code is text, unless a call starts in it.
         kinds["code"] = rf"```(?:(?!```|{begun})[\s\S])*```|`(?:(?!{begun})[^`\n])*`"
         for kind in ("opening", "closing"):
             kinds[kind] = kinds[kind] and rf"(?:{kinds[kind]})(?:\s*(?:{kinds[kind]}))*"
@@ -92,7 +92,7 @@ class Family:
     def block(self, text: str, place: int, tools: Tools) -> tuple[list[Call], int]:
         """Return the calls after an opening mark, and the index after them and their closing marks. Raises Unreadable.
 
-        Closing marks are optional before the end of the text, another mark, or words.
+        Closing marks may be missing before the end of the text, another mark, or text.
         """
         calls, place = self.notation.read(text, place, tools)
         after = reading.skip_space(text, place)
@@ -101,7 +101,7 @@ class Family:
         if mark and mark.lastgroup == "closing":
             return calls, mark.end()
         if rest and not rest[0].isalpha() and (not mark or mark.lastgroup == "code"):
-            raise Unreadable(f"the call continues after its end, with {rest[:20]!r}.", after)
+            raise Unreadable(f"there is text after the end of the call: {rest[:20]!r}.", after)
         return calls, place
 
 
@@ -154,7 +154,7 @@ class _Turn:
     def _thought(self, match: re.Match[str]) -> None:
         if self._reasoning and not self._before:
             self._texts.append(match.group())
-        else:  # the prompt may have opened it
+        else:  # the prompt may have opened the reasoning
             self._end_reasoning(match.start())
 
     def _end_reasoning(self, place: int) -> None:
@@ -170,7 +170,7 @@ class _Turn:
             calls, self._place = self._family.block(self._text, match.end() if start is None else start, self._tools)
         except Unreadable as problem:
             after = max(match.end(), match.start() + 1)
-            # The end of reasoning may cut off a draft in it.
+            # The end of reasoning may cut off a draft of a call.
             self._place = after if self._before else max(after, problem.place)
             calls, why = [], str(problem)
         room = max(0, MOST_CALLS - len(self._calls) - len(self._problems))
@@ -198,7 +198,7 @@ class _Turn:
             self._texts.append(text[start : self._place])
 
     def _stray(self, match: re.Match[str]) -> None:
-        """Report a mark that follows no readable call. After a call, it was part of one of the call's values."""
+        """Report a mark that follows no readable call. After a call, it belongs to one of the call's values."""
         if self._ends_with_call:
             self._calls.pop()
         self._refuse(f"{match.group()} does not belong to a call that can be read.", match.start())

@@ -1,10 +1,10 @@
 """Embedded rollout engine: a decode loop over the Hugging Face model. It runs wherever torch runs.
 
-A CPU, a new device or a first try should need no inference server. transformers' `generate` pads, waits for the longest
-response and computes a prompt once per response. This engine uses continuous batching over its cache (`kv`), computes a
-prompt once for all its responses and a next turn from the end of the last (`offloaded`). With one process and equal
-dtypes it generates with the training weights themselves. Left out: CUDA graphs and paged memory; on accelerators vLLM
-is the fast engine.
+A CPU, a new device or a first try should not need an inference server. transformers' `generate` pads, waits for the
+longest response and computes a prompt once per response. This engine uses continuous batching over its cache (`kv`),
+computes a prompt once for all its responses, and a turn from the end of the previous one (`kv_offload`). With one
+process and equal dtypes it generates with the training weights themselves. Left out: CUDA graphs and paged memory; on
+accelerators vLLM is the fast engine.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from rltrain.workers.rollout.settings import EngineSettings
 
 _ATTENTION = "rltrain_rollout"
 _CACHE = "rltrain_cache"
-# Ended rows stay in the batch up to this share, because moving the others costs more.
+# Ended rows stay in the batch up to this share, because removing them means moving the others.
 _DEAD = 0.05
 
 
 class HFRollout:
-    """Continuous batching over the model's modules: one prefill per prompt; ended responses leave, new ones enter."""
+    """Engine with continuous batching over the model's modules, and one prefill per prompt."""
 
     names_in_memory = True
 
@@ -77,21 +77,21 @@ class HFRollout:
     def wake_cache(self) -> None:
         """Set the maximum number of running responses.
 
-        The cache then fits even if every response reaches max_model_len and no two share a prompt. Keys and values
+        The cache fits even if every response reaches max_model_len and no two share a prompt. Keys and values
         themselves exist only during a `generate`.
         """
         self._cache_bytes = int(self._memory_share * self._device.free_memory_bytes())
-        # A response may begin in the middle of a block, and then uses part of one more block.
+        # A response that begins in the middle of a block uses part of one more block.
         longest = (self._max_model_len + self._block) * bytes_per_token(self.model.config, self._dtype)
         self._row_bytes = longest + bytes_per_row(self.model.config, self._dtype)
         self._most_rows = min(self._rollout.max_num_seqs, int(self._cache_bytes / ROOM / self._row_bytes))
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        """Keep the values themselves: with one process and equal dtypes these are the training weights."""
+        """Keep the tensors without a copy: with one process and equal dtypes they are the training weights."""
         for name, values, _ in weights:
             path, _, leaf = name.rpartition(".")
             module, values = self.model.get_submodule(path), values.to(self._device.torch_device)
-            # The module gets the tensors themselves; copies would need memory for a second model.
+            # The module gets the tensors without a copy, which would need memory for a second model.
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
             else:
@@ -105,8 +105,8 @@ class HFRollout:
         self.holds_base = self._adapted
 
     def sleep(self) -> bool:
-        # On a CPU unchanged weights stay, because there is only host memory. On other devices they are sent again; with
-        # one process they are the trainer's tensors.
+        # On a CPU unchanged weights are kept, because there is only host memory. On other devices they are sent again;
+        # with one process they are the trainer's tensors.
         if self.holds_base and self._device.is_cpu:
             return False
         self.model.to("meta")
@@ -156,7 +156,7 @@ class HFRollout:
                 seen = None if seen is None else seen[places]
             if len(rows):
                 kv.begin_step()
-                # Minus one, because the token that was just sampled is counted already and is computed next.
+                # Minus one, because the token just sampled is already counted but is computed next.
                 columns = turns.prompt_lengths + turns.shifts + turns.lengths
                 positions = torch.from_numpy(columns[rows] - 1)
                 self._watch()
@@ -174,9 +174,8 @@ class HFRollout:
         self._trim(offloaded, kv, source)
 
     def _trim(self, offloaded: OffloadedRows, kv: KeyValues, source: Source, num_new: int = 0) -> None:
-        """Drop offloaded rows that are not needed any more or do not fit next to the batch.
-
-        num_new: rows that are about to enter the batch.
+        """Drop offloaded rows that are no longer needed or do not fit next to the batch. num_new: rows to be added to
+        the batch.
         """
         if len(offloaded):
             offloaded.drop_ended(source)
@@ -189,7 +188,7 @@ class HFRollout:
     def _refuse_what_is_too_large(self, source: Source) -> None:
         """Raise ConfigError if the source has work, but none that fits."""
         most = self._most_rows
-        # Taking with the limit of the settings shows if there is any.
+        # Request jobs with the limit of the settings, to see if there are any.
         if most < self._rollout.max_num_seqs and (jobs := source.next_jobs(self._rollout.max_num_seqs)):
             key = f"{self._section}."
             raise ConfigError(
@@ -231,7 +230,7 @@ class HFRollout:
         texts: list[EncodedPrompt] = []
         counts, begun = [], []
         for job in jobs:
-            # Samples with given tokens share no text.
+            # Samples with given tokens have different texts.
             parts = job.begun or [job.asked]
             texts += parts
             counts += [1] * len(parts) if job.given else [len(job.samples)]
@@ -268,7 +267,8 @@ class HFRollout:
             places = torch.arange(start, stop)
             images = text.images
             if images is not None:
-                # Skip images outside of the part: their positions would be wrong, and encoding them wasted.
+                # Skip images outside of the part: their positions would be wrong, and encoding them would be wasted
+                # work.
                 if ((images.places >= start) & (images.places < stop)).any():
                     laid.append((images, end - start))
                     spans.append(range(end, end + stop - start))
@@ -280,7 +280,7 @@ class HFRollout:
         if any(part.dim() > 1 for part in positions):
             positions = [part.expand(3, -1) for part in positions]
         rows, packed = torch.cat(positions, -1).to(device), PackedImages.of(laid, spans)
-        # A part of a long prompt has some of its images, or none.
+        # A part of a long prompt contains some or none of its images.
         if packed is None or (packed := packed.within(0, end)) is None:
             return self._forward(tokens[None], rows[None] if rows.dim() == 1 else rows[:, None], **arguments)[0]
         return read_with_images(self.model, tokens.to(device), rows, packed, use_cache=False, **arguments)
@@ -290,7 +290,8 @@ class HFRollout:
             self._routing.record()
 
     def _went(self) -> NDArray[np.integer[Any]] | None:
-        """Return the routing of the forward pass since `_watch` [tokens, layers, experts per token], if needed."""
+        """Return the routing of the forward pass since `_watch` [tokens, layers, experts per token], or None if not
+        needed."""
         return self._routing.recorded().cpu().numpy() if self._routing else None
 
     def _check_layers(self, kv: KeyValues) -> None:
@@ -300,8 +301,7 @@ class HFRollout:
         if kv.num_layers < expected:
             raise ConfigError(
                 f"{kv.num_layers} of the {expected} layers of {type(self.model).__name__} keep keys and values "
-                "through transformers' attention interface; the engine "
-                f"{self._section}.name=hf needs all of them to."
+                f"through transformers' attention interface; {self._section}.name=hf requires this of all layers."
             )
 
     def _packs(self, lengths: Sequence[int], begun: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:

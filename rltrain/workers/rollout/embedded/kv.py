@@ -1,13 +1,13 @@
 """KV cache of the embedded engine: a prompt is stored once for all its responses, which decode in lockstep.
 
-A cache padded per row would copy the prompt per response; a paged one needs a kernel per device. Here every step writes
-one column for all rows, and the columns of a row are those since it entered. So a new token is one plain copy, and
-while all rows have equal age only unwritten columns are masked. Columns are held in blocks of fixed width, and a
+A cache padded per row would copy the prompt per response; a paged cache needs a kernel per device. Here every step
+writes one column for all rows, and a row uses the columns written since it was added. So a new token is one plain copy,
+and while all rows have equal age only unwritten columns are masked. Columns are held in blocks of fixed width, and a
 product reads whole blocks: on a CPU contiguous memory is two to four times faster than slices of a wider buffer. A
-block is allocated when its first column is written and freed when no living row is so old.
+block is allocated when its first column is written, and freed when no running row is old enough to use it.
 
-Attention is two groups of products under one softmax: with the prompts, where all responses to a prompt are queries of
-one product, and with the responses' columns. Grouped-query attention and sliding windows fit the same form.
+Attention combines two groups of products under one softmax: with the prompts, where all responses to a prompt are
+queries of one product, and with the responses' columns. Grouped-query attention and sliding windows fit the same form.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rltrain.workers.rollout.embedded.state import RowStates
 Ints = NDArray[np.int64]
 # (layer, call): some layers call attention more than once per forward pass.
 Call = tuple[int, int]
-# Memory of `KeyValues` relative to its rows at full length: room to grow, and rows of ended responses.
+# Memory of `KeyValues` relative to its rows at full length, for growth and for rows of ended responses.
 ROOM = 1.3
-# Prompt width grows in steps of this many tokens, because each new width copies the existing prompts.
+# Prompt width grows in steps of this many tokens, because each change copies the existing prompts.
 _PROMPT_STEP = 32
 # Queries of a long prompt's chunk are masked in parts of this size.
 _QUERIES = 512
@@ -86,7 +86,7 @@ class KeyValues:
         self._column = -1
         self._first_column = 0
         self._chunks: Sequence[PromptChunk] = ()
-        self._seats: _Seats | None = None
+        self._padded_rows: _PaddedRows | None = None
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
     @property
@@ -105,7 +105,8 @@ class KeyValues:
         return self._states.num_bytes + sum(tensor.nbytes for pair in pairs for tensor in pair)
 
     def call_of(self, layer: int) -> Call:
-        """Count an attention call of ``layer``. Some layers have several per forward pass, with other keys."""
+        """Count an attention call of ``layer``. Some layers make several calls per forward pass, with different
+        keys."""
         self._calls[layer] += 1
         return layer, self._calls[layer]
 
@@ -114,7 +115,7 @@ class KeyValues:
     ) -> range:
         """Append new prompts and the rows of their responses. Returns the prompts' places.
 
-        kept: cached beginning of each prompt (default: none).
+        kept: cached prefix of each prompt (default: none).
         """
         places = range(len(self._prompt_lengths), len(self._prompt_lengths) + len(prompt_lengths))
         self._prompt_lengths = np.concatenate([self._prompt_lengths, prompt_lengths])
@@ -125,7 +126,7 @@ class KeyValues:
         for layer in self._layers.values():
             layer.prompts = _enlarged(layer.prompts, places.stop, self._width)
             layer.blocks = [_enlarged(block, self.num_rows, self._block) for block in layer.blocks]
-        self._seats = None
+        self._padded_rows = None
         self._states.add(places, num_rows)
         for place, row in zip(places, kept, strict=bool(kept)):
             if row:
@@ -173,7 +174,7 @@ class KeyValues:
         self._prompt_lengths = self._prompt_lengths[places]
         self._place_of_row = number[self._place_of_row[rows]]
         self._born = self._born[rows]
-        self._seats = None
+        self._padded_rows = None
         return rows
 
     def begin_prefill(self, chunks: Sequence[PromptChunk]) -> None:
@@ -188,13 +189,13 @@ class KeyValues:
         self._states.enter()
         self._column += 1
         self._masks = {}
-        # A row attends to no column from before it entered, so older blocks are unused.
+        # A row attends only to columns written since it was added, so older blocks are unused.
         while self._first_column + self._block <= self._born.min():
             self._first_column += self._block
             for layer in self._layers.values():
                 del layer.blocks[:1]
-        if self._seats is None:
-            self._seats = _Seats.of(self._place_of_row, self._prompt_lengths, self._born, self._device)
+        if self._padded_rows is None:
+            self._padded_rows = _PaddedRows.of(self._place_of_row, self._prompt_lengths, self._born, self._device)
 
     @property
     def is_prefill(self) -> bool:
@@ -214,7 +215,7 @@ class KeyValues:
 
     @property
     def continues(self) -> bool:
-        """True if any announced chunk continues a cached beginning."""
+        """True if any announced chunk continues a cached prefix."""
         return any(chunk.start for chunk in self._chunks)
 
     def state_before(self, layer: int) -> State | None:
@@ -236,8 +237,8 @@ class KeyValues:
         """Return the positions of this forward pass's tokens in their samples [tokens] or [rows]."""
         if self.is_prefill:
             return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in self._chunks]).to(device)
-        assert self._seats is not None
-        return self._seats.prompt_lengths + self._column - self._seats.born
+        assert self._padded_rows is not None
+        return self._padded_rows.prompt_lengths + self._column - self._padded_rows.born
 
     def prefill_rest(self, layer: Call, query: Tensor, kind: Kind) -> Tensor:
         """Compute attention of prompt chunks, each to all of its prompt up to itself.
@@ -268,7 +269,7 @@ class KeyValues:
 
     def decode(self, layer: Call, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
         """Decode a step: query [rows, heads, 1, d]; key, value [rows, kv heads, 1, d] -> [rows, 1, heads, d']."""
-        assert self._seats is not None
+        assert self._padded_rows is not None
         rows, kv_heads = key.shape[:2]
         cache = self._layers[layer]
         number, column = divmod(self._column - self._first_column, self._block)
@@ -283,22 +284,22 @@ class KeyValues:
         prompts = Pair(*(part[: len(self._prompt_lengths)] for part in cache.prompts))
         blocks = [Pair(*(part[:rows] for part in block)) for block in cache.blocks]
         # Products with the prompt's and the row's columns are concatenated, because they share one softmax.
-        products = [self._seats.to_rows(self._seats.to_prompts(queries) @ prompts.keys.mT)]
+        products = [self._padded_rows.to_rows(self._padded_rows.to_prompts(queries) @ prompts.keys.mT)]
         products += [queries @ block.keys.mT for block in blocks]
         scores = capped(torch.cat(products, -1), kind.softcap).add_(self._mask(kind, key.dtype))
         of_prompt, *of_blocks = weights(scores, kind.sinks).split([self._width] + [self._block] * len(blocks), -1)
-        output = self._seats.to_rows(self._seats.to_prompts(of_prompt) @ prompts.values)
+        output = self._padded_rows.to_rows(self._padded_rows.to_prompts(of_prompt) @ prompts.values)
         for share, block in zip(of_blocks, blocks, strict=True):
             output += share @ block.values
         return output.reshape(rows, 1, -1, value.shape[3])
 
     def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """Return 0 where a row sees a column (first the prompt's), else -inf: [rows, 1, 1, columns]."""
+        """Return the mask: 0 where a row attends to a column (the prompt's first), else -inf: [rows, 1, 1, columns]."""
         # Built once per step for all layers with the same window.
         name = kind.window, kind.chunk
         if name not in self._masks:
-            assert self._seats is not None
-            lengths, born = self._seats.prompt_lengths[:, None], self._seats.born[:, None]
+            assert self._padded_rows is not None
+            lengths, born = self._padded_rows.prompt_lengths[:, None], self._padded_rows.born[:, None]
             prompt = torch.arange(self._width, device=self._device)
             num_blocks = (self._column - self._first_column) // self._block + 1
             own = torch.arange(self._first_column, self._first_column + num_blocks * self._block, device=self._device)
@@ -313,37 +314,37 @@ class KeyValues:
 
 
 @dataclass(frozen=True)
-class _Seats:
-    """Rows sorted by prompt: every prompt has as many seats as the prompt with the most rows."""
+class _PaddedRows:
+    """Rows padded per prompt: every prompt has as many slots as the prompt with the most rows."""
 
     num_prompts: int
     rows: Tensor
-    """[prompts * seats]: the row per seat (any row on an empty seat). seats, prompt_lengths, born [rows]."""
-    seats: Tensor
+    """[prompts * slots]: row of each slot (an arbitrary row for an empty slot). slots, prompt_lengths, born: [rows]."""
+    slots: Tensor
     prompt_lengths: Tensor
     born: Tensor
 
     @classmethod
-    def of(cls, place_of_row: Ints, prompt_lengths: Ints, born: Ints, device: torch.device) -> _Seats:
+    def of(cls, place_of_row: Ints, prompt_lengths: Ints, born: Ints, device: torch.device) -> _PaddedRows:
         order = np.argsort(place_of_row, kind="stable")
         counts = np.bincount(place_of_row, minlength=len(prompt_lengths))
         first = np.cumsum(counts) - counts
-        seats = np.empty_like(order)
-        seats[order] = np.arange(len(order)) - first[place_of_row[order]] + place_of_row[order] * counts.max()
+        slots = np.empty_like(order)
+        slots[order] = np.arange(len(order)) - first[place_of_row[order]] + place_of_row[order] * counts.max()
         rows = np.zeros(len(prompt_lengths) * counts.max(), dtype=np.int64)
-        rows[seats] = np.arange(len(order))
-        tensors = (torch.from_numpy(array).to(device) for array in (rows, seats, prompt_lengths[place_of_row], born))
+        rows[slots] = np.arange(len(order))
+        tensors = (torch.from_numpy(array).to(device) for array in (rows, slots, prompt_lengths[place_of_row], born))
         return cls(len(prompt_lengths), *tensors)
 
     def to_prompts(self, rows: Tensor) -> Tensor:
-        """Rearrange [rows, kv heads, g, d] -> [prompts, kv heads, seats * g, d]."""
-        seated = rows[self.rows].unflatten(0, (self.num_prompts, -1)).transpose(1, 2)
-        return seated.reshape(*seated.shape[:2], -1, rows.shape[-1])
+        """Rearrange [rows, kv heads, g, d] -> [prompts, kv heads, slots * g, d]."""
+        padded = rows[self.rows].unflatten(0, (self.num_prompts, -1)).transpose(1, 2)
+        return padded.reshape(*padded.shape[:2], -1, rows.shape[-1])
 
-    def to_rows(self, seated: Tensor) -> Tensor:
-        """Invert `to_prompts`: [prompts, kv heads, seats * g, d] -> [rows, kv heads, g, d]."""
-        num_seats = len(self.rows) // self.num_prompts
-        return seated.unflatten(2, (num_seats, -1)).transpose(1, 2).flatten(0, 1)[self.seats]
+    def to_rows(self, padded: Tensor) -> Tensor:
+        """Invert `to_prompts`: [prompts, kv heads, slots * g, d] -> [rows, kv heads, g, d]."""
+        num_slots = len(self.rows) // self.num_prompts
+        return padded.unflatten(2, (num_slots, -1)).transpose(1, 2).flatten(0, 1)[self.slots]
 
 
 def _without_holes(alive: NDArray[np.bool_]) -> Ints:
@@ -368,7 +369,7 @@ def _enlarged(pair: Pair, count: int, width: int) -> Pair:
     have, _, columns, _ = pair.keys.shape
     if have >= count and columns >= width:
         return pair
-    # A quarter more, so that adding prompts one by one does not copy everything every time.
+    # A quarter more, so that not every added prompt requires a copy.
     count = have if have >= count else max(count, have + have // 4)
     larger = Pair(*(tensor.new_zeros(count, tensor.shape[1], max(columns, width), tensor.shape[3]) for tensor in pair))
     for new, old in zip(larger, pair, strict=True):

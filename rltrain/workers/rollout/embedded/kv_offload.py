@@ -38,7 +38,7 @@ class OffloadedRow:
 
 
 class OffloadedRows:
-    """Offloaded rows of a `generate`, longest waiting first."""
+    """Offloaded rows of one `generate` call, longest waiting first."""
 
     def __init__(self) -> None:
         self._rows: dict[Key, tuple[NDArray[np.int32], OffloadedRow]] = {}
@@ -56,7 +56,7 @@ class OffloadedRows:
         for job in jobs:
             for sample, given in zip(job.samples.tolist(), job.given or [], strict=bool(job.given)):
                 tokens, row = self._rows.pop((job.prompt_index, sample), (None, None))
-                # For any other text the keys and values would be wrong.
+                # For a different text the keys and values would be wrong.
                 if row and np.array_equal(given[: len(tokens)], tokens):  # type: ignore[arg-type]
                     kept[job.prompt_index, sample] = row
         return kept

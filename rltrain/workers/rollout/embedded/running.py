@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 class EndedTurn(NamedTuple):
-    """Turn that has ended. row: in the batch. tokens: all tokens after its prompt."""
+    """Turn that has ended. row: row in the batch. tokens: all tokens after the prompt."""
 
     row: int
     key: Key
@@ -31,7 +31,7 @@ class RunningTurns:
     """All turns of a call, numbered in the order in which their jobs were taken.
 
     Per turn: seeds, prompt_lengths (including given tokens), shifts (of positions: `EncodedPrompt.position_shift`),
-    given (tokens it began with), lengths (new tokens), ended. max_model_len: maximum tokens of prompt and response.
+    given (tokens at the start), lengths (new tokens), ended. max_model_len: maximum tokens of prompt and response.
     source: receives every turn that ends. stops: texts that end one.
     """
 
@@ -62,7 +62,7 @@ class RunningTurns:
         limits = np.minimum(self._max_tokens, self._max_model_len - prompt_lengths) - given
         if limits.min(initial=1) < 1:
             raise DataError(
-                f"a prompt of {prompt_lengths.max()} tokens leaves no space for an answer within "
+                f"a prompt of {prompt_lengths.max()} tokens leaves no space for a response within "
                 f"actor_rollout_ref.rollout.max_model_len={self._max_model_len}. Raise it, or lower "
                 "data.max_prompt_length."
             )
@@ -90,9 +90,8 @@ class RunningTurns:
     def write(
         self, numbers: Ints, tokens: NDArray[np.int64], log_probs: NDArray[np.float32], ends: NDArray[np.bool_]
     ) -> list[EndedTurn]:
-        """Append a token per turn; ended turns stay unchanged. ends: True for end tokens.
-
-        Returns the turns that ended now, after reporting them to the source.
+        """Append a token per turn; ended turns stay unchanged. ends: True for end tokens. Reports turns that ended to
+        the source, and returns them.
         """
         running = ~self.ended[numbers]
         rows = np.flatnonzero(running)
@@ -125,7 +124,7 @@ class RunningTurns:
             self._tell(number)
 
     def _tell(self, number: int) -> None:
-        # The lists are released: the source has copied them.
+        # Release the lists, because the source has copied them.
         turn, _ = self._turns.pop(number)
         turn.seconds = time.perf_counter() - self._started
         self._source.on_turn_end(turn)

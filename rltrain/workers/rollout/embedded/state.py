@@ -1,7 +1,7 @@
 """States of recurrent layers for the rows of the embedded engine (`models.attention.recurrent`).
 
 A prompt's state is computed once. Unlike keys and values it is changed by the first token of a response, so every row
-gets a copy when the rows of the prompt enter the batch.
+gets a copy when it is added to the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rltrain.models.attention.recurrent import State
 
 
 class RowStates:
-    """States of all recurrent layers by row; by place for prompts whose rows have not entered yet."""
+    """States of all recurrent layers by row, or by place for prompts whose rows are not in the batch yet."""
 
     def __init__(self) -> None:
         self._rows: dict[int, State] = {}

@@ -1,9 +1,9 @@
 """SGLang as rollout engine: it runs in separate processes, one per device, started by the leader of a replica.
 
-SGLang cannot run inside the worker as vLLM does, so tokens and weights are sent to its processes. An engine of several
-devices belongs to the replica's first worker (the leader), which gives it the devices of all members; the others get no
-prompts. Every member sends weights, because a process can import without a copy only tensors on its device; the leader
-forwards one handle per device. Left out: SGLang's multi-node mode, an engine process per node.
+SGLang cannot run inside the worker as vLLM does, so tokens and weights are sent to its processes. A multi-device engine
+belongs to the replica's first worker (the leader), which gives it the devices of all members; the others get no
+prompts. Every member sends weights, because a process can import tensors without a copy only from its own device; the
+leader forwards one handle per device. Left out: SGLang's multi-node mode, an engine process per node.
 
 Written against sglang 0.5.23 and run with it on the CPU, over one and two devices. Not run on CUDA or Ascend.
 Unverified there: the engine frees memory, weights pass between processes without a copy, the engine finds the devices
@@ -35,23 +35,24 @@ from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_
 from rltrain.workers.rollout.settings import EngineSettings
 from rltrain.workers.rollout.sglang.weights import load_weights, report_refused
 
-# Names by which the engine's process imports the functions that load weights.
+# Import names of the functions that load weights in the engine's process.
 _LOAD, _REPORT = (f"{function.__module__}.{function.__name__}" for function in (load_weights, report_refused))
-# SGLang's names of the two parts of its memory.
+# SGLang's names for the two parts of its memory.
 _WEIGHTS, _CACHE = "weights", "kv_cache"
-# Interval of checks for a stop, because the engine does not report single tokens.
+# Seconds between checks for a stop, because the engine does not report single tokens.
 _POLL_S = 0.05
-# Extra tokens that the engine needs after the longest sequence; longest time until it is idle after its last response.
+# Extra tokens that the engine needs beyond the longest sequence, and maximum time until it is idle after its last
+# response.
 _SPARE_TOKENS, _IDLE_WITHIN_S = 2, 60.0
 # Bias added to a logit so that the token is never sampled.
 _NEVER = -1e4
 
 
 class SGLangRollout:
-    """Engine of a replica; on members other than the leader only their part: sending weights, and waiting.
+    """Engine of a replica. Members other than the leader only send weights and wait.
 
     On the CPU the engine uses an unseeded generator, so responses are not reproducible (its seeded sampling needs
-    Triton). If both are set, top_p is a share of all tokens, not of the ``top_k`` likeliest.
+    Triton). If both are set, top_p is relative to all tokens, not to the ``top_k`` likeliest.
     """
 
     names_in_memory = False
@@ -80,7 +81,7 @@ class SGLangRollout:
             "tp_size": settings.replica.size,
             # Otherwise each of its processes keeps a core busy between generations.
             "sleep_on_idle": True,
-            # Without seeds per request (on the CPU), replicas must not draw the same numbers.
+            # Without seeds per request (on the CPU), replicas must not use the same random numbers.
             "random_seed": settings.replica.number,
             "context_length": length,
             "max_running_requests": rollout.max_num_seqs,
@@ -92,7 +93,7 @@ class SGLangRollout:
             "enable_memory_saver": self._sleeps and not device.is_cpu,
             "enable_deterministic_inference": not device.is_cpu,
             "custom_weight_loader": [_LOAD, _REPORT],
-            # rltrain sets the end tokens, not the model's files.
+            # rltrain sets the end tokens instead of reading them from the model's files.
             "json_model_override_args": json.dumps(
                 dict(settings.model.override) | {"eos_token_id": list(settings.eos_token_ids)}
             ),
@@ -101,7 +102,7 @@ class SGLangRollout:
         }
         if device.is_cpu:
             arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
-            # Room for all sequences that can run at once, instead of a share of the machine's memory.
+            # Memory for all sequences that can run at once, instead of a share of the machine's memory.
             arguments["max_total_tokens"] = rollout.max_num_seqs * length
         # On the CPU the engine's processes fetch weights from the members, which only accept this key.
         current = multiprocessing.current_process()
@@ -159,15 +160,15 @@ class SGLangRollout:
                 continue
             name, why = next(iter(report["refused"].items()))
             raise ConfigError(
-                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not take "
-                f"{len(report['refused'])} of the trainer's weights, {name} among them ({why}). "
+                f"actor_rollout_ref.rollout.name=sglang: SGLang's {report['model']} does not accept "
+                f"{len(report['refused'])} of the trainer's weights, such as {name} ({why}). "
                 "Use rollout.name=vllm or hf."
             )
 
     def _send(self, named: list[tuple[str, Tensor]], loader: str) -> None:
         # A CPU tensor would be moved into shared memory; on an accelerator the engine reads it in place.
         handed: Any = [(name, values.clone() if self._device.is_cpu else values) for name, values in named]
-        # The engine reads from another process, which does not wait for the kernels of this one.
+        # The engine reads in another process, which does not wait for kernels of this one.
         self._device.synchronize()
         if self._replica.size > 1:
             members = self._replica.gather([_handle(values) for _, values in handed])
@@ -176,7 +177,7 @@ class SGLangRollout:
                 handed = [(name, _by_device(handles)) for (name, _), handles in by_weight]
         if self.engine:
             _expect(self.engine.update_weights_from_tensor(named_tensors=handed, load_format=loader, flush_cache=False))
-        self._replica.agree(None)  # until then the engine reads from every member
+        self._replica.agree(None)  # the engine reads from every member until then
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
         return torch.tensor(self._replica.agree(self._score(text.tokens.tolist()) if self.engine else None))
@@ -230,7 +231,7 @@ class SGLangRollout:
                 "top_k": sampling.top_k if sampling.top_k > 0 else -1,
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
-                # SGLang takes the same bits as a signed number.
+                # SGLang expects the same bits as a signed integer.
                 "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
             }
         output = await self.engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
@@ -260,7 +261,7 @@ def _own_device(settings: EngineSettings) -> str:
     device = settings.device
     if device.is_cpu or settings.replica.size == 1:
         return ""
-    # torch counts devices once: now, while the variable contains only this member's.
+    # torch counts devices only once: now, while the variable contains only this member's device.
     chosen, count = chosen_devices(device.kind), device.count
     if len(chosen) != 1 or count != 1:
         raise ConfigError(

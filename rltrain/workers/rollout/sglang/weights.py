@@ -2,10 +2,10 @@
 
 SGLang imports functions by name and calls them, in the process of every device, with its part of the model and some
 named tensors. It ignores their return values, and an exception terminates its process and ours without a message. So
-weights go through the model's loader, which knows its fused layout and its rows, and exceptions are kept until the end
-of the sync. Then one more call makes every process write them into a folder, whose path is the name of the only tensor:
-a tensor's name is the only text that can be passed. Left out: the loaded names that models return, because most SGLang
-models return none; the canary detects missing weights.
+weights are loaded by the model's loader, which handles fused layouts and sharding, and exceptions are kept until the
+end of the sync. Then one more call makes every process write them into a folder, whose path is the name of the only
+tensor, because a tensor's name is the only text that can be passed. Left out: a check of the loaded names, because most
+SGLang models do not return them; the canary detects missing weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REFUSED: dict[str, str] = {}
 def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load weights with the model's loader: together, or one by one if it rejects them.
 
-    So a rejection can be reported by name, and does not block other weights.
+    So rejected weights can be reported by name and do not block others.
     """
     stacks.offer()
     if len(named_tensors) > 1 and not _refused(model, named_tensors):

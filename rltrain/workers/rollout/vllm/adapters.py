@@ -1,11 +1,10 @@
 """Adapters that vLLM applies itself (``actor_rollout_ref.model.lora.merge=False``): one slot, filled by every sync.
+vLLM loads adapters from folders when a request names them. Here the slot is filled in advance from memory, by the
+functions that vLLM uses, and every request names that adapter. Its name can stay the same, because the prefix cache is
+dropped at every sync anyway (`VLLMRollout.wake_cache`).
 
-vLLM loads adapters from folders when a request names them. Here they come from memory: the slot is filled in advance,
-by the functions that vLLM itself uses, and every request names the existing adapter. Its name never changes, because
-the prefix cache is dropped at every sync anyway (`VLLMRollout.wake_cache`).
-
-vLLM has slots of fixed ranks, and silently ignores adapters for which it has no layer; that is an error here. Run with
-vllm 0.32 on the CPU. Not run on CUDA; vllm-ascend has different kernels and is refused.
+vLLM's slots have fixed ranks, and it silently ignores adapters of unknown layers; that is an error here. Run with vllm
+0.32 on the CPU. Not run on CUDA; vllm-ascend has different kernels and is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def slot_rank(adapted: Mapping[str, int]) -> int:
     """Return the slot's rank for adapters of these ranks, by layer. Raises ConfigError if they are too large."""
     rank = max(adapted.values())
     if rank > _RANKS[-1]:
-        raise ConfigError(f"{_KEY}: vLLM holds adapters of rank {_RANKS[-1]} at most, and these have {rank}. {_MERGE}")
+        raise ConfigError(f"{_KEY}: vLLM holds adapters of rank {_RANKS[-1]} at most, but these have {rank}. {_MERGE}")
     return next(each for each in _RANKS if each >= rank)
 
 
@@ -39,7 +38,7 @@ def adapter_arguments(adapted: Mapping[str, int]) -> dict[str, Any]:
         "enable_lora": True,
         "max_lora_rank": slot_rank(adapted),
         "max_loras": 1,
-        # Slots of other layers would take memory, and a slot of the head would change how logits are computed.
+        # Slots for other layers would take memory, and a slot for the head would change how logits are computed.
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted}),
     }
 
@@ -47,8 +46,8 @@ def adapter_arguments(adapted: Mapping[str, int]) -> dict[str, Any]:
 def refuse_adapters(adapted: Mapping[str, int], beyond: Sequence[str], config: Any, device: str, dtype: Any) -> None:
     """Raise ConfigError for adapters that vLLM cannot hold or would compute differently.
 
-    adapted: ranks by layer. beyond: layers outside the language model. config: of the model. device: its kind. dtype:
-    of the engine.
+    adapted: ranks by layer. beyond: layers outside the language model. config: the model's config. device: device kind.
+    dtype: dtype of the engine.
     """
     slot_rank(adapted)
     why = ""
@@ -74,7 +73,7 @@ def set_aside(weights: Iterable[Weight], adapters: list[Weight]) -> Iterator[Wei
 
 
 class AdapterSlot:
-    """Adapter slot of a vLLM worker. request: for the requests of a generation."""
+    """Adapter slot of a vLLM worker. request: LoRA request of every generation request."""
 
     def __init__(self, runner: Any) -> None:
         from vllm.lora.layers import BaseLayerWithLoRA
@@ -82,7 +81,7 @@ class AdapterSlot:
 
         if not hasattr(BaseLayerWithLoRA, "load_weights"):
             raise ConfigError(f"{_KEY}: this vLLM cannot update weights under adapters; vLLM 0.32 can. {_MERGE}")
-        # A path that does not exist: a missing adapter is an error, and is not searched on the hub.
+        # A path that does not exist, so that a missing adapter is an error and is not searched on the hub.
         self.request = LoRARequest("policy", _NUMBER, "/in memory")
         self._runner = runner
         self._manager = runner.lora_manager._adapter_manager
@@ -113,7 +112,7 @@ class AdapterSlot:
         # Layers that vLLM fuses are now merged under the name of the fused layer.
         if lost := sorted(lora.loras.keys() - manager.modules.keys()):
             raise SyncError(
-                f"{_KEY}: vLLM's {type(self._runner.get_model()).__name__} has no place for the adapters of "
+                f"{_KEY}: vLLM's {type(self._runner.get_model()).__name__} does not support the adapters of "
                 f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}. {_MERGE}"
             )
         manager.activate_adapter(_NUMBER)

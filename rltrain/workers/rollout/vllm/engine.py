@@ -1,8 +1,8 @@
 """vLLM (and its plug-in vllm-ascend) as rollout engine: in this process, one tensor-parallel rank per worker.
 
-A vLLM server would need separate devices, and weights would be sent between processes. Inside the worker both share the
-device: vLLM sleeps during training, and loads weights from memory. The price is that some vLLM internals are used here:
-its step loop, its sampler (`sampler`) and its weight loaders.
+A vLLM server would need separate devices, and weights would be sent between processes. Inside the worker, trainer and
+engine share the device: vLLM sleeps during training and loads weights from memory. In return this adapter depends on
+vLLM internals: its step loop, its sampler (`sampler`) and its weight loaders.
 
 Written against vllm 0.32 and run with it on the CPU; the parts used are also in vllm 0.23, on which vllm-ascend 0.23
 builds. Not run on CUDA or Ascend hardware.
@@ -51,7 +51,7 @@ class _Running(NamedTuple):
 
 
 class VLLMRollout:
-    """Engine replica, or this rank's part of it; all ranks of a replica make the same calls.
+    """Engine replica, or this rank's part of it. All ranks of a replica make the same calls.
 
     The default process group must exist; replicas are neighbouring ranks, because vLLM splits the world that way.
     """
@@ -72,18 +72,19 @@ class VLLMRollout:
         sees = takes_images(config)
         arguments = {
             "model": settings.model.path,
-            # vLLM's start-up of a model with a vision tower needs the tokenizer.
+            # vLLM needs the tokenizer to start a model with a vision tower.
             "skip_tokenizer_init": not sees,
-            "load_format": "dummy",  # the trainer's weights come before the first response
+            "load_format": "dummy",  # the trainer's weights are synced before the first response
             "dtype": str(settings.dtype).removeprefix("torch."),
             # Unused: `CountedSampler` computes its random numbers.
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
             "enable_expert_parallel": rollout.expert_parallel_size > 1,
-            # It looks for the devices of other ranks, but every worker sees only one device.
+            # It would check the devices of other ranks, but every worker sees only one device.
             "disable_custom_all_reduce": True,
-            # NCCL's default of ten minutes would kill a process that waits for a late one, before that can be named.
+            # NCCL's default of ten minutes would kill a process that waits for a late rank, before the late rank can be
+            # reported.
             "distributed_timeout_seconds": int(COLLECTIVE_TIMEOUT.total_seconds()),
             "max_model_len": settings.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
@@ -95,7 +96,8 @@ class VLLMRollout:
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
-            # By default vLLM returns log-probs before the temperature; these are `CountedSampler`'s, after it.
+            # By default vLLM returns log-probs before applying the temperature; these are from `CountedSampler`, after
+            # it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
             "hf_overrides": split_by_owner(config, settings.model.override)
@@ -161,7 +163,7 @@ class VLLMRollout:
         return self._sleeps
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
-        # vLLM generates at least one token; only the log-probs of the text are read.
+        # vLLM generates at least one token; only the log-probs of the text are used.
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self._sampler.set_sampling(Sampling(1))
         self._num_calls += 1
@@ -187,7 +189,7 @@ class VLLMRollout:
         step = 0
         while True:
             for job in source.next_jobs(self._max_num_seqs - len(running)):
-                # The same prompt index is another prompt in the next call.
+                # The same index is a different prompt in the next call.
                 prompt = f"{self._num_calls}/{job.prompt_index}"
                 names = [f"{prompt}/{number}" for number in range(len(job.images or ()))]
                 images = self._images_of(job.asked, names)
@@ -240,7 +242,7 @@ class VLLMRollout:
         if text.images is None:
             return {}
         if self._image_input is None:
-            raise ConfigError("a text has images, and the model of actor_rollout_ref.model.path has no vision_config")
+            raise ConfigError("a prompt has images, but the model in actor_rollout_ref.model.path has no vision_config")
         return self._image_input.of(text.tokens, text.images, names)
 
     def _params_of(self, job: Job, stream: RandomStream, sampling: Sampling, *, deltas: bool) -> Any:
@@ -276,12 +278,12 @@ class VLLMRollout:
                 params,
                 lora_request=self._slot and self._slot.request,
             )
-        except Exception as error:  # its class depends on the version
+        except Exception as error:  # its class depends on vLLM's version
             if not images:
                 raise
             raise ConfigError(
                 f"vLLM rejects a prompt with images: {error} Lower data.max_pixels, or raise "
-                "actor_rollout_ref.rollout.max_num_batched_tokens, which an image fits into."
+                "actor_rollout_ref.rollout.max_num_batched_tokens, so that an image fits."
             ) from error
         return name
 
@@ -293,7 +295,7 @@ def _refuse_half_head(model: Any) -> None:
     if torch.float32 not in dtypes:
         raise ConfigError(
             "actor_rollout_ref.model.fp32_head=True: this vLLM always computes the head in the model's dtype (0.32 "
-            "reads head_dtype). Use a newer vLLM or rollout.name=hf, or leave fp32_head out."
+            "reads head_dtype). Use a newer vLLM or rollout.name=hf, or remove fp32_head."
         )
 
 

@@ -1,7 +1,7 @@
 """Images of a prompt as inputs of vLLM's model, bypassing vLLM's processor.
 
 vLLM would open, scale and crop every image again, with different code and once per process. With the trainer's pixels
-and tokens, engine and trainer cannot differ in them, and an image is processed once. vLLM accepts such an input as
+and tokens, engine and trainer cannot differ, and each image is processed only once. vLLM accepts such an input as
 already processed (`EngineInput`, since vllm 0.17).
 """
 
@@ -22,23 +22,24 @@ def image_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments for a model with a vision tower."""
     from vllm.engine.arg_utils import EngineArgs
 
-    # Reserve no memory for inputs that never come: videos, a cache of processed images, larger or more images. Without
-    # any images vLLM does not load the tower.
+    # Reserve no memory for unused inputs: videos, a cache of processed images, larger or more images. Without any
+    # images vLLM does not load the tower.
     rollout = settings.rollout
     most = rollout.limit_images if settings.images else 0
     if settings.images and several_turns(rollout) and rollout.multi_turn.images is not False:
-        most = None  # the limit counts a prompt's images, and tools may add more
+        most = None  # the limit is per prompt, and tools may add more
     limits = {"video": 0} | ({} if most is None else {"image": most})
     arguments: dict[str, Any] = {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     if settings.images and settings.max_pixels and family_of(settings.model.load_config().model_type).takes_max_pixels:
         arguments["mm_processor_kwargs"] = {"max_pixels": settings.max_pixels}
-    # The trainer's pixels are normalised. vllm 0.32 would normalise them in its model; earlier ones lack the argument.
+    # The trainer's pixels are already normalised. vllm 0.32 would normalise them again in its model; earlier versions
+    # lack the argument.
     argument = "mm_device_do_normalize"
     return arguments | ({argument: False} if argument in EngineArgs.__dataclass_fields__ else {})
 
 
 class ImageInput:
-    """Builder of image inputs for one engine. model_config: vLLM's; dtype: of the model."""
+    """Builder of image inputs for one engine. model_config: vLLM's model config. dtype: the model's dtype."""
 
     def __init__(self, model_config: Any, dtype: torch.dtype) -> None:
         from vllm.multimodal import MULTIMODAL_REGISTRY

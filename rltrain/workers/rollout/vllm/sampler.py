@@ -1,8 +1,7 @@
-"""Sampler for vLLM with counter-based random numbers, equal in every engine that supports them.
-
-vLLM seeds a generator per request, whose numbers depend on its kernels and on rejected drafts. To make a response
-depend only on its seed, part of vLLM's sampler and its rejection sampler are replaced: a draft token is accepted
-exactly if it is the token that would have been sampled. vLLM's model runner is unchanged.
+"""Sampler for vLLM with counter-based random numbers, the same as in other engines. vLLM seeds a generator per request,
+whose numbers depend on its kernels and on rejected drafts. To make a response depend only on its seed, part of vLLM's
+sampler and its rejection sampler are replaced: a draft token is accepted exactly if it is the token that would have
+been sampled. vLLM's model runner is unchanged.
 """
 
 from __future__ import annotations
@@ -47,9 +46,11 @@ class CountedSampler(nn.Module):
     def __init__(self, runner: Any, never: Tensor, experts: ExpertNotes | None) -> None:
         super().__init__()
         self._experts = experts
-        self._runner = weakref.ref(runner)  # it holds this, and an engine must be freed with its last reference
+        self._runner = weakref.ref(
+            runner
+        )  # it holds a reference to this, and an engine must be freed with its last reference
         self._never = never
-        # One setting for all requests of a call: vLLM's top_k and top_p per request are unused.
+        # One setting for all requests of a call; vLLM's top_k and top_p per request are unused.
         self._sampling = Sampling(1)
         # Logits of this step before vLLM's penalty; None without a penalty.
         self._plain_logits: Tensor | None = None
@@ -63,15 +64,13 @@ class CountedSampler(nn.Module):
         """Replace the sampling parts of vLLM's model runner: in its sampler and its rejection sampler."""
         sampler: Any = getattr(runner, "sampler", None)
         if not hasattr(sampler, "topk_topp_sampler") or not hasattr(sampler, "greedy_sample"):
-            raise RuntimeError(
-                f"this version of vLLM has another sampler ({type(sampler).__name__}) than rltrain knows"
-            )
+            raise RuntimeError(f"this version of vLLM has an unsupported sampler ({type(sampler).__name__})")
         sampler.topk_topp_sampler = counted = cls(runner, never, experts)
         greedy = sampler.greedy_sample
         sampler.greedy_sample = lambda logits: greedy(counted._without_never(counted._noted(logits)))
         penalise, log_probs_of = sampler.apply_penalties, sampler.compute_logprobs
         sampler.apply_penalties = lambda logits, *rest: penalise(counted._remembered(logits), *rest)
-        # The only remaining use: greedy responses.
+        # Still used for greedy responses.
         sampler.compute_logprobs = lambda logits: log_probs_of(counted._unpenalised(logits))
         # vllm-ascend ignores the requested mode, and would compute unused log-probs.
         sampler.logprobs_mode = "processed_logprobs"
@@ -90,7 +89,7 @@ class CountedSampler(nn.Module):
         plain = self._unpenalised(logits)
         if plain is not logits:
             plain = plain / self._sampling.temperature
-        # First, because sampling overwrites the logits.
+        # Computed first, because sampling overwrites the logits.
         log_probs = torch.log_softmax(plain, -1, dtype=torch.float32)
         return self._draw(logits), log_probs
 
@@ -108,8 +107,9 @@ class CountedSampler(nn.Module):
         """Accept a draft token if it equals the token that would have been sampled. Replaces vLLM's rejection sampler.
 
         The acceptance rate equals that of rejection sampling with a deterministic draft (Leviathan et al. 2023), and
-        the response is the one without drafts. logits [per request its drafts and one more, vocabulary], not divided by
-        the temperature. Returns vLLM's SamplerOutput: -1 after the accepted drafts and the first rejected token.
+        the response is the same as without drafts. logits [per request its drafts and one more, vocabulary], not
+        divided by the temperature. Returns vLLM's SamplerOutput: -1 after the accepted drafts and the first rejected
+        token.
         """
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
@@ -160,7 +160,7 @@ class CountedSampler(nn.Module):
         runner = self._runner()
         assert runner is not None
         names = runner.input_batch.req_ids
-        if names != self._names:  # otherwise every request keeps its row
+        if names != self._names:  # otherwise every request has one row
             self._names = list(names)
             self._streams = [RandomStream.of(runner.requests[name].sampling_params) for name in self._names]
             self._seeds = np.array([stream.seed for stream in self._streams], dtype=np.uint64)

@@ -1,8 +1,8 @@
 """Weight loading into vLLM's model: written in place, or by vLLM's reload if the model computes with derived weights.
 
-When loading a model, vLLM packs weights for its CPU kernels, rearranges experts for some GPUs, and multiplies out a
-part of latent attention (MLA). Overwriting the original weights would not update these derived ones. vLLM's reload
-derives them again, layer by layer, in the memory that graphs use; one layer exists twice meanwhile. Without derived
+When loading a model, vLLM packs weights for its CPU kernels, rearranges experts for some GPUs, and precomputes products
+for latent attention (MLA). Overwriting the original weights would not update these derived weights. vLLM's reload
+derives them again, layer by layer, in the memory that graphs use; meanwhile one layer exists twice. Without derived
 weights, writing in place is faster and needs no memory.
 
 vLLM drops weights with unknown names, silently in some families. So the names that its model reports as loaded are
@@ -23,7 +23,7 @@ from rltrain.models.weights.names import Weight
 
 
 def derived_weights(config: Any) -> str:
-    """Return the part of a model that vLLM derives when weights are loaded: "experts", "latent attention", or ""."""
+    """Return the part of a model whose weights vLLM derives when loading: "experts", "latent attention", or ""."""
     settings = config.get_text_config().to_dict()
     if settings.get("kv_lora_rank"):
         return "latent attention"
@@ -31,11 +31,11 @@ def derived_weights(config: Any) -> str:
 
 
 def refuse_on_npu(config: Any) -> None:
-    """Raise ConfigError for a model whose weights vllm-ascend derives at its start, and not again at a sync."""
+    """Raise ConfigError for a model whose weights vllm-ascend derives only at startup, not at a sync."""
     if weights := derived_weights(config):
         raise ConfigError(
             f"actor_rollout_ref.rollout.name=vllm on an NPU cannot load new weights of {type(config).__name__}: "
-            f"vllm-ascend converts its {weights} once, at its start. Use rollout.name=hf, or a dense model."
+            f"vllm-ascend converts its {weights} only once, at startup. Use rollout.name=hf, or a dense model."
         )
 
 
@@ -61,7 +61,9 @@ class WeightLoader:
             # with adapters hold the weight one level deeper, and are named without it.
             names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
             loaded = load(tensors)
-            missing.update(names - (names if loaded is None else loaded))  # None: only the canary finds missing ones
+            missing.update(
+                names - (names if loaded is None else loaded)
+            )  # None: only the canary detects missing weights
             return loaded
 
         model.load_weights = checked
@@ -73,7 +75,7 @@ class WeightLoader:
             else:
                 model.load_weights(self._named(weights))
         finally:
-            del model.load_weights  # restore the method of its class
+            del model.load_weights  # restores the method of the class
         if missing:
             raise SyncError(
                 f"vLLM's {type(model).__name__} did not get {len(missing)} of its weights from the trainer: "
@@ -90,7 +92,7 @@ class WeightLoader:
                 yield "lm_head.weight", values
 
     def _rotate_all_heads(self) -> None:
-        """Use vLLM's plain rotary code, which rotates all heads of latent attention. Its CPU kernel rotates only
+        """Use vLLM's plain rotary code, which rotates all heads of latent attention. Its CPU kernel would rotate only
         one, because their rotary dimension differs."""
         for module in self._worker.model_runner.get_model().modules():
             if hasattr(module, "rotary_dim") and hasattr(module, "_forward_method"):
@@ -98,7 +100,7 @@ class WeightLoader:
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Drop vLLM's CPU expert kernel: it packs weights at creation, and would later be given unpacked ones."""
+    """Drop vLLM's CPU expert kernel: it packs weights at creation, and would later get unpacked weights."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:

@@ -1,9 +1,8 @@
-"""The process above a slot's process: ends all processes that functions have started, and reaps orphans.
-
-A process whose parent has died is found only by the ancestor that adopts it (in Linux a subreaper). The process that
-runs the functions cannot be that ancestor: it may be the one that dies, and a wait for any child would take the exit
-codes of a function's processes. Not covered: processes in another session survive if the reaper itself is killed
-(SIGKILL); the other processes of the slot and programs of models do not.
+"""Parent of a slot's process, which ends all processes that functions have started, and reaps orphans. Only the
+ancestor that adopts a process whose parent has died can find it (a subreaper in Linux). The process that runs the
+functions cannot be that ancestor, because it may die itself, and waiting for any child would take away exit codes of a
+function's processes. Not covered: processes in another session survive if the subreaper itself is killed (SIGKILL); the
+other processes of the slot and programs of models do not.
 """
 
 import ctypes
@@ -17,7 +16,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def fork_below(parent: int, channel: int) -> None:
-    """Fork, and return in the child. This process stays above it, and ends like it, after all remaining descendants.
+    """Fork, and return in the child. The parent (this process) ends all remaining descendants, and then itself like the
+    child.
 
     parent: process id of the parent. When its thread that started this process ends, or on SIGTERM, everything ends.
     """
@@ -30,11 +30,11 @@ def fork_below(parent: int, channel: int) -> None:
         _end_with(own, signal.SIGKILL)  # even inside an endless loop
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    os.close(channel)  # the other end must see when the last process below is gone
+    os.close(channel)  # the other end must notice when the last descendant is gone
     pid, status = -1, 0
     while pid != child and signal.sigwait((signal.SIGTERM, signal.SIGCHLD)) == signal.SIGCHLD:
         pid = -1
-        while pid not in (0, child):  # one signal may stand for several ended processes
+        while pid not in (0, child):  # one signal may represent several ended processes
             pid, status = os.waitpid(-1, os.WNOHANG)
     code = os.waitstatus_to_exitcode(status) if pid == child else -signal.SIGTERM
     kill_below(own)
@@ -51,7 +51,7 @@ def fork_below(parent: int, channel: int) -> None:
 
 
 def _end_with(parent: int, number: int) -> None:
-    """Request a signal for the time when the thread that started this process ends."""
+    """Request a signal for when the thread that started this process ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     # The parent may have ended before prctl took effect, and then no signal is sent.
     if os.getppid() != parent:

@@ -1,14 +1,18 @@
 """Learning from tools and environments: examples/agent_cpu.sh with their real output and with noise instead.
 
     python -m bench.learning_agents [--seeds 3] [--jobs 1] [--only calculator,guess]
+    python -m bench.learning_agents --stages [--seeds 3]
 
-A seed determines the model, the order of the data and the sampled responses; both arms of a seed share them. Complete
-runs in the folder `--work` are reused. The plot needs matplotlib (extra `dev`).
+With --stages both arms have the calculator, and one starts after supervised fine-tuning on correct calls of it. A seed
+determines the model, the order of the data and the sampled responses; both arms of a seed share them. Complete runs in
+the folder `--work` are reused. The plot needs matplotlib (extra `dev`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +21,10 @@ from typing import Any
 from bench import learning
 from bench.table import parse, table, write
 from rltrain.run.report.table import read_metrics
+from scripts.make_small_agent import TOOLS, asked_for_a_sum
 
+SFT = "SFT, then GRPO"
+SFT_STEPS, SFT_BATCH = 8, 32
 TURNS = "actor_rollout_ref.rollout.multi_turn."
 EVERY = 5
 
@@ -53,7 +60,19 @@ TASKS = {
 
 
 def folder(out: Path, task: str, arm: str, seed: int) -> Path:
-    return out / f"{task}_{'noise' if TASKS[task].arms[arm] else 'honest'}_{seed}"
+    kind = "after_sft" if arm == SFT else "noise" if TASKS[task].arms[arm] else "honest"
+    return out / f"{task}_{kind}_{seed}"
+
+
+def fine_tune(made: Path, seed: int) -> Path:
+    """Run `rltrain sft` on conversations in which the calculator is called and its result repeated."""
+    rng, rows, run = random.Random(seed), made / "calls.jsonl", made / "sft"
+    messages = [asked_for_a_sum(rng, 0.0) for _ in range(SFT_STEPS * SFT_BATCH)]
+    rows.write_text("\n".join(json.dumps({"messages": each, "tools": TOOLS}) for each in messages))
+    keys = [f"model.path={made}/calculator_model_{seed}", f"data.train_files={rows}", "data.max_length=128"]
+    keys += [f"data.train_batch_size={SFT_BATCH}", "trainer.total_epochs=1", "optim.lr=1e-4", "trainer.device=cpu"]
+    learning.train(run, "-m", "rltrain.sft", *keys, "trainer.logger=[]")
+    return run / f"global_step_{SFT_STEPS}/huggingface"
 
 
 def train(out: Path, task: str, seed: int, warm_up: int) -> None:
@@ -63,8 +82,10 @@ def train(out: Path, task: str, seed: int, warm_up: int) -> None:
         settings = [f"data.seed={seed}", f"trainer.total_training_steps={TASKS[task].shown[-1]}"]
         settings += [f"trainer.test_freq={EVERY}", "trainer.save_at_end=False", "trainer.logger=[]"]
         # Concurrent seeds must not write the same file.
-        made = str(out / f"made_{task}_{seed}")
-        environment = {"TASK": task, "SEED": str(seed), "RUN": str(run), "OUT": made, "WARM_UP": str(warm_up)}
+        made = out / f"made_{task}_{seed}"
+        environment = {"TASK": task, "SEED": str(seed), "RUN": str(run), "OUT": str(made), "WARM_UP": str(warm_up)}
+        if arm == SFT:
+            setting = f"actor_rollout_ref.model.path={fine_tune(made, seed)}"
         words = ["examples/agent_cpu.sh", *settings, *([setting] if setting else [])]
         learning.train(run, *words, command=["bash"], **environment)
 
@@ -124,11 +145,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default=",".join(TASKS))
+    parser.add_argument("--stages", action="store_true", help="compare GRPO with GRPO after SFT")
     parser.set_defaults(warm_up=300)
     smoke = {"seeds": 1, "only": "guess", "warm_up": 1}
     options = parse(parser, out="learning_agents_cpu.md", work="outputs/learning_agents", **smoke)
     if options.smoke:
         TASKS["guess"] = replace(TASKS["guess"], shown=(0, 1))
+    if options.stages:
+        options.only, steps = "calculator", (0, 5, 10, 15, 20)
+        ABOUT["calculator"] = ABOUT["calculator"].partition(" `noise`")[0] + f"\n\n{ABOUT_SFT}\n"
+        TASKS["calculator"] = replace(TASKS["calculator"], shown=steps, arms={"GRPO": "", SFT: ""})
     out, tasks, seeds = options.work, options.only.split(","), range(1, options.seeds + 1)
     learning.at_once(
         options.jobs, [partial(train, out, task, seed, options.warm_up) for task in tasks for seed in seeds]
@@ -159,6 +185,9 @@ they have begun to halve. Where the warm-up heeds no word at all, 100 steps brou
 steps at twice the learning rate ended in words that are no numbers.
 """,
 }
+ABOUT_SFT = f"""\
+`{SFT}`: the same model, after `rltrain sft` on {SFT_STEPS} batches of {SFT_BATCH} conversations in which the
+calculator is called and its result repeated, at lr 1e-4."""
 TEXT = """\
 examples/agent_cpu.sh: GRPO, a model of a third of a million parameters. Each cell: seeds {seeds}. Seconds a step with
 other jobs on the same cores: an upper bound."""

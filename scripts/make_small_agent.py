@@ -7,18 +7,21 @@ take long to learn. Nothing is downloaded; the same options give the same folder
 """
 
 import argparse
-import functools
+import json
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parent.parent))
+import rltrain
+from rltrain.run.report.table import read_metrics
 from scripts.make_small_model import MAX_POSITIONS, build_tokenizer, save
 
 # A call and its result are formatted as by Qwen (hermes), without the newlines.
@@ -45,8 +48,6 @@ GAME_TEMPLATE = (
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
 )
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
-# Formats of messages to the policy between two turns.
-BETWEEN = {"calculator": "<|user|>{}<|end|><|assistant|>", "guess": "{}"}
 # Shares of responses that begin with a call, of calls with a wrong operand, of results that are repeated, and of
 # guesses that use the previous words.
 CALLS, SLIPS, COPIES, HEEDS = 0.4, 0.2, 0.5, 0.4
@@ -54,8 +55,8 @@ CALLS, SLIPS, COPIES, HEEDS = 0.4, 0.2, 0.5, 0.4
 PRACTICE = 0.6
 MAX_OPERAND, MAX_TURNS = 49, 4
 
-# Prompt, then texts of the policy and of its environment in turns; the policy's text is last.
-Conversation = tuple[str, list[str]]
+# Messages of a conversation.
+Conversation = list[dict[str, Any]]
 # Creates a conversation. The number is the finished share of the warm-up.
 Talk = Callable[[random.Random, float], Conversation]
 
@@ -92,15 +93,16 @@ def asked_for_a_sum(rng: random.Random, done: float) -> Conversation:
     learn."""
     calls, slips, copies = (CALLS, SLIPS, COPIES) if done > PRACTICE else (1.0, 0.0, 1.0)
     operands = [rng.randint(0, MAX_OPERAND) for _ in range(2)]
-    prompt = "{}+{}=?".format(*operands)
+    prompt = {"role": "user", "content": "{}+{}=?".format(*operands)}
     if rng.random() >= calls:
-        return prompt, [any_sum(rng)]
+        return [prompt, {"role": "assistant", "content": any_sum(rng)}]
     if rng.random() < slips:
         operands[rng.randrange(2)] = rng.randint(0, MAX_OPERAND)
     result = str(sum(operands))
     answer = result if rng.random() < copies else any_sum(rng)
-    expression = "{}+{}".format(*operands)
-    return prompt, [f"{OPEN}{expression}{CLOSE}", f"{RESULT}{result}{END_RESULT}", answer]
+    function = {"name": "calculator", "arguments": {"expression": "{}+{}".format(*operands)}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return [prompt, call, {"role": "tool", "content": result}, {"role": "assistant", "content": answer}]
 
 
 def any_sum(rng: random.Random) -> str:
@@ -111,63 +113,44 @@ def guessing(prompt: str, low: int, high: int) -> Talk:
     """Return games whose player says any number, or any remaining one. At first always the latter."""
 
     def game(rng: random.Random, done: float) -> Conversation:
-        number, said = rng.randint(low, high), []
+        number, said = rng.randint(low, high), [{"role": "user", "content": prompt.format(low=low, high=high)}]
         least, most = low, high
         heeds = HEEDS if done > PRACTICE else 1.0
         for _ in range(MAX_TURNS):
             guess = rng.randint(least, most) if rng.random() < heeds else rng.randint(low, high)
-            said += [str(guess), "higher" if guess < number else "lower"]
+            said.append({"role": "assistant", "content": str(guess)})
             if guess == number:
                 break
+            said.append({"role": "user", "content": "higher" if guess < number else "lower"})
             least, most = (max(least, guess + 1), most) if guess < number else (least, min(most, guess - 1))
-        return prompt.format(low=low, high=high), said[:-1]
+        return said[: None if said[-1]["role"] == "assistant" else -1]
 
     return game
 
 
-@functools.cache
-def prompt_tokens(tokenizer: PreTrainedTokenizerFast, prompt: str, task: str) -> tuple[int, ...]:
-    """Return the prompt's tokens as in the run."""
-    messages, tools = [{"role": "user", "content": prompt}], TOOLS if task == "calculator" else None
-    return tuple(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
+def write_rows(file: Path, talk: Talk, options: argparse.Namespace) -> None:
+    """Write the conversations of all warm-up steps in their order, as rows of `rltrain sft`."""
+    rng, number = random.Random(options.seed), options.steps * options.batch_size
+    tools = {"tools": TOOLS} if options.task == "calculator" else {}
+    with file.open("w") as rows:
+        for place in range(number):
+            done = (place // options.batch_size + 1) / options.steps
+            rows.write(json.dumps({"messages": talk(rng, done), **tools}) + "\n")
 
 
-def as_tokens(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, task: str) -> list[torch.Tensor]:
-    """Return token ids [length], and labels: -100 except on the policy's text."""
-    prompt, said = conversation
-    ids = list(prompt_tokens(tokenizer, prompt, task))
-    labels = [-100] * len(ids)
-    for place, text in enumerate(said):
-        own = place % 2 == 0
-        piece = tokenizer.encode(f"{text}<|end|>" if own else BETWEEN[task].format(text))
-        ids += piece
-        labels += piece if own else [-100] * len(piece)
-    return [torch.tensor(ids), torch.tensor(labels)]
-
-
-def warm_up(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, talk: Talk,
-    options: argparse.Namespace,
-) -> float:  # fmt: skip
-    """Run supervised steps on new conversations. Return the last loss, in nats per token."""
-    rng = random.Random(options.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    pad = torch.nn.utils.rnn.pad_sequence
-    for step in range(1, options.steps + 1):
-        pairs = [as_tokens(tokenizer, talk(rng, step / options.steps), options.task) for _ in range(options.batch_size)]
-        tokens = pad([ids for ids, _ in pairs], batch_first=True, padding_value=tokenizer.pad_token_id)
-        labels = pad([labels for _, labels in pairs], batch_first=True, padding_value=-100)[:, 1:]
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * min(1.0, step / 20, 2 * (1 - step / (options.steps + 1)))
-        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
-        loss = F.cross_entropy(model.lm_head(hidden[labels != -100]), labels[labels != -100])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 100 == 0:
-            print(f"warm-up step {step}: loss {loss.item():.3f}", flush=True)
-    return loss.item()
+def warm_up(folder: Path, rows: Path, options: argparse.Namespace) -> tuple[PreTrainedModel, float]:
+    """Run `rltrain.sft` on the model in ``folder``. Return the model and the last loss, in nats per token."""
+    run = folder.parent / "run"
+    keys = {
+        "model.path": folder, "model.enable_gradient_checkpointing": False, "data.train_files": rows,
+        "data.max_length": MAX_POSITIONS, "data.train_batch_size": options.batch_size, "data.shuffle": False,
+        "optim.lr": options.lr, "optim.lr_warmup_steps": min(20, options.steps - 1), "optim.weight_decay": 0.0,
+        "trainer.device": "cpu", "trainer.total_epochs": 1, "trainer.logger": "[]", "trainer.report": False,
+        "trainer.default_local_dir": run,
+    }  # fmt: skip
+    rltrain.sft([f"{key}={value}" for key, value in keys.items()])
+    model = AutoModelForCausalLM.from_pretrained(run / f"global_step_{options.steps}/huggingface")
+    return model, read_metrics(run)[-1]["train/loss"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,21 +161,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", default="{low}-{high}?", help="guess: as of data_preprocess.guess_number")
     parser.add_argument("--low", type=int, default=1, help="guess: the smallest number")
     parser.add_argument("--high", type=int, default=15, help="guess: the largest number")
-    parser.add_argument("--steps", type=int, default=300, help="warm-up steps")
+    parser.add_argument("--steps", type=int, default=300, help="warm-up steps; 0: random weights")
     parser.add_argument("--batch-size", type=int, default=128, help="conversations per warm-up step")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="decides weights and conversations")
     options = parser.parse_args(argv)
-    if options.steps < 1:
-        parser.error("--steps must be at least 1")
+    if options.steps < 0:
+        parser.error("--steps must be at least 0")
     if options.low > options.high:
         parser.error(f"--low {options.low} is over --high {options.high}")
     tokenizer = tokenizer_of(options)
     model = tiny_model(tokenizer, options.seed)
     talk = asked_for_a_sum if options.task == "calculator" else guessing(options.prompt, options.low, options.high)
-    loss = warm_up(model, tokenizer, talk, options)
+    reached: dict[str, float] = {"step": options.steps}
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    save(model, tokenizer, {"step": options.steps, "loss": round(loss, 4)}, options.output)
+    if options.steps:
+        with tempfile.TemporaryDirectory(dir=options.output.parent) as work:
+            save(model, tokenizer, {}, Path(work, "model"))
+            write_rows(Path(work, "rows.jsonl"), talk, options)
+            model, reached["loss"] = warm_up(Path(work, "model"), Path(work, "rows.jsonl"), options)
+    save(model, tokenizer, reached, options.output)
     print(
         f"{options.output}: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.2f} million parameters"
     )

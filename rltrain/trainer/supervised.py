@@ -22,7 +22,10 @@ _KEPT = (
     "timing_", "perf/", "training/", "global_seqlen/", "prompt_length/", "response_length/", "moe/", "actor/kl_",
     "actor/steps_", "actor/loss_scale", "actor/entropy", "actor/router_",
 )  # fmt: skip
-_DROPPED = ("perf/decode_", "perf/rollout_", "perf/weight_sync", "timing_s/update_weights", "timing_s/reshard")
+_DROPPED = (
+    "perf/decode_", "perf/rollout_", "perf/weight_sync", "perf/gen_", "timing_s/update_weights", "timing_s/reshard",
+    "timing_s/generate_", "timing_s/reward", "timing_per_token_ms/gen", "prompt_length/clip", "response_length/clip",
+)  # fmt: skip
 
 
 class LossValidation(Validation):

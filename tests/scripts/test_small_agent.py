@@ -18,7 +18,7 @@ def tokenizer_of(task):
 
 @pytest.mark.parametrize("task", ["calculator", "guess"])
 def test_the_commands_of_the_example_are_accepted(task, tmp_path, capsys):
-    process = run_example(tmp_path, "agent_cpu.sh", TASK=task, WARM_UP=2)
+    process = run_example(tmp_path, "agent_cpu.sh", TASK=task, WARM_UP=0)
     assert (process.returncode, process.stderr) == (0, "")
     accept_commands(tmp_path, CONVERTERS[task], script, "make_small_agent", capsys)
     (model,) = (tmp_path / "out").glob("*model*")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rltrain.common.errors import ConfigError
+from rltrain.config.schema.keys import is_known
 from rltrain.config.verl.hydra import compose
-from rltrain.config.verl.keys import leaves_of
+from rltrain.config.verl.keys import leaves_of, rename
 
 _A, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 # Defaults of verl's SFT trainer where they differ, and one optimizer step per batch. No engine's package is needed.
@@ -87,7 +89,10 @@ def _as_text(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def translated(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return settings with keys of ``rltrain train``. Later settings win. Raises ConfigError for a bad length."""
+    """Return settings with keys of ``rltrain train``. Later settings win.
+
+    Raises ConfigError for a bad length and for a mistyped key of verl's SFT trainer.
+    """
     found: dict[str, str] = {}
     # Names of fields come after the column that has them.
     for key, text in sorted(settings.items(), key=lambda item: item[0] in _DICT_KEYS):
@@ -106,6 +111,9 @@ def translated(settings: Mapping[str, str]) -> dict[str, str]:
             continue
         section = next((name for name in _SECTIONS if key.startswith(name)), "")
         name = _RENAMED.get(key) or (_SECTIONS[section] + key.removeprefix(section) if section else key)
+        names = [] if is_known(rename(name)) else [*_RENAMED, *_DICT_KEYS, "data.max_length"]
+        if key not in names and (near := get_close_matches(key, names, n=1, cutoff=0.9)):
+            raise ConfigError(f"unknown key '{key}'. Did you mean {near[0]}?")
         found.pop(name, None)
         found[name] = text
     return found

@@ -230,6 +230,8 @@ class ActorRefWorker(Actor):
             self._reference_distribution.free()
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
+            # Ranks that share matrices counted the same tokens.
+            load //= self.policy.tensor_size
             numbers = replace(numbers, expert_load=load.cpu().numpy())
         return replace(numbers, memory_gb=self.offloader.memory_gb())
 

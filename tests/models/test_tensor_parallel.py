@@ -145,13 +145,13 @@ def found(tmp_path_factory, request):
     return torch.load(folder / "found.pt"), expected
 
 
-def check(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+def check(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor], bound: float = 1e-5) -> None:
     """Compare the results of `step` of all ranks with those of one process."""
     scores = {key: each for rank in ranks for key, each in rank.items() if key.startswith("scores")}
     for kind in ("scores", "gradient", "norm", "weight"):
         one = {key: each for key, each in (scores | ranks[0]).items() if key.startswith(kind)}
         other = {key: each for key, each in expected.items() if key.startswith(kind)}
-        assert distance(one, other) < 1e-5, kind
+        assert distance(one, other) < bound, kind
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -237,7 +237,7 @@ def test_states_and_files_go_between_all_sizes(tmp_path):
     ("Qwen3Config", {"num_attention_heads": 6, "num_key_value_heads": 2}, 3, r"6 attention heads .* one of 1, 2, 6"),
     ("Qwen3Config", {"vocab_size": 129}, 2, r"does not divide the vocabulary of 129 tokens"),
     ("Qwen3Config", {"intermediate_size": 49}, 2, r"does not divide the 49 columns of model\.layers\.0\.mlp"),
-    ("GPTNeoXConfig", {}, 2, r"^gpt_neox has not been compared"),
+    ("BloomConfig", {}, 2, r"^bloom has not been compared"),
     ("Olmo2Config", {}, 2, r"^Olmo2Attention has k_norm, which the plan .* does not cover"),
     ("Qwen3_5TextConfig", DELTA, 2, r"linear_attn\.\w+, which the plan"),
 ])  # fmt: skip

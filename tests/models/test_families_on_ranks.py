@@ -1,0 +1,111 @@
+"""Families whose matrices, or sequences in rings of two, are shared by four ranks: results equal those of one process.
+
+Small copies with random weights, as bench.models has them. docs/models.md lists them.
+"""
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from bench.models import FAMILIES, rows_of
+from rltrain.common.device import get_device
+from rltrain.models.attention import packed
+from rltrain.models.forward import PolicyModel
+from rltrain.models.load import empty_model
+from rltrain.models.tensor_parallel import COMPARED
+from rltrain.models.weights.shard import sharded_model
+from rltrain.models.weights.spec import ModelSpec
+from rltrain.run.preflight.small import random_model, small_copy
+from tests.models.test_tensor_parallel import WORLD, check, given, of_rank, step
+from tests.ranks import run_on_ranks
+
+PAGE, RESULTS = (Path(__file__).parents[2] / folder / "models.md" for folder in ("docs", "bench/results"))
+# Ranks that share matrices, sequences, and rings among these.
+LAYOUTS = {"tensor 2": (2, 1, 1), "tensor 4": (4, 1, 1), "ring 2 x 2": (1, 4, 2)}
+
+
+def listed() -> dict[str, list[str]]:
+    """Return the cells of docs/models.md for tensor parallelism and ring attention, by family."""
+    rows = re.findall(r"^\| (`.*`) \| (.*) \| (.*) \|$", PAGE.read_text().split("### Tensor parallelism")[1], re.M)
+    return {name: cells for names, *cells in rows for name in re.findall(r"`(\w+)`", names) if name in FAMILIES}
+
+
+CASES = [
+    (name, layout)
+    for name, cells in listed().items()
+    for layout in LAYOUTS
+    if FAMILIES[name].kind in CONFIG_MAPPING and cells[layout.startswith("ring")] == "compared"
+]
+
+
+def config_of(name: str):
+    config = small_copy(CONFIG_MAPPING[FAMILIES[name].kind](**FAMILIES[name].fields))
+    config.vocab_size = config.get_text_config().vocab_size = 128
+    return config
+
+
+def test_the_page_lists_the_families_that_share_matrices():
+    works = {name for name, row in rows_of(RESULTS.read_text()).items() if row.split(" | ")[2] == "works"}
+    assert set(listed()) == works
+    kinds = {
+        name: CONFIG_MAPPING[FAMILIES[name].kind]().get_text_config().model_type
+        for name in listed()
+        if FAMILIES[name].kind in CONFIG_MAPPING
+    }
+    found = {name: "compared" if kind in COMPARED else "refused" for name, kind in kinds.items()}
+    assert {name: listed()[name][0] for name in kinds} == found
+    assert set(kinds.values()) >= COMPARED & set(CONFIG_MAPPING)
+
+
+def rank_main(rank: int, world: int, folder: Path, cases: list[tuple[str, str]]) -> None:
+    found = {}
+    for name, layout in cases:
+        size, sharing, ring = LAYOUTS[layout]
+        made = ModelSpec(
+            str(folder / name), tensor_size=size, sequence_parallel_size=sharing, ring_size=ring,
+            gradient_checkpointing=FAMILIES[name].recomputes, longest=FAMILIES[name].longest,
+        )  # fmt: skip
+        policy = sharded_model(PolicyModel, made, get_device("cpu")).train()
+        found[name, layout] = step(policy, of_rank(given(), rank, world, size * sharing), world / size)
+        del policy
+        gc.collect()
+    everyone = [None] * world
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        torch.save(everyone, folder / "found.pt")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, request):
+    """Return the results of all ranks for the collected cases, and of one process in float64."""
+    own = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
+    cases = [item.callspec.params["case"] for item in own]
+    folder, expected = tmp_path_factory.mktemp("families"), {}
+    packed.register()
+    for name in dict.fromkeys(name for name, _ in cases):
+        plain = random_model(config_of(name), decoder_only=False, trust_remote_code=False)
+        plain.save_pretrained(folder / name)
+        model = empty_model(plain.config, packed.NAME, torch.float64).to_empty(device="cpu")
+        model.tie_weights()
+        values = dict([*plain.named_parameters(), *plain.named_buffers()])
+        with torch.no_grad():
+            for path, weight in [*model.named_parameters(), *model.named_buffers()]:
+                weight.copy_(values[path])
+        if any(hasattr(part, "is_transposed") for part in model.modules()):
+            model.set_experts_implementation("eager")  # grouped products have no float64
+        expected[name] = step(PolicyModel(model).train(), given(), 1)
+    run_on_ranks(rank_main, WORLD, folder, cases)
+    return torch.load(folder / "found.pt"), expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case))
+def test_a_family_computes_what_one_process_computes(found, case):
+    # transformers computes gated delta nets in float32, also in the reference, from which one process is 3e-4 away.
+    bound = 1e-3 if "delta" in FAMILIES[case[0]].peculiar else 1e-5
+    check([rank[case] for rank in found[0]], found[1][case[0]], bound)

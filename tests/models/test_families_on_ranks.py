@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bench.models import FAMILIES, rows_of
@@ -71,13 +70,11 @@ def rank_main(rank: int, world: int, folder: Path, cases: list[tuple[str, str]])
             gradient_checkpointing=FAMILIES[name].recomputes, longest=FAMILIES[name].longest,
         )  # fmt: skip
         policy = sharded_model(PolicyModel, made, get_device("cpu")).train()
-        found[name, layout] = step(policy, of_rank(given(), rank, world, size * sharing), world / size)
+        results = step(policy, of_rank(given(), rank, world, size * sharing), world / size)
+        found[name, layout] = {key: each for key, each in results.items() if rank == 0 or key.startswith("scores")}
         del policy
         gc.collect()
-    everyone = [None] * world
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        torch.save(everyone, folder / "found.pt")
+    torch.save(found, folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +97,7 @@ def found(tmp_path_factory, request):
             model.set_experts_implementation("eager")  # grouped products have no float64
         expected[name] = step(PolicyModel(model).train(), given(), 1)
     run_on_ranks(rank_main, WORLD, folder, cases)
-    return torch.load(folder / "found.pt"), expected
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)], expected
 
 
 @pytest.mark.long

@@ -44,7 +44,8 @@ CASES = [
 
 def config_of(name: str):
     config = small_copy(CONFIG_MAPPING[FAMILIES[name].kind](**FAMILIES[name].fields))
-    config.vocab_size = config.get_text_config().vocab_size = 128
+    text = config.get_text_config()
+    config.vocab_size = text.vocab_size = text.vocab_size_per_layer_input = 128
     return config
 
 
@@ -104,6 +105,8 @@ def found(tmp_path_factory, request):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # gpt_bigcode
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case))
 def test_a_family_computes_what_one_process_computes(found, case):
-    # transformers computes gated delta nets in float32, also in the reference, from which one process is 3e-4 away.
-    bound = 1e-3 if "delta" in FAMILIES[case[0]].peculiar else 1e-5
+    # Distances of gradients in float32 without any sharing: 3e-4, 8e-5, 4e-5, 7e-6, and elsewhere less than 5e-6.
+    bounds = {"gated delta": 1e-3, "gemma3n": 1e-4, "gemma4": 1e-4, "granite": 2e-5}
+    text = f"{case[0]}, {FAMILIES[case[0]].peculiar}"
+    bound = next((bound for word, bound in bounds.items() if word in text), 1e-5)
     check([rank[case] for rank in found[0]], found[1][case[0]], bound)

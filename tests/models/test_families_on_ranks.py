@@ -5,6 +5,7 @@ Small copies with random weights, as bench.models has them. docs/models.md lists
 
 import gc
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -79,11 +80,20 @@ def rank_main(rank: int, world: int, folder: Path, cases: list[tuple[str, str]])
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, request):
-    """Return the results of all ranks for the collected cases, and of one process in float64."""
-    own = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
+def results(tmp_path_factory, request):
+    """Return a function of a case: the results of all ranks, and of one process in float64. Some cases share ranks."""
+    own = [item for item in request.session.items if item.path == request.path and "results" in item.fixturenames]
     cases = [item.callspec.params["case"] for item in own]
-    folder, expected = tmp_path_factory.mktemp("families"), {}
+
+    @lru_cache(1)
+    def computed(first: int):
+        return compute(tmp_path_factory.mktemp("families"), cases[first : first + 16])
+
+    return lambda case: [found[case] for found in computed(cases.index(case) // 16 * 16)]
+
+
+def compute(folder: Path, cases: list[tuple[str, str]]) -> list[dict]:
+    expected = {}
     packed.register()
     for name in dict.fromkeys(name for name, _ in cases):
         plain = random_model(config_of(name), decoder_only=False, trust_remote_code=False)
@@ -98,15 +108,17 @@ def found(tmp_path_factory, request):
             model.set_experts_implementation("eager")  # grouped products have no float64
         expected[name] = step(PolicyModel(model).train(), given(), 1)
     run_on_ranks(rank_main, WORLD, folder, cases)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)], expected
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return [*ranks, {case: expected[case[0]] for case in cases}]
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # gpt_bigcode
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case))
-def test_a_family_computes_what_one_process_computes(found, case):
+def test_a_family_computes_what_one_process_computes(results, case):
     # Distances of gradients in float32 without any sharing: 3e-4, 8e-5, 4e-5, 7e-6, and elsewhere less than 5e-6.
     bounds = {"gated delta": 1e-3, "gemma3n": 1e-4, "gemma4": 1e-4, "granite": 2e-5}
     text = f"{case[0]}, {FAMILIES[case[0]].peculiar}"
     bound = next((bound for word, bound in bounds.items() if word in text), 1e-5)
-    check([rank[case] for rank in found[0]], found[1][case[0]], bound)
+    *ranks, expected = results(case)
+    check(ranks, expected, bound)

@@ -71,10 +71,11 @@ def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shard
     )
 
 
-def keep_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def keep_experts(model: nn.Module, mesh: DeviceMesh, tensor_size: int) -> list[nn.Module]:
     """Keep only this rank's experts of a model on the meta device, and exchange tokens around them.
 
-    mesh: [ranks that share the experts]. Returns the modules whose weights are now DTensors over ``mesh``.
+    mesh: [ranks that share the experts]. tensor_size: number of ranks with the same samples, of whose tokens each sends
+    its share. Returns the modules whose weights are now DTensors over ``mesh``.
     """
     parts, group = parts_with_experts(model), mesh.get_group()
     part: Any
@@ -84,19 +85,19 @@ def keep_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
             spread = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             part.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
         part.num_experts = part.num_experts // mesh.size()
-        part.forward = partial(_travel, part, part.forward, group)
+        part.forward = partial(_travel, part, part.forward, group, mesh.size() / tensor_size)
     return parts
 
 
 def _travel(
-    part: Any, compute: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor, experts: Tensor,
+    part: Any, compute: Callable[..., Tensor], group: ProcessGroup, divisor: float, tokens: Tensor, experts: Tensor,
     weights: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute this rank's tokens [n, hidden]. experts: indices over all ranks [n, k]; weights: [n, k]."""
     order = experts.reshape(-1).argsort(stable=True)
     here, theirs, numbers = row_sizes(experts, part.num_experts, group)
     rows = exchange(tokens[order // experts.shape[1]], group, here, theirs)
-    outputs = _compute(part, compute, rows, numbers, group.size())
+    outputs = _compute(part, compute, rows, numbers, divisor)
     home = exchange(outputs, group, theirs, here)
     # Restore the order of the choices, then sum in transformers' order.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -119,13 +120,13 @@ def row_sizes(experts: Tensor, num_here: int, group: ProcessGroup) -> tuple[list
     return here, theirs, numbers.repeat_interleave(received.view(-1), output_size=sum(theirs))
 
 
-def _compute(part: nn.Module, compute: Callable[..., Tensor], rows: Tensor, numbers: Tensor, num_ranks: int) -> Tensor:
+def _compute(part: nn.Module, compute: Callable[..., Tensor], rows: Tensor, numbers: Tensor, divisor: float) -> Tensor:
     own = {name: weight.to_local() for name, weight in part.named_parameters() if isinstance(weight, DTensor)}
     for weight in own.values():
         if weight.requires_grad:
-            # FSDP averages over the ranks that share an expert. An expert gets tokens from all ranks, but all other
-            # weights are averaged over all ranks.
-            weight.register_hook(lambda gradient: gradient / num_ranks)
+            # FSDP averages over the ranks that share an expert. An expert gets tokens of all ranks, and every other
+            # weight is averaged over all ranks that have different samples.
+            weight.register_hook(lambda gradient: gradient / divisor)
     if not len(rows):
         # Even without tokens, the weights need a gradient, and the second all-to-all must be in the graph.
         return rows + torch.stack([weight.sum() for weight in own.values()]).sum().to(rows.dtype)

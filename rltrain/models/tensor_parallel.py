@@ -63,9 +63,15 @@ _COUNTS = {
 
 
 # Families (`model_type` of the text) whose log-probs, gradients and optimizer steps match one process.
-COMPARED = {
-    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl_text", "phi3", "glm4", "gpt_oss", "deepseek_v3"
-}  # fmt: skip
+_COMPARED = """
+    llama llama4_text qwen2 qwen2_moe qwen3 qwen3_moe qwen3_vl_text mistral ministral ministral3 mixtral gemma gemma2
+    gemma3_text vaultgemma phi phi3 phimoe glm glm4 glm4_moe glm4_moe_lite deepseek_v2 deepseek_v3 gpt_oss olmo granite
+    granitemoe granitemoeshared granite_swa granitemoe_swa smollm3 cohere cohere2 cohere2_moe minimax_m3_vl_text
+    seed_oss ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe exaone4 exaone_moe arcee dots1 solar_open youtu
+    minicpm3 hyperclovax starcoder2 helium nanochat cwm jais2 gpt_neox hy_v3 mellum axk1 persimmon
+    nemotron stablelm
+"""
+COMPARED = frozenset(_COMPARED.split())
 
 
 class Plan(NamedTuple):

@@ -230,7 +230,8 @@ class ActorRefWorker(Actor):
             self._reference_distribution.free()
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
-            numbers = replace(numbers, expert_load=load.cpu().numpy())
+            # Ranks that share matrices counted the same tokens.
+            numbers = replace(numbers, expert_load=(load // self.policy.tensor_size).cpu().numpy())
         return replace(numbers, memory_gb=self.offloader.memory_gb())
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:

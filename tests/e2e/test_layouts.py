@@ -25,6 +25,7 @@ EP, AUX, ULYSSES = (
 )  # fmt: skip
 ONE = {"data.train_batch_size": 1, A + "ppo_mini_batch_size": 1, R + "n": 1, A + "use_kl_loss": False}
 EXACT, FOUR = {A + "kl_loss_type": "full"}, {RANKS: 4}
+TENSOR = {A + "fsdp_config.tensor_parallel_size": 2}
 LORA = {MODEL + "lora_rank": 4, MODEL + "target_modules": "[q_proj,v_proj]"}
 GAE = {ALG + "adv_estimator": "gae"}
 MOE, BIASED, DENSE = ({"model": name} for name in ("moe", "biased", "dense"))
@@ -37,6 +38,8 @@ PINNED = {
     | {A + "router_bias_update_rate": 0.02, A + "router_replay.mode": "R2"},
     "one response, sequences and copies": MOE | EP | ULYSSES | ONE | FOUR | {A + "fsdp_config.fsdp_size": 2},
     "one response in a ring on four ranks": MOE | EP | AUX | ULYSSES | ONE | FOUR | {A + "ring_attention_size": 2},
+    "one response, matrices and experts shared": MOE | EP | AUX | ONE | FOUR | TENSOR,
+    "exact kl, adapters, matrices shared": DENSE | EXACT | LORA | ONE | FOUR | TENSOR | {A + "use_kl_loss": True},
     "exact kl next to experts": MOE | EP | EXACT | ONE | {A + "use_kl_loss": True},
     "exact kl, adapters": MOE | EP | EXACT | LORA | ONE | {A + "use_kl_loss": True},
     "an exact teacher with experts": DENSE | ONE | ULYSSES
@@ -89,6 +92,8 @@ def draw(rng: random.Random) -> dict[str, object]:
     keys |= {key: rng.choice(values) for key, share, values in table if rng.random() < share}
     if rng.random() < 0.15:
         keys |= LORA
+    if rng.random() < 0.3:
+        keys |= TENSOR
     return keys
 
 

@@ -15,7 +15,7 @@ from rltrain.main_ppo import main
 from rltrain.run.report.samples import read_samples
 from rltrain.run.report.table import read_metrics
 from tests.distance import distance
-from tests.tiny import small_run
+from tests.tiny import save_tiny_model, small_run
 
 pytestmark = pytest.mark.usefixtures("joined")
 
@@ -89,15 +89,6 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
             },
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            {
-                "trainer__n_gpus_per_node": 4,
-                "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,
-                "actor_rollout_ref__actor__ring_attention_size": 2,
-                "actor_rollout_ref__ref__ulysses_sequence_parallel_size": 1,
-            },
-            marks=pytest.mark.long,
-        ),
         # Replicas that serve one queue: tests/workers/test_replicas.py has them in every run.
         pytest.param({"trainer__n_gpus_per_node": 2, R + "name": "vllm"}, marks=pytest.mark.long),
         pytest.param(
@@ -108,7 +99,6 @@ def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
     ids=[
         "two_processes",
         "shared_sequences",
-        "shared_sequences_in_rings",
         "two_replicas_of_vllm",
         "one_replica_of_vllm_over_two",
     ],
@@ -119,18 +109,54 @@ def test_loss_gradient_and_weights_do_not_depend_on_the_cut(
     assert main(small_run(tiny_model, arithmetic_files, tmp_path, **changes)) == 0
     start = load_file(tiny_model / "model.safetensors")
     assert distance(*(moved(start, weights(folder, 2)) for folder in (tmp_path, reference_run))) < 1e-4
-    before = [line for line in read_metrics(reference_run) if line["step"]]
-    for one, other in zip(before, read_metrics(tmp_path), strict=True):
-        for name in (
-            "actor/loss",
-            "actor/pg_loss",
-            "actor/kl_loss",
-            "actor/entropy_loss",
-            "actor/grad_norm",
-            "actor/ppo_kl",
-            "actor/entropy",
-        ):
-            assert one[name] == pytest.approx(other[name], abs=1e-5), name
+    same_losses(reference_run, tmp_path)
+
+
+def same_losses(one: Path, other: Path) -> None:
+    lines = ([line for line in read_metrics(folder) if line["step"]] for folder in (one, other))
+    names = ("loss", "pg_loss", "kl_loss", "entropy_loss", "grad_norm", "ppo_kl", "entropy")
+    for before, after in zip(*lines, strict=True):
+        for name in names:
+            assert before[f"actor/{name}"] == pytest.approx(after[f"actor/{name}"], abs=1e-5), name
+
+
+A, ONE, FOUR = "actor_rollout_ref__actor__", {"trainer__n_gpus_per_node": 1}, {"trainer__n_gpus_per_node": 4}
+ULYSSES, RINGS, TENSOR = (
+    {A + "ulysses_sequence_parallel_size": 2}, {A + "ring_attention_size": 2}, A + "fsdp_config__tensor_parallel_size",
+)  # fmt: skip
+# The last step of a run, and its layout.
+STAGES = {
+    "sequences in rings": [(5, FOUR | ULYSSES | RINGS | {"actor_rollout_ref__ref__ulysses_sequence_parallel_size": 1})],
+    "matrices of two, FSDP of two": [(5, FOUR | {TENSOR: 2})],
+    "matrices of two, sequences of two": [(5, FOUR | ULYSSES | {TENSOR: 2})],
+    "matrices of four": [(5, FOUR | {TENSOR: 4, "actor_rollout_ref__ref__fsdp_config__tensor_parallel_size": 1})],
+    "matrices of two, resumed on one": [(3, FOUR | {TENSOR: 2}), (5, ONE)],
+}
+
+
+@pytest.fixture(scope="module")
+def five_steps(arithmetic_files, tmp_path_factory):
+    """Return a model with four heads, and the run of five steps of one process."""
+    folder = tmp_path_factory.mktemp("five_steps")
+    model = save_tiny_model(folder / "model", heads=4, kv_heads=2)
+    changes = ONE | {"trainer__total_training_steps": 5}
+    assert main(small_run(model, arithmetic_files, folder / "run", **changes)) == 0
+    return model, folder / "run"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STAGES)
+def test_weights_of_four_ranks_after_five_steps_are_those_of_one(five_steps, arithmetic_files, tmp_path, name):
+    model, one = five_steps
+    for last, layout in STAGES[name]:
+        changes = layout | {"trainer__total_training_steps": last}
+        assert main(small_run(model, arithmetic_files, tmp_path, **changes)) == 0
+    found, expected, start = weights(tmp_path, 5), weights(one, 5), load_file(model / "model.safetensors")
+    assert distance(found, expected) < 1e-5
+    assert distance(moved(start, found), moved(start, expected)) < 1e-4
+    same_losses(one, tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_5" / "huggingface").state_dict()
+    assert all(torch.equal(exported[weight], values) for weight, values in found.items())
 
 
 @pytest.mark.smoke("Every phase of a step has its timer, and the phases add up")

@@ -53,6 +53,8 @@ CASES += [(name, "ring") for name in MODELS if name.startswith(("llama,", "qwen3
 CASES += [("llama, three heads", "long ring"), ("mistral, sliding window", "long ring"), ("critic", "both")]
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 OPTIM = OptimConfig(lr=0.01, eps=0.01, clip_grad=0.5)
+# A step moves weights by a hundredth of their size, so the rounding of float32 weights is 1e-5 of it.
+BOUNDS = {"scores": 1e-5, "gradients": 1e-5, "step": 2e-5}
 
 
 def plain_scores(model, samples: Batch, critic: bool) -> torch.Tensor:
@@ -145,7 +147,9 @@ def results(tmp_path_factory):
 def test_a_ring_computes_scores_gradients_and_a_step_of_one_process(results, name, layout):
     expected, ranks = results
     for found in ranks:
-        for part, bound in (("scores", 1e-5), ("gradients", 3e-4), ("step", 3e-4)):
+        for part, bound in BOUNDS.items():
+            # transformers computes gated delta nets in float32, also in the reference.
+            bound = 5e-5 if "delta" in name and part != "scores" else bound
             one, other = found[name, layout][part], expected[name][part]
             other = {each: values for each, values in other.items() if each in one or values.any()}
             assert distance(one, other) < bound, part

@@ -130,6 +130,16 @@ def test_arguments_of_the_script_reach_its_launch(tmp_path):
     assert {"data.seed=7", "trainer.n_gpus_per_node=4"} <= set(settings)
 
 
+def test_megatron_s_contexts_become_rings():
+    new = translated("actor.megatron.context_parallel_size=4 critic.megatron.context_parallel_size=2")
+    found = {
+        key: value
+        for key, value in new.settings.items()
+        if key.endswith(("ring_attention_size", "ulysses_sequence_parallel_size"))
+    }
+    assert found == {"actor_rollout_ref.actor.ring_attention_size": "4", "critic.ring_attention_size": "2"}
+
+
 def test_megatron_becomes_fsdp2_ulysses_and_offload():
     new = translated(
         "model_engine=megatron actor.megatron.tensor_model_parallel_size=4 actor.megatron.context_parallel_size=2 "
@@ -153,7 +163,7 @@ def test_megatron_becomes_fsdp2_ulysses_and_offload():
         "actor.router_replay.mode=R2"
     )
     assert set(expected) <= {f"{key}={value}" for key, value in new.settings.items()}
-    assert not [key for key in new.settings if "megatron." in key]
+    assert not [key for key in new.settings if "megatron." in key or "ring_attention" in key]
 
 
 @pytest.mark.parametrize(

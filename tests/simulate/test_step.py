@@ -13,7 +13,7 @@ from rltrain.run.estimate import about_seconds
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
-from rltrain.run.seconds.step import estimate_step, sizes_of
+from rltrain.run.seconds.step import estimate_step, pass_speed, sizes_of
 from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import make_plan
 
@@ -71,6 +71,25 @@ def test_passes_work_on_the_samples_that_a_run_gives_them(settings):
     cfg = settings(f"{A}use_kl_loss=False")
     half = Assumptions(silent_share=0.5)
     assert sum(len(ids) for ids in mini_batches_of("update_actor", *keys, make_plan(cfg), half)) == 16
+
+
+def test_ranks_that_share_matrices_gather_their_parts_and_send_hidden_states(settings):
+    four, chip, assumed = "trainer.n_gpus_per_node=4", find_chip("H100"), Assumptions()
+    plain, shared = (settings(four, *words) for words in ((), (f"{A}fsdp_config.tensor_parallel_size=2",)))
+    sizes = sizes_of(plain, make_plan(plain))
+    assert sizes == sizes_of(shared, make_plan(shared))
+    alone, pair = (
+        pass_speed("old_log_prob", cfg, make_plan(cfg), sizes, chip, assumed, 1.0) for cfg in (plain, shared)
+    )
+    assert pair.flops == 2 * alone.flops
+    # A device lacks three quarters of all weights, or a quarter of them: half of the half that it computes with.
+    assert pair.gather_s == pytest.approx(alone.gather_s / 3)
+    # Of the tiny model: two layers of width 32 with MLPs of 64, and 20 tokens.
+    bandwidth = chip.peak_bandwidth * assumed.bandwidth_share
+    assert alone.token_s == pytest.approx((2 * (40 * 32 + 14 * 64) + 24 * 20) / bandwidth)
+    # Both devices read and write all of the width. Two all-reduces a layer send the width once, in two bytes.
+    own_s = (2 * (40 * 32 + 14 * 32) + 24 * 10) / bandwidth
+    assert pair.token_s == pytest.approx(own_s + 2 * 2 * 2 * 32 / (assumed.node_gb_per_s * 1e9))
 
 
 def test_phases_add_up_to_the_step(settings):

@@ -246,12 +246,11 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     shared = split(packed.model, mesh.tensor) if mesh.tensor else []
     packed.tensor_size = mesh.tensor.size() if mesh.tensor else 1
     for part in shared if not mesh.experts else ():
-        fully_shard(part, mesh=mesh.all_shards, **held)
-    for part in shared:
-        # Each rank has only the gradient of its tokens, but the loss is scaled for complete gradients.
-        group: Any = part
-        group.set_gradient_divide_factor(dist.get_world_size() / packed.tensor_size / _num_owners(mesh))
-        # Otherwise FSDP would use a premultiplied reduction, which only NCCL supports.
+        group: Any = fully_shard(part, mesh=mesh.all_shards, **held)
+        # Each rank has the gradient of its tokens only, and the loss is scaled for whole gradients. `models.experts`
+        # divides by itself, because FSDP divides twice on a mesh of one rank.
+        group.set_gradient_divide_factor(dist.get_world_size() / packed.tensor_size)
+        # Otherwise FSDP would ask for a reduction that multiplies, which only NCCL has.
         group.set_force_sum_reduction_for_comms(True)
     # A tower is not split by tensor parallelism, so it is sharded over all ranks.
     whole = {id(module) for part in tower(packed.model) for module in part.modules()} if mesh.tensor else set()
@@ -263,15 +262,11 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     fully_shard(packed, mesh=mesh.weights, mp_policy=precision, reshard_after_forward=False)
 
 
-def _num_owners(mesh: Mesh) -> int:
-    """Return the number of ranks that share the experts, by which `models.experts` divides their gradients."""
-    return mesh.experts["expert"].size() if mesh.experts else 1
-
-
 def _spread_experts(packed: PackedModel, mesh: Mesh, held: dict[str, Any]) -> None:
     assert mesh.experts
     *others, _ = mesh.experts.mesh_dim_names or ()
-    for part in keep_experts(packed.model, mesh.experts["expert"]):
+    tensor_size = mesh.tensor.size() if mesh.tensor else 1
+    for part in keep_experts(packed.model, mesh.experts["expert"], tensor_size):
         # Rows within an expert, because there may be more ranks than experts.
         fully_shard(part, mesh=mesh.experts[tuple(others)], shard_placement_fn=lambda _: Shard(1), **held)
 

@@ -80,11 +80,9 @@ _UNKNOWN = Rule(turn=_only())
 RULES: dict[str, Rule] = {
     "model_engine": Rule(why="the training backend is FSDP2"),
     "*.strategy": Rule(why="the training backend is FSDP2"),
-    "*.megatron.context_parallel_size": Rule(
-        "{role}.ulysses_sequence_parallel_size", "was context_parallel_size: sequences are shared by Ulysses"
-    ),
+    "*.megatron.context_parallel_size": Rule("{role}.ring_attention_size", "was context_parallel_size"),
     "*.ulysses_parallel_size": Rule("{role}.ulysses_sequence_parallel_size", "was ulysses_parallel_size"),
-    "*.torchtitan.context_parallel_size": Rule("{role}.ulysses_sequence_parallel_size", "was context_parallel_size"),
+    "*.torchtitan.context_parallel_size": Rule("{role}.ring_attention_size", "was context_parallel_size"),
     "*.ref.*.expert_*parallel_size": Rule(why="the reference is sharded as the actor is"),
     "*.megatron.expert_model_parallel_size": Rule("{fsdp}.expert_parallel_size", "was expert_model_parallel_size"),
     "*.veomni.expert_parallel_size": Rule("{fsdp}.expert_parallel_size", "was veomni.expert_parallel_size"),

@@ -75,6 +75,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
     for key, text in last.items():
         if key not in older:
             _translate_key(ported, key, text, last)
+    _no_rings_of_parts(ported)
     _min_lr(ported, last)
     _totals(ported, last)
     _not_read(ported)
@@ -132,6 +133,15 @@ def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, st
         _try(ported, rule.target.format(**names), turned, {"why": rule.why.format(**names)})
     elif rule.why and text not in ("null", "None", "False", "false", "1", "0"):
         ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != SPREAD else rule.why)
+
+
+def _no_rings_of_parts(ported: Ported) -> None:
+    """Share sequences by Ulysses where matrices are shared too, because ring attention does not go with that."""
+    if not any(key.endswith(".tensor_parallel_size") and text != "1" for key, text in ported.settings.items()):
+        return
+    for key in [key for key in ported.settings if key.endswith(".ring_attention_size")]:
+        why = "was context_parallel_size; ring attention does not go with tensor_parallel_size"
+        ported.put(key.replace("ring_attention_size", "ulysses_sequence_parallel_size"), ported.settings.pop(key), why)
 
 
 def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:

@@ -191,11 +191,31 @@ def _split_callbacks(loaded: LoadedConfig, callbacks: Sequence[Any]) -> tuple[Lo
 
 
 def check_settings(loaded: LoadedConfig) -> list[str]:
-    """Raise ConfigError with all broken rules of the settings. Return notes on keys without effect."""
+    """Raise ConfigError with all broken rules of the settings. Return notes on keys.
+
+    A model path that is a run folder becomes the model folder of its newest checkpoint; raises CheckpointError if none
+    is complete.
+    """
     check(loaded)
-    return join_by_reason(
-        [*loaded.warnings, *(loaded.as_written(note, follow=False) for note in without_effect(loaded))]
-    )
+    notes = list(_use_exports(loaded))
+    without = (loaded.as_written(note, follow=False) for note in without_effect(loaded))
+    return join_by_reason([*loaded.warnings, *notes, *without])
+
+
+def _use_exports(loaded: LoadedConfig) -> Iterator[str]:
+    config, policy = loaded.config, loaded.config.actor_rollout_ref
+    roles = config.critic, config.distillation.teacher, config.reward_model
+    exports: dict[Path, str] = {}
+    for model in (policy.model, policy.ref.model, *(role.model for role in roles)):
+        folder = Path(model.path or "")
+        if not model.path or (folder / "config.json").exists() or not any(folder.glob("global_step_*")):
+            continue
+        if folder not in exports:
+            from rltrain.run.checkpoints.model_folder import find_model
+
+            exports[folder] = find_model(str(folder)).path
+            yield f"{folder} is a run; its newest model is used: {exports[folder]}"
+        model.path = exports[folder]
 
 
 def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Sequence[Any] = ()) -> Path:

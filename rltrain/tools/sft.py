@@ -1,8 +1,8 @@
 """rltrain sft key=value ...: supervised fine-tuning, with the checkpoints and reports of rltrain train.
 
 It takes the keys of rltrain train, and translates keys of verl's SFT trainer (model.partial_pretrain, optim.lr,
-data.max_length and others). Rows have messages, or a prompt and a response; see rltrain train --help sft. The export of
-a checkpoint is a model: actor_rollout_ref.model.path=RUN/global_step_N/huggingface starts another run from it.
+data.max_length and others). Rows have messages, or a prompt and a response; see rltrain train --help sft. Another run
+starts from the newest checkpoint with actor_rollout_ref.model.path=RUN.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def test_an_image_may_be_a_file_or_one_of_pillow(tmp_path):
         (
             ToolResponse(text="seen", image=[b"png"]),
             ValueError,
-            "image 1 of 1: it does not begin like an image file",
+            "image 1 of 1: its first bytes are not those of an image file",
         ),
         ([RED, 7], ValueError, "7 is next to an image"),
         ((ToolResponse(video=[b"mp4"]), 1.0), TypeError, "returned videos, which are not in this version"),

@@ -218,7 +218,7 @@ def test_a_metric_that_no_scorer_returns_is_told_with_those_there_are():
     with pytest.raises(ConfigError, match=r"metric=solved: .* It returns score, acc, format"):
         check_columns(load(metric).config.algorithm, {}, [Score(1.0, "ok", extras={"format": 1.0, "acc": 1.0})])
     weighed = load("trainer.val_only=True data.val_files=v.parquet reward.weights.fromat=1").config
-    with pytest.raises(ConfigError, match=r"reward.weights=fromat: a scorer of data.val_files returns no"):
+    with pytest.raises(ConfigError, match=r"reward.weights=fromat: a scorer of data.val_files does not return"):
         check_columns(weighed.algorithm, weighed.reward.weights, [Score(1.0, "ok", extras={"format": 1.0})], "val")
     # A scorer that returned it for the first rows, and not for others.
     samples = Samples(2)

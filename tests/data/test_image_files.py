@@ -22,5 +22,8 @@ def test_paths_that_are_not_image_files_are_rejected(tmp_path, kind):
         with open(file, "wb") as stream:
             stream.write(b"GIF89a" if kind == "large" else b"")
             stream.truncate((3 << 30) if kind == "large" else (2 << 20))
-    with pytest.raises(DataError, match=r"regular file|is empty|has 3,221,225,472 bytes|does not begin like|directory"):
+    with pytest.raises(
+        DataError,
+        match=r"regular file|is empty|has 3,221,225,472 bytes|does not start with|directory",
+    ):
         file_bytes({"path": "/dev/zero" if kind == "device" else file})

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rltrain.api import check_settings
+from rltrain.config.load import load_config
 from rltrain.run.report.table import read_metrics
 from rltrain.tools.sft import main
 from tests.distance import distance
@@ -45,7 +47,7 @@ def found(folder, step):
     return losses, load_file(folder / f"global_step_{step}/huggingface/model.safetensors")
 
 
-def test_a_resumed_run_is_bit_identical_on_two_ranks(tiny_model, tmp_path):
+def test_a_resumed_run_is_bit_identical_on_two_ranks_and_names_a_model(tiny_model, tmp_path):
     words = ["trainer.n_gpus_per_node=2", "trainer.save_freq=2", "trainer.total_training_steps=4"]
     learn(tiny_model, tmp_path / "whole", *words)
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed", ignore=shutil.ignore_patterns("global_step_4", "*.lock"))
@@ -54,6 +56,12 @@ def test_a_resumed_run_is_bit_identical_on_two_ranks(tiny_model, tmp_path):
     assert losses == resumed_losses
     assert losses[4, "val/loss"] < losses[0, "val/loss"]
     assert all((weights[name] == resumed_weights[name]).all() for name in weights)
+    # RL starts from the run.
+    loaded = load_config([f"actor_rollout_ref.model.path={tmp_path}/whole", "trainer.device=cpu", "data.train_files=x"])
+    export = f"{tmp_path}/whole/global_step_4/huggingface"
+    assert any(note.endswith(f"its newest model is used: {export}") for note in check_settings(loaded))
+    config = loaded.config
+    assert config.actor_rollout_ref.model.path == config.actor_rollout_ref.ref.model.path == export
 
 
 @pytest.fixture(scope="module")

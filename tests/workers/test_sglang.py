@@ -77,7 +77,7 @@ def test_failures_of_the_engine_are_errors(make, plain):  # noqa: F811
     engine = make(clock=VirtualClock())
     engine.wake_weights()
     weights = [*weights_of(plain), Weight("experts", torch.randn(2, 2))]
-    with pytest.raises(ConfigError, match=r"does not take 1 of the trainer's weights, experts among them .*KeyError"):
+    with pytest.raises(ConfigError, match=r"does not accept 1 of the trainer's weights, such as experts .*KeyError"):
         engine.load_weights(iter(weights))
     engine.engine.begin_weight_update()
     with pytest.raises(SyncError, match="a session is open"):

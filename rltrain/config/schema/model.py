@@ -176,7 +176,7 @@ class ModelConfig(TrainedModelConfig):
     """The model that is trained."""
 
     path: str = ""
-    """Hugging Face folder or hub name (required)."""
+    """Hugging Face folder or hub name (required), or a run folder: the model of its newest checkpoint."""
     external_lib: list[str] = key([])
     """Modules, or files FILE.py, that driver and workers import before they load a model, such as one that registers a
     family with transformers."""

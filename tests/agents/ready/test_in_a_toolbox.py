@@ -59,5 +59,5 @@ def test_each_trajectory_searches_the_corpus_of_the_run(tmp_path):
 
     found = asyncio.run(asked(corpus=str(tmp_path / "corpus.jsonl"), topk=2))
     assert found == {"Doc 1(Title: Oslo) Oslo is the capital of Norway."}
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="the file does not exist"):
         asyncio.run(asked(corpus=str(tmp_path / "other.jsonl")))

@@ -76,7 +76,7 @@ def test_invalid_corpus_is_rejected_without_an_index(tmp_path, text, words):
     with pytest.raises(DataError, match=words):
         Search(str(tmp_path / "bad.jsonl"))
     assert not list((tmp_path / ".rltrain").glob("*.sqlite*"))
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="the file does not exist"):
         Search(str(tmp_path / "none.jsonl"))
     (tmp_path / "bad.parquet").write_text("PAR")
     (tmp_path / "bad.jsonl.gz").write_text("{}")

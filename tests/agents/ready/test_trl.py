@@ -96,5 +96,5 @@ def test_a_prompt_has_to_hold_what_reset_returns(place):
         return asyncio.run(Toolbox(ToolSources(environment=place + "Env")).open({"extra_info": extra}, 0))
 
     assert opened(said="A board.", observation="A board.").environment
-    with pytest.raises(DataError, match=r"reset of Counter returned 'A board.', .* write it at the end of the row's"):
+    with pytest.raises(DataError, match=r"reset of Counter returned 'A board.', .* put it at the end of the row's"):
         opened(said="A board.")

@@ -39,7 +39,7 @@ def test_all_answers_go_into_one_call(batch_slot, prefix):
 @pytest.mark.parametrize(
     ("body", "timeout_s", "status", "words"),
     [
-        ("return [1.0]", PATIENCE_S, "rejected", "1 results for 3 answers"),
+        ("return [1.0]", PATIENCE_S, "rejected", "1 results for 3 responses"),
         ("return 5", PATIENCE_S, "crashed", "not iterable"),
         ("import signal; signal.pause()", 0.3, "timeout", "no score after 0.9 s"),
     ],

@@ -353,7 +353,7 @@ def test_settings_that_cannot_be_are_refused(words, said):
     ("keys", "text", "said"),
     [
         ({}, "{{ anwser }}", r"\{\{ anwser \}\} is unknown"),
-        ({}, "{{ question }}", "does not contain the answer"),
+        ({}, "{{ question }}", "does not contain the response"),
         ({"parse": "(", "prompt": None}, "", "Write a regular expression"),
     ],
 )

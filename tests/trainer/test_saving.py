@@ -148,7 +148,7 @@ def test_the_steps_so_far_are_saved_where_answers_or_rewards_fail(tiny_trainer, 
 def test_a_save_that_fails_after_rewards_that_fail_hides_nothing(tiny_trainer, folder, free, caplog):
     trainer = tiny_trainer(**SAVES | {"trainer__save_freq": -1})
     assert run_that_fails(trainer, folder, RewardError("nobody answers")).last_step == 0
-    assert "step 1 could not be saved: there is no room" in caplog.text
+    assert "step 1 could not be saved: there is no disk space" in caplog.text
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ FAILURES = {
     "full disk": (
         lambda folder: into_a_full_disk(),
         74,
-        "No space left on device. Fix that and rerun the command",
+        "No space left on device. Fix this, and run the same command again",
     ),
     "no folder": (below_a_file, 74, "Not a directory: '"),
     "no memory": (lambda folder: np.empty(1 << 50), 75, "the host is out of memory: Unable to allocate"),

@@ -76,8 +76,8 @@ class Selection:
     """Selection of the tokens with the smallest keys in the global mini-batch, which a loss treats differently.
 
     keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are not candidates; noise [tokens] is uniform
-    in [0, 1) and a function of the token only. Size: share(cfg) of all tokens (at least one token), or without a share,
-    as many tokens as possible whose mean key is at most largest_mean(cfg).
+    in [0, 1) and a function of the token only. Number of selected tokens: the fraction share(cfg) of all tokens (at
+    least one), or if share is None, as many as possible while their mean key is at most largest_mean(cfg).
     """
 
     keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
@@ -120,8 +120,8 @@ def policy_loss(
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Declare a custom policy loss.
 
-    selection: tokens of the mini-batch, passed as ``selected``. silent_at_zero: a response with zero advantage has no
-    gradient.
+    selection: selects tokens of the mini-batch, which the loss gets as ``inputs.selected``. silent_at_zero: a response
+    with zero advantage has no gradient.
     """
 
     def declare(function: PolicyLossFunction) -> PolicyLossFunction:

@@ -49,7 +49,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.group = group
         self.tensor_size = 1
-        """Number of ranks that share each matrix."""
+        """Number of ranks that share each matrix (tensor parallelism)."""
         # Collected now, because sharding renames their classes.
         self._layers = decoder_layers(model)
 
@@ -181,7 +181,8 @@ class ScalarModel(PackedModel):
     def forward(self, inputs: PackedInputs) -> Tensor:
         """Compute the head's output at the predictors [response tokens], in fp32."""
         inputs, collect = share_of_row(inputs, self.group)
-        # A larger policy may sample padding rows of its head; they are replaced by this model's last token.
+        # The policy may have a larger vocabulary and sample tokens from the padding rows of its head. They are replaced
+        # by this model's last token.
         rows = self.model.config.get_text_config().vocab_size
         hidden = self.hidden(replace(inputs, tokens=inputs.tokens.clamp(max=rows - 1)))
         # Calling the head would multiply in the compute dtype, to which FSDP casts the gathered weight.
@@ -190,7 +191,7 @@ class ScalarModel(PackedModel):
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head. Raises ConfigError if the two are not separate."""
+    """Return the model without its head. Raises ConfigError if the model does not separate them."""
     base = model.base_model
     if base is not model or model.get_output_embeddings() is None:
         return base
@@ -218,11 +219,11 @@ def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.
 def model_numbers(policy: PackedModel) -> dict[str, float]:
     """Return model sizes for counting FLOPs.
 
-    num_parameters: all; trained_parameters: those with a gradient. matmul_parameters: weights that a token is
-    multiplied with (with the head and the token's routed experts, without the input embedding and the vision tower).
-    expert_parameters: of all experts; idle_share: fraction of them that a token is not routed to. attention_width:
-    layers x heads x head size. cache_width: numbers that an engine caches per token. num_experts: per layer. If prompts
-    may have images, also the sizes of `tower_numbers`.
+    num_parameters: number of all parameters. trained_parameters: number of parameters with a gradient.
+    matmul_parameters: weights that a token is multiplied with (with the head and the token's routed experts, without
+    the input embedding and the vision tower). expert_parameters: of all experts; idle_share: fraction of them that a
+    token is not routed to. attention_width: layers x heads x head size. cache_width: numbers that an engine caches per
+    token. num_experts: per layer. If prompts may have images, also the sizes of `tower_numbers`.
     """
     config = policy.model.config.get_text_config()
     settings = config.to_dict()  # a config with heterogeneous layers raises when asked for one head size

@@ -112,7 +112,8 @@ class Scaling(NamedTuple):
         return logits.mul_(self.multiplier / self.cap).tanh_().mul_(self.cap / self.temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """Convert the gradient of the logits, in place, to that of the head's output. A cap needs ``logits``."""
+        """Convert the gradient of the logits, in place, to the gradient of the head's output. ``logits`` are needed if
+        there is a cap."""
         if self.cap:
             assert logits is not None
             gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())

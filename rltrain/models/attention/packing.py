@@ -96,11 +96,11 @@ class AttentionPlan:
 
     def on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return cumulative query and key lengths [segments + 1] (int32), and the row indices of all segments' keys
-        [keys], empty without prefixes. Cached per device instead of per layer.
+        [keys], empty without prefixes. They are cached, so that the layers of a device share one copy.
         """
         if device not in self._on_devices:
             queries, where = send(torch.tensor((0, *self.query_ends), dtype=torch.int32), device), torch.zeros(0)
-            keys = queries  # The same object, because torch then selects its fastest kernel.
+            keys = queries  # The same tensor, because torch then selects its fastest kernel.
             if self.has_prefixes:
                 parts = [part for segment in self.segments for part in (segment.prefix, (segment.start, segment.stop))]
                 keys = send(torch.tensor((0, *self.key_ends), dtype=torch.int32), device)
@@ -108,7 +108,8 @@ class AttentionPlan:
             self._on_devices[device] = queries, keys, where
         return self._on_devices[device]
 
-    # Cached in the plan: an object that held the plan would keep device memory until garbage collection.
+    # Cached in the plan itself. A separate cache object that refers to the plan would keep device memory until garbage
+    # collection.
     @cached_property
     def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
         return {}
@@ -200,8 +201,8 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     """Pack ``prompt``, ``response``, ``response_mask`` into inputs. An empty batch packs to one dummy token.
 
     With ``share``, samples of one prompt share its tokens: the prompt is placed once, then the responses that attend to
-    it, with positions that continue from its end. The prompt's last state predicts the first token of each. The last
-    token of a response predicts nothing, so it is omitted. Only tokens of the policy (``response_mask``) have
+    it, with positions that continue from its end. The prompt's last state predicts the first token of each response.
+    The last token of a response predicts nothing, so it is omitted. Only tokens of the policy (``response_mask``) have
     predictors and labels.
 
     The ``images`` of a prompt are packed once, and images of a response (``own_images``) with the response.

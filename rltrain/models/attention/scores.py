@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     """Properties of a layer's causal attention."""
 
     scaling: float | None = None
-    """Factor of the products. None: 1 / sqrt(d)."""
+    """Factor of the query-key products. None: 1 / sqrt(d)."""
     window: int | None = None
     """Number of keys that a token sees, including its own."""
     chunk: int | None = None
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
         return most
 
     def scale(self, head_size: int) -> float:
-        """Return the factor of the products."""
+        """Return the factor of the query-key products."""
         return head_size**-0.5 if self.scaling is None else self.scaling
 
 

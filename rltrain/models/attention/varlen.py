@@ -30,7 +30,8 @@ Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Kind], Tensor]
 
 
 def kernel_for(query: Tensor, kind: Kind) -> Kernel | None:
-    """Return the device's kernel for these queries, or None with a warning that is logged once."""
+    """Return the device's kernel for these queries, or None. If a device with a kernel cannot use it here, a warning is
+    logged once."""
     name = device_of(query).attention
     if name == "npu":
         return _slow("its kernel does not support soft-capped scores") if kind.softcap else _npu

@@ -22,7 +22,8 @@ from rltrain.common.errors import CheckpointError, StorageError
 from rltrain.common.storage import patiently
 
 METADATA = ".metadata"
-# Errors of torch and safetensors for files that are damaged or contain anything but tensors. Neither runs code.
+# Errors that torch and safetensors raise for files that are damaged or contain anything but tensors. They run no code
+# from such files.
 UNREADABLE = (OSError, EOFError, pickle.UnpicklingError, SafetensorError)
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {

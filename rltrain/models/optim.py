@@ -28,7 +28,7 @@ def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: i
     """Return the learning rate of step ``step`` (from 0): linear warm-up, then constant or cosine to ``min_lr_ratio``.
 
     It depends only on the step, so a resumed run needs no scheduler state. All optimizer steps of a trainer step use
-    it.
+    the same rate.
     """
     if step < warmup_steps:
         # The first step's rate is above 0, and the first step after the warm-up has the full rate.
@@ -57,7 +57,8 @@ def _norm(group: list[nn.Parameter]) -> Tensor:
     if isinstance(first := group[0], DTensor):
         squares = norm.square()
         for dim, placement in enumerate(first.placements):
-            # Rows split by tensor parallelism are strided over the other ranks, which `Shard` cannot express.
+            # Not a test for `Shard`: rows that tensor parallelism has split are strided over the other ranks, which
+            # `Shard` cannot express.
             if not placement.is_replicate():
                 dist.all_reduce(squares, group=first.device_mesh.get_group(dim))
         norm = squares.sqrt()

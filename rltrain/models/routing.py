@@ -178,7 +178,7 @@ class Routing:
 
     def _run(self, forward: Callable[..., Any], number: int, *arguments: Any, **named: Any) -> Any:
         load = self._load if self._is_forward else None
-        # A backward pass that recomputes activations must recompute this too.
+        # If the backward pass recomputes activations, it must compute the balance term again too.
         weights = self._weights if torch.is_grad_enabled() else None
         if self._given is None and self._seen is None and load is None and weights is None:
             return forward(*arguments, **named)
@@ -255,7 +255,7 @@ class _Choice(TorchFunctionMode):
             return func(*args, **kwargs)
         scores, *rest = args
         if scores.shape[1] == self._num_experts:
-            # Some routers select by logits.
+            # Some routers select by logits and compute no shares, so the shares are computed here.
             self.shares = scores.float().softmax(1) if asked and self.shares is None else self.shares
             values, self.made = func(*args, **kwargs) if self._given is None else (None, self._given)
             # Gathered, so that the scores keep their gradient.

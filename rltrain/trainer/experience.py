@@ -90,8 +90,8 @@ class Experience:
                 fills_up = len(rounds) * self._plan.prompts_per_round < needed
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
-                # Earlier rounds have enough samples to fill the batch, so this one is dropped to free memory in the
-                # store.
+                # A round without informative groups is dropped to free memory in the store, if earlier rounds have
+                # enough samples to fill the batch.
                 if not (len(useful[-1]) or fills_up):
                     rounds[-1].samples.forget()
             if have < needed:
@@ -128,7 +128,7 @@ class Experience:
                 arrivals.select(ids)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
-        # A reward model's score has no fixed scale, so it is not a solve rate.
+        # The sampler observes rule scores only: a reward model's score has no fixed scale, so it is not a solve rate.
         if c.RULE_SCORE in samples.numbers:
             # Scorers without `acc` may return any number, but samplers expect a rate from 0 to 1. Unscored responses
             # are excluded: they would count as never solved.
@@ -141,7 +141,8 @@ class Experience:
     def _draw(self) -> list[Prompt]:
         rows = self.sampler.rows(self.batches_drawn)
         self.batches_drawn += 1
-        # Counted from 1, after the increment: the number seeds all responses and must not change.
+        # Draws are numbered from 1, so the increment comes first. The number seeds all responses, so this must not
+        # change.
         return [Prompt(row, self.batches_drawn) for row in rows]
 
     def _useful_prompts(self, samples: Samples) -> Ids:

@@ -20,9 +20,9 @@ from rltrain.common.errors import AgentBug, AgentError
 from rltrain.runtime.samples import Samples
 
 log = logging.getLogger(__name__)
-# Above this share something is broken, and the remaining responses are a biased sample.
+# If a larger share of the trajectories fails, something is broken, and the remaining responses are a biased sample.
 _MOST = 0.5
-_TRACEBACK = 'File "'  # the first line of a long traceback is cut off
+_TRACEBACK = 'File "'  # not the first line of a traceback, which is cut off if it is long
 _OF_SERVICES = re.compile(
     r"OSError|IOError|Connect|Timeout|HTTP|API|RateLimit|Unavailable|Pipe|Memory|SSL|socket", re.I
 )

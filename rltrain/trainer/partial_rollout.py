@@ -67,7 +67,7 @@ class PendingPrompts:
         for place, prompt in enumerate(started):
             if prompt.answers:
                 pending_mask[place] = ~prompt.answers[c.COMPLETE]
-        # With 0 no replica would start a job, and the step would have no response.
+        # At least 1: with a target of 0 no replica would start a job, and the step would have no response.
         target = max(1, self._wanted - int((~pending_mask.any(1)).sum()))
         mask = pending_mask if self._carries else None
         return {"target_complete": target, "num_required": self._num_waited_for(started), "pending_mask": mask}
@@ -147,7 +147,7 @@ class PendingPrompts:
                 unserved = np.flatnonzero(~samples[c.SERVED][ids])
                 of_turns = [name for name in c.OF_SEVERAL_TURNS if name in samples.numbers]
                 samples.adopt(prompt.answers, unserved, ids[unserved], [*KEPT, *of_turns])
-        # A trajectory that was aborted after its first turn restarts.
+        # A trajectory that was aborted after its first turn has restarted, so it contains no carried-over tokens.
         anew = samples[c.SERVED] & (samples[c.POLICY_TOKENS] < samples[c.CARRIED_LENGTH])
         for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST):
             samples[name][anew] = 0

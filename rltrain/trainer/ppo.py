@@ -213,7 +213,7 @@ class PPOTrainer:
         counted = np.array([count.tokens for count in counts])
         record.metrics |= m.update_metrics(results, computed, counted, "actor") | {"actor/lr": rate}
         record.metrics |= self._expert_load.measure(results[0].expert_load)
-        # These passes would have been repeated in every epoch over the batch.
+        # The skipped tokens would have been computed in every epoch over the batch.
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[zero_advantage].sum() * cfg.ppo_epochs)
         if plan.passes.learns_entropy:
             record.metrics["actor/entropy_coeff"] = entropy_coef
@@ -361,7 +361,7 @@ class PPOTrainer:
         return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], loss_scale_factor)
 
     def _bytes(self) -> NDArray[np.int64]:
-        """Return the bytes of the run so far: through the driver, and of samples between nodes."""
+        """Return the bytes moved in the run so far: through the driver, and samples between nodes."""
         # One worker group serves all roles, so the actor's count includes the critic's calls.
         return np.array([self.actor.bytes_through_driver, self.actor.bytes_between_nodes()])
 

@@ -231,7 +231,8 @@ def _floats(column: Column | None, count: int) -> Floats:
 
 
 def known_number(samples: Samples, name: str, on_error: float) -> Floats:
-    """Return a scorer's number [n], ``on_error`` if scoring failed. RewardError if a scored response lacks it."""
+    """Return a scorer's number [n], or ``on_error`` if scoring failed. Raises RewardError if a scored response lacks
+    it."""
     values = _floats(samples.numbers.get(column_of(name, samples.numbers)), len(samples))
     missing = np.isnan(values)
     if (missing & (samples[c.REWARD_FAILED] == 0) & ~failed_of(samples)).any():

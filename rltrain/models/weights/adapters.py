@@ -28,7 +28,7 @@ from rltrain.models.weights.lora import NOT_PLAIN, PLAIN_STARTS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _UNSET: tuple[Any, ...] = (None, False, "none", [], {})
-# Values of these settings with which a layer computes W + s B A.
+# Settings of peft, with the values for which a layer computes W + s B A.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     **dict.fromkeys((*NOT_PLAIN, "rank_pattern", "alpha_pattern"), _UNSET),

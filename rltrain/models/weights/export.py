@@ -185,7 +185,8 @@ def _changed(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: bool = False) -> list[str]:
-    """Load an exported folder except the numbers, compare it with the training, and return the problems by file.
+    """Load an exported folder (except the values of its weights), compare it with the training, and return the problems
+    by file.
 
     encoder: the encoder of the training prompts. shapes: shapes of the exported weights. sees: whether prompts had
     images.
@@ -242,8 +243,8 @@ def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
         with safe_open(file, "pt") as weights:
             names = weights.keys()
             stored_shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-    # transformers may write weights under older names and split differently, so then only the number of elements must
-    # match.
+    # transformers may write weights under older names and split them differently. In that case only the total number of
+    # elements must match.
     if stored_shapes != shapes and sum(map(prod, stored_shapes.values())) != sum(map(prod, shapes.values())):
         wrong = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))
         yield f"model.safetensors: {wrong} has shape {stored_shapes.get(wrong)} instead of {shapes.get(wrong)}"

@@ -38,7 +38,8 @@ class KeyMapping:
         self.parts: dict[str, list[tuple[str, str | None]]] = {}
         """Entries of each weight, with the pattern of their converter."""
         self.home: dict[str, str] = {}
-        """Name in ``parts`` for weights without entries there: later outputs of a converter, and tied weights."""
+        """For weights that are not in ``parts``: the name in ``parts`` under which their entries are. These are further
+        outputs of a converter, and tied weights."""
         self.left: list[str] = []
         """Unused entries, such as the head if a critic has another one."""
         for entry in sorted(empty, key=dot_natural_key):

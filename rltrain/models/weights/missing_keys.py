@@ -26,7 +26,7 @@ _WORDS = (
 )
 _WRAPPERS, _WRAPPED = re.compile(rf"(?<![^.]){_WORDS}"), re.compile(rf"({_WORDS})+")
 _ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
-# A critic or reward model loads the first of these separately and does not have the others.
+# A critic or reward model loads the first of these heads separately and does not have the others.
 _HEADS = re.compile(r"^(score\.weight$|(.*\.)?(lm_head|embed_out|output_layer)\.)")
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|(^|\.)position_ids|\.masked_bias|attn\.bias)$")
 _NUM_SHOWN, _DEEPEST = 3, 3
@@ -78,7 +78,7 @@ def _missing(entries: Entries, key_mapping: KeyMapping) -> str | None:
 
 
 def _instead(entries: Entries, key_mapping: KeyMapping) -> str:
-    """Return a probable cause and a fix."""
+    """Return a probable cause of missing weights, and a fix."""
     left, again = key_mapping.left, "Copy the model again, or give the folder whose config.json belongs to its weights."
     if not left:
         return again
@@ -94,7 +94,8 @@ def _instead(entries: Entries, key_mapping: KeyMapping) -> str:
 
 
 def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
-    """Yield (description of the names, function that undoes it) for prefixes and infixes, most likely first."""
+    """Yield prefixes and infixes that a wrapper may have added, most likely first: (description, function that removes
+    it)."""
     names = [name for name in left if not _ADAPTER.search(name)] or left
     starts = [Counter(match[0] for name in names if (match := _WRAPPED.match(name)))]
     parts = [name.split(".") for name in names]

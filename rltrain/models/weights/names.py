@@ -96,9 +96,10 @@ class CheckpointNames:
 def _undo_turns(model: PreTrainedModel, conversions: Iterable[Any]) -> None:
     """Make shape-dependent transpositions of transformers reversible.
 
-    transformers transposes some weights only if their shape requires it, and undoing that would keep the layout in
-    memory. Engines know only the layout of published files. Therefore weights are transposed back unless they are
-    square, because a reader could not detect the layout of a square weight.
+    transformers transposes some weights only if their shape does not match the model. The reverse conversion has the
+    same check, finds a match, and would export them in the in-memory layout. Engines know only the layout of published
+    files. Therefore weights are transposed back unless they are square, because a reader could not detect the layout of
+    a square weight.
     """
     for conversion in conversions:
         for step in getattr(conversion, "operations", ()):
@@ -124,7 +125,7 @@ def whole_weights(
     """
     # state_dict makes FSDP2 free gathered weights, so the parameters are shards from here on.
     in_checkpoint = packed.state_dict().keys()
-    # Half a bucket is received; the other half is this rank's share, which is sent.
+    # Half of a bucket holds the received weights, the other half this rank's share, which is sent.
     for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names, part):
         weights = _gathered(bucket, dtype)
         yield from _renamed(weights, units, names) if names and part != "adapters" else weights
@@ -186,7 +187,7 @@ def _handed_over(
         return f"{layer}{ADAPTER}{kind[0]}.weight", times_scale(layers[path], weight) if kind[0] == "B" else weight
     if part == "merged" and name in layers:
         weight = merged(layers[name], weight)
-    # A model in memory that receives weights and adapters has separate layers for both.
+    # A model in memory that gets base weights and adapters separately has peft's layers, so peft's names are kept.
     return name.removeprefix(_PREFIX) if part == "base" and not names else huggingface_name(name), weight.detach()
 
 
@@ -238,12 +239,13 @@ def _joined(parts: list[tuple[str, Tensor, Tensor]]) -> Iterator[Weight]:
 
 
 def _layout(weight: Tensor) -> tuple[bool, int]:
-    """Return a value that is equal for weights of a bucket, which are gathered over the same ranks."""
+    """Return a key for bucketing: weights with the same key are gathered over the same ranks and may share a bucket."""
     return _is_of_rank(weight), _num_shards(weight)
 
 
 def _is_of_rank(weight: Tensor) -> bool:
-    """Return whether the weight is of experts distributed by `models.experts`, sharded in two directions."""
+    """Return whether the weight belongs to experts that `models.experts` distributed, and is thus sharded in two
+    directions."""
     return isinstance(weight, DTensor) and "expert" in (weight.device_mesh.mesh_dim_names or ())
 
 
@@ -256,7 +258,7 @@ def _tensor_dim(weight: Tensor) -> int | None:
 
 
 def _part_shape(weight: Tensor) -> list[int]:
-    """Return the shape of the part that this rank's tensor-parallel neighbours do not have."""
+    """Return the shape of this rank's tensor-parallel part of a weight, before FSDP shards it."""
     shape = list(weight.shape)
     if isinstance(weight, DTensor) and (dim := _tensor_dim(weight)) is not None:
         shape[dim] //= weight.device_mesh.size(weight.device_mesh.ndim - 1)
@@ -268,8 +270,8 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _shard_dim(weight: DTensor) -> int:
-    """Return the mesh dimension over which rows are sharded: the last but that of tensor parallelism (with HSDP, the
-    first has the replicas)."""
+    """Return the mesh dimension over which rows are sharded: the last one, not counting the dimension of tensor
+    parallelism. With HSDP, the first dimension has the replicas."""
     return weight.device_mesh.ndim - (1 if _tensor_dim(weight) is None else 2)
 
 

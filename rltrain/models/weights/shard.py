@@ -242,13 +242,14 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
     if mesh.experts:
         _spread_experts(packed, mesh, held)
-    # Outside of the expert exchange, so that only this rank's tokens are sent to the experts.
+    # Called after the expert exchange is set up: `split` then wraps the exchange, so that only this rank's share of the
+    # tokens is sent to the experts.
     shared = split(packed.model, mesh.tensor) if mesh.tensor else []
     packed.tensor_size = mesh.tensor.size() if mesh.tensor else 1
     for part in shared if not mesh.experts else ():
         group: Any = fully_shard(part, mesh=mesh.all_shards, **held)
-        # Each rank has the gradient of its tokens only, and the loss is scaled for whole gradients. `models.experts`
-        # divides by itself, because FSDP divides twice on a mesh of one rank.
+        # Each rank has only the gradient of its share of the tokens, but the loss is scaled for whole gradients.
+        # (`models.experts` divides gradients itself, because FSDP divides twice on a mesh of one rank.)
         group.set_gradient_divide_factor(dist.get_world_size() / packed.tensor_size)
         # Otherwise FSDP would ask for a reduction that multiplies, which only NCCL has.
         group.set_force_sum_reduction_for_comms(True)
@@ -267,7 +268,7 @@ def _spread_experts(packed: PackedModel, mesh: Mesh, held: dict[str, Any]) -> No
     *others, _ = mesh.experts.mesh_dim_names or ()
     tensor_size = mesh.tensor.size() if mesh.tensor else 1
     for part in keep_experts(packed.model, mesh.experts["expert"], tensor_size):
-        # Rows within an expert, because there may be more ranks than experts.
+        # Shard the rows within an expert instead of the experts, because there may be more ranks than experts.
         fully_shard(part, mesh=mesh.experts[tuple(others)], shard_placement_fn=lambda _: Shard(1), **held)
 
 

@@ -111,7 +111,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: micro-batches (0: idle)."""
+    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: micro-batch sizes (0:
+    idle)."""
 
     # A sample is listed once per epoch over the batch, so ids may repeat.
     ids: list[Ids]
@@ -239,8 +240,8 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
     least = math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens)) if budget.max_tokens else 1
     least = max(least, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else least
     bins = _fewest(chunks, max(1, least), nodes, budget)
-    # Bins of similar cost run at the same time, because ranks synchronise at every micro-batch. Ties are broken by the
-    # first id, so that the order is deterministic.
+    # Sort by cost, so that bins of similar cost run at the same time, because ranks synchronise at every micro-batch.
+    # Ties are broken by the first id, so that the order is deterministic.
     bins.sort(key=lambda placed: (-work.cost(placed[1]), placed[1][0] if len(placed[1]) else -1))
     ranks: list[list[Ids]] = [[] for _ in nodes]
     for turn in range(len(bins) // num_ranks):
@@ -248,7 +249,7 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
         free_ranks = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
         row, unplaced = bins[turn * num_ranks : (turn + 1) * num_ranks], []
         for node, ids in row:
-            # Prefer a rank of the bin's node: the time is the same on every rank.
+            # Prefer a rank on the bin's node. A bin takes the same time on any rank.
             near = next((rank for rank in free_ranks if nodes[rank] == node), None)
             if near is None:
                 unplaced.append(ids)
@@ -261,7 +262,7 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
 
 
 def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]]:
-    """Return the fewest bins per rank, at least ``count``, that hold all chunks: doubling strides, then bisection."""
+    """Fill as few bins per rank as possible (at least ``count``), by doubling strides and then bisection."""
     too_few, stride = count - 1, 1
     # This terminates, because with as many bins as chunks every chunk finds an empty bin, which accepts any chunk.
     while (filled := _fill(chunks, count, nodes, budget)) is None:
@@ -384,7 +385,7 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
     of_samples = sum(int(values[ids].sum()) for values in rows for ids in layout.ids)
     encoded = sum(work.rows(micro) for micros in ranks for micro in micros) if of_samples else 0
     alone = work.prompt_cost + work.answer_cost + (0 if work.image_cost is None else work.image_cost)
-    # All samples may have zero advantage; then nothing is computed.
+    # If all samples have zero advantage, nothing is computed and the mean cost is 0.
     mean = max(float(costs.sum(1).mean()), 1e-9)
     return LayoutCost(
         cost=float(costs.sum()),

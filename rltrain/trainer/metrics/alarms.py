@@ -31,7 +31,8 @@ class Alarms:
     def __init__(
         self, gap_limit: float, stops_on_gap: bool = False, collapse_steps: int | None = None, compares: bool = True
     ) -> None:
-        # Also read by the step, which then checks before the update instead of in its report.
+        # Also read by `PPOTrainer`: if it is True, the gap is checked before the update instead of in the step's
+        # report.
         self.stops_on_gap = stops_on_gap
         self._collapse_steps = collapse_steps
         self._equal_steps = 0

@@ -186,7 +186,7 @@ def _named(prefix: str, name: str) -> str:
 
 def _over_ranks(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     names = dict.fromkeys(name for part in parts for name in part)
-    # A rank without samples in every step returns only the loss.
+    # A rank that has no samples in any step returns only the loss.
     return {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
 
 
@@ -226,7 +226,8 @@ def mismatch_metrics(moments: dict[str, Moments]) -> Metrics:
     metrics = {metric: moments[name].mean for name, metric in _MEANS.items() if name in moments}
     train_log_ppl, engine_log_ppl = moments["train_log_ppl"], moments["engine_log_ppl"]
     metrics |= {
-        # A gap is never negative. 0 if all responses were carried over without a token of this step.
+        # If all responses were carried over without a token of this step, the maximum of no gaps is -inf. It is logged
+        # as 0.
         "rollout/log_prob_gap/max": max(moments["gap"].largest, 0.0),
         "training/rollout_probs_diff_max": moments["prob_gap"].largest,
         "training/rollout_probs_diff_std": math.sqrt(moments["prob_gap"].variance),

@@ -65,7 +65,7 @@ def flops_metrics(
         name, owner = PASSES[phase].rate, PASSES[phase].role + "_"
         if name is None:
             continue
-        # The reference may be the actor without its adapters.
+        # If the reference is the actor without its adapters, it has no sizes under its name, and the actor's apply.
         owner = owner if f"{owner}matmul_parameters" in sizes else ""
         weights, width = sizes[f"{owner}matmul_parameters"], sizes.get(f"{owner}attention_width", 1)
         # Forward FLOPs per unit of the cost of attention and images.

@@ -217,7 +217,7 @@ class Vocabulary:
         return total.log_().add_(highest)
 
     def columns(self, labels: Tensor, count: int) -> Tensor:
-        """Return the columns of ``labels`` in this rank's logits. For a label on another rank the column is arbitrary."""
+        """Return the columns of ``labels`` in this rank's logits; for labels on another rank they are arbitrary."""
         return labels if self.group is None else (labels - self._start).clamp(0, count - 1)
 
     def own(self, values: Tensor, labels: Tensor, count: int) -> Tensor:

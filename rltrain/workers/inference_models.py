@@ -38,7 +38,8 @@ def load_role(role: Role, specs: Specs, passes: StepPasses, offloader: OffloadMa
 
 @torch.no_grad()
 def measure(model: PackedModel, micros: Sequence[Batch], device: Device, *arguments: Any) -> list[Tensor]:
-    """Return the outputs of ``model`` for all policy tokens, on the host: values, or log-probs and other outputs."""
+    """Run ``model`` without gradients. Returns its outputs for all policy tokens, on the host: values, or log-probs and
+    others."""
     model.eval()
     return _on_host(model, [model(pack(micro, device.torch_device), *arguments) for micro in micros])
 
@@ -101,7 +102,8 @@ class ReferenceDistribution:
         # The model uses its router, even if the policy replays another routing.
         with torch.no_grad(), adapters_off(self._model):
             hidden = self._model(replace(inputs, experts=None), states_only=True)
-        # The head is used outside of its forward pass, and again when the backward pass recomputes logits.
+        # The head stays gathered until `free`: it is used outside of its forward pass, and again when the backward pass
+        # recomputes logits.
         self._model.unshard()  # type: ignore[operator]
         return ReferenceStates(hidden, self._logits, self._divergence)
 

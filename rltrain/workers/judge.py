@@ -64,7 +64,7 @@ class JudgeWorker(Judge):
 
     def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, offloader: OffloadManager) -> None:
         self._rollout = cfg.reward_model.rollout
-        # Checking for an abort costs a little per token.
+        # Checks for an abort cost a little per token, so they run only if the configuration sets a stop notice.
         self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._longest_message, self._longest_reply = judge_lengths(cfg)
         self.offloader, device = offloader, offloader.device

@@ -57,7 +57,7 @@ class NodeProbe:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Results; only the device fields for a rank that is not the first of its node."""
+    """Results of a probe. A rank that is not the first of its node sets only the device fields."""
 
     rank: int
     name: str
@@ -113,7 +113,8 @@ def close(_: None = None) -> float:
 
 
 def missing_files(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
-    """Wait for files that contain their folder's name. Returns a reason per missing file, else ""."""
+    """Wait until files exist and contain their folder's name. Returns the reason why a file is missing, or "", for
+    each."""
     # A single wait for all, because separate waits for a hundred missing files would add up.
     clock.poll(lambda: not any(map(_missing, files)), SEEN_S, _POLL_S)
     return [_missing(file) for file in files]

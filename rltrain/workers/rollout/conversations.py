@@ -6,7 +6,7 @@ decides if another turn follows. Without tools a conversation ends with its firs
 `Conversations.on_turn_end` requests the reply, `next_jobs` returns next turns before the jobs of the queue (a `Job` of
 one sample, ``given`` all its tokens so far), and `wait` waits for replies.
 
-A response carried over from an earlier step (``carry_over``) is a conversation with tokens.
+A response carried over from an earlier step (``carry_over``) is a conversation that already has tokens.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ class Conversations:
         self._images = images
         self._answering = answering[0] if answering else None
         self._max_tokens = answering[1] if answering else 0
-        # Conversations that wait for a tool, and those among them with a reply, in order of arrival.
+        # Conversations that wait for a tool, and the keys of conversations whose reply has arrived, in order of
+        # arrival.
         self._waiting: dict[Key, tuple[_Started, Conversation]] = {}
         self._ready: list[Key] = []
         self._running: dict[Key, tuple[_Started, Conversation]] = {}
@@ -239,7 +240,7 @@ class Conversations:
                 conversation.add_context(EncodedPrompt(reply.tokens, reply.images), reply.messages)
                 self._ready.append(key)
                 continue
-            # A response ends with a token of the policy.
+            # The reply is dropped, because a response must end with a token of the policy.
             conversation.truncated |= reply.tokens is not None
             if reply.tokens is None or not self._answering.end_without_room(key):  # type: ignore[union-attr]
                 del self._waiting[key]

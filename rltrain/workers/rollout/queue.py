@@ -56,8 +56,8 @@ class Replica:
 def make_replica(size: int) -> Replica:
     """Return the replica of this rank (a collective over all ranks)."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    # torch requires every rank to create every group. gloo, because small Python objects are sent. If only the leader
-    # serves requests, the other members wait until it has generated.
+    # torch requires every rank to create every group. gloo, because small Python objects are sent. The timeout is long:
+    # if only the leader serves requests, the other members wait until it has finished generating.
     groups = [
         dist.new_group(list(range(first, first + size)), COLLECTIVE_TIMEOUT, "gloo") if size > 1 else None
         for first in range(0, world, size)
@@ -137,7 +137,7 @@ class JobQueue:
     def _draw(self, most: int) -> tuple[list[int], bool]:
         """Return numbers of jobs, and True if no more follow."""
         numbers: list[int] = []
-        # A number drawn from the counter cannot be returned, so none is drawn unless any job would fit.
+        # A number drawn from the counter cannot be given back, so it is drawn only if even the largest job would fit.
         while most >= self._largest:
             number = self._mine.pop(0) if self._mine else self._num_dealt + self._store.add(self._key + "/next", 1) - 1
             if number >= len(self._jobs):

@@ -20,7 +20,7 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.data.prompts import PromptStore
 from rltrain.models.files.hashed import write_weights
 
-# Numbers of responses that may not be served in this step, because they are complete or waiting.
+# Numbers to keep for responses that this step may not serve, because they are complete or waiting.
 KEPT = (
     c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.POLICY_TOKENS, c.LOSS_TOKENS, c.TRUNCATED, c.COMPLETE, c.ENGINE,
     c.TOKEN_AGES, c.OLDEST,
@@ -39,7 +39,10 @@ def write_answers(batch: Batch, file: str) -> None:
 
 
 def read_answers(file: str, store: PromptStore, *, images: bool) -> tuple[Batch, dict[str, NDArray[Any]]]:
-    """Load `columns.GENERATED` (with ``images`` also these) and the numbers of `write_answers`. store: the prompts."""
+    """Load the columns `columns.GENERATED` and the numbers saved by `write_answers`.
+
+    images: also restore the image columns. store: source of prompts and images.
+    """
     tensors = load_file(file)
     numbers = {name: tensors[name].numpy() for name in WRITTEN}
     rows, index = np.unique(numbers[c.ROW], return_inverse=True)

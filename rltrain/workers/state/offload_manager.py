@@ -62,7 +62,7 @@ class OffloadManager:
             self._offloadables.append((frozenset(phases), _OffloadableModel(model, self.device, self._queue)))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: str, offload: bool) -> None:
-        """Register the state of an optimizer in the same way."""
+        """Register an optimizer's state; with ``offload`` it is on the host in all phases other than ``phases``."""
         self.optimizers.append(optimizer)
         self._not_offloaded += [] if offload else [optimizer]
         if offload and self._queue is not None:
@@ -202,7 +202,7 @@ class _Offloadable:
         self.queue.wait_stream(self.device.current_stream())
         for number, part in enumerate(parts):
             for name, tensor in part.items():
-                # FSDP copies a shard that needs padding on the compute stream.
+                # FSDP copies a shard that needs padding on the compute stream, so the shard is onloaded on that stream.
                 stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
                 with self.device.on_stream(stream):
                     on_device[name].copy_(self._host_copies[name], non_blocking=True)
@@ -233,7 +233,7 @@ class _OffloadableModel(_Offloadable):
         for name, parameter in model.named_parameters():
             self._names[unit_of[id(parameter)]].append(name)
         for number, unit in enumerate(units):
-            # Before FSDP's hook, which gathers the weights.
+            # Prepended, so that it runs before FSDP's hook, which gathers the weights.
             unit.register_forward_pre_hook(lambda *_, part=number: self.wait_onloaded(part), prepend=True)
 
     def start_offload(self) -> None:

@@ -371,7 +371,7 @@ def _register() -> None:
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of keys and values of one token, over all layers that have them."""
     text = config.get_text_config()
-    # Gemma 4 has several head sizes, and raises when asked for one.
+    # Gemma 4's config has several head sizes, and reading a single one raises an error.
     layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
     recurrent = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ()]
     return dtype.itemsize * sum(_numbers_per_token(layer) for layer in layers[sum(recurrent) :])

@@ -30,7 +30,8 @@ from rltrain.workers.rollout.embedded.state import RowStates
 Ints = NDArray[np.int64]
 # (layer, call): some layers call attention more than once per forward pass.
 Call = tuple[int, int]
-# Memory of `KeyValues` relative to its rows at full length, for growth and for rows of ended responses.
+# Maximum memory of `KeyValues` relative to its rows at full length: it grows in steps, and keeps rows of ended
+# responses for some time.
 ROOM = 1.3
 # Prompt width grows in steps of this many tokens, because each change copies the existing prompts.
 _PROMPT_STEP = 32
@@ -105,8 +106,8 @@ class KeyValues:
         return self._states.num_bytes + sum(tensor.nbytes for pair in pairs for tensor in pair)
 
     def call_of(self, layer: int) -> Call:
-        """Count an attention call of ``layer``. Some layers make several calls per forward pass, with different
-        keys."""
+        """Count an attention call of ``layer`` and return its cache key: some layers make several calls per forward
+        pass, with different keys."""
         self._calls[layer] += 1
         return layer, self._calls[layer]
 

@@ -166,7 +166,8 @@ class SGLangRollout:
             )
 
     def _send(self, named: list[tuple[str, Tensor]], loader: str) -> None:
-        # A CPU tensor would be moved into shared memory; on an accelerator the engine reads it in place.
+        # On a CPU, a clone is sent, because sending moves a tensor into shared memory. On an accelerator the engine
+        # reads the tensor in place.
         handed: Any = [(name, values.clone() if self._device.is_cpu else values) for name, values in named]
         # The engine reads in another process, which does not wait for kernels of this one.
         self._device.synchronize()
@@ -244,7 +245,7 @@ class SGLangRollout:
 
 
 def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of names and values up to ``most_bytes``: every call to the engine costs it milliseconds."""
+    """Yield weights in lists of up to ``most_bytes``, because every call to the engine costs milliseconds."""
     handful: list[tuple[str, Tensor]] = []
     for name, values, in_checkpoint in weights:
         if handful and sum(tensor.nbytes for _, tensor in handful) + values.nbytes > most_bytes:
@@ -291,7 +292,7 @@ def _by_device(handles: Sequence[bytes]) -> Any:
 
 
 def _start(arguments: Mapping[str, Any], device: str, devices: Sequence[str]) -> Any:
-    """Start an engine. devices: for its processes, in order ([""]: this process's device)."""
+    """Start an engine. devices: device ids for its processes, in order ([""]: this process's device)."""
     prepare_sglang(len(devices))
     try:
         from sglang import Engine

@@ -33,7 +33,7 @@ def slot_rank(adapted: Mapping[str, int]) -> int:
 
 
 def adapter_arguments(adapted: Mapping[str, int]) -> dict[str, Any]:
-    """Return arguments of vLLM's LLM for a slot with these layers, by name, with their ranks."""
+    """Return the arguments of vLLM's LLM for an adapter slot. adapted: ranks of the adapters by layer name."""
     return {
         "enable_lora": True,
         "max_lora_rank": slot_rank(adapted),

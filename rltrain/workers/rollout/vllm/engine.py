@@ -150,7 +150,7 @@ class VLLMRollout:
             self.llm.wake_up(tags=["kv_cache"])
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
-        # Image features were also computed with earlier weights.
+        # Reset the caches of image features too, because they were computed with earlier weights.
         for name in ("reset_mm_cache", "reset_encoder_cache"):
             if hasattr(self.llm.llm_engine, name):
                 getattr(self.llm.llm_engine, name)()
@@ -189,7 +189,8 @@ class VLLMRollout:
         step = 0
         while True:
             for job in source.next_jobs(self._max_num_seqs - len(running)):
-                # The same index is a different prompt in the next call.
+                # The name contains the number of the call, because the same index is a different prompt in the next
+                # call.
                 prompt = f"{self._num_calls}/{job.prompt_index}"
                 names = [f"{prompt}/{number}" for number in range(len(job.images or ()))]
                 images = self._images_of(job.asked, names)

@@ -48,7 +48,7 @@ class CountedSampler(nn.Module):
         self._experts = experts
         self._runner = weakref.ref(
             runner
-        )  # it holds a reference to this, and an engine must be freed with its last reference
+        )  # weak, because the runner refers to this sampler, and an engine must be freed with its last reference
         self._never = never
         # One setting for all requests of a call; vLLM's top_k and top_p per request are unused.
         self._sampling = Sampling(1)
@@ -160,7 +160,7 @@ class CountedSampler(nn.Module):
         runner = self._runner()
         assert runner is not None
         names = runner.input_batch.req_ids
-        if names != self._names:  # otherwise every request has one row
+        if names != self._names:  # unchanged: every request keeps its row
             self._names = list(names)
             self._streams = [RandomStream.of(runner.requests[name].sampling_params) for name in self._names]
             self._seeds = np.array([stream.seed for stream in self._streams], dtype=np.uint64)

@@ -235,7 +235,7 @@ def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     return Groups(inputs.groups, inputs.rounding).against_others(inputs.scores)
 
 
-# verl's names of faster implementations of the same formulas.
+# verl uses these names for faster implementations of the same formulas.
 ESTIMATORS |= {"grpo_vectorized": grpo, "rloo_vectorized": rloo}
 
 

@@ -50,7 +50,7 @@ class PackedModel(nn.Module):
         self.group = group
         self.tensor_size = 1
         """Number of ranks that share each matrix (tensor parallelism)."""
-        # Collected now, because sharding renames their classes.
+        # The layers are collected now, because sharding renames their classes.
         self._layers = decoder_layers(model)
 
     def train(self, mode: bool = True) -> PackedModel:
@@ -143,7 +143,7 @@ class PolicyModel(PackedModel):
         asked = with_entropy, reference, has_fp32_head(config), with_squares
         outputs = token_log_probs(head, states, inputs.labels, scaling, *asked)
         if not inputs.labels.numel():
-            # A rank without response tokens must keep every parameter in its graph.
+            # On a rank without response tokens, every parameter must still be in the graph.
             outputs = outputs._replace(log_probs=outputs.log_probs + 0.0 * hidden.float().sum())
         others = (values if values is None else collect(values) for values in outputs[1:])
         outputs = TokenLogProbs(collect(outputs.log_probs), *others)._replace(experts=experts)
@@ -175,7 +175,7 @@ class ScalarModel(PackedModel):
         super().__init__(model, group)
         parameter = next(model.parameters())
         size = model.config.get_text_config().hidden_size
-        # No bias, like the heads of transformers' sequence classifiers.
+        # The head has no bias, like the heads of transformers' sequence classifiers.
         self.score = nn.Linear(size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
@@ -185,7 +185,8 @@ class ScalarModel(PackedModel):
         # by this model's last token.
         rows = self.model.config.get_text_config().vocab_size
         hidden = self.hidden(replace(inputs, tokens=inputs.tokens.clamp(max=rows - 1)))
-        # Calling the head would multiply in the compute dtype, to which FSDP casts the gathered weight.
+        # The head is not called, because the product would be in the compute dtype, to which FSDP casts the gathered
+        # weight.
         values = hidden[inputs.predictors].float() @ self.score.weight[0].float()
         return collect(values if inputs.labels.numel() else values + 0.0 * hidden.float().sum())
 

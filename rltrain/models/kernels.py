@@ -188,7 +188,7 @@ def _mlp_shape(module: nn.Module) -> tuple[Any, ...] | None:
 
 
 def _mlp(module: Any) -> Fused | None:
-    # A copy with small initialized projections, because the model's may have no weights yet.
+    # Try a copy with small initialized projections, because the projections of the model may have no weights yet.
     trial, width = copy.copy(module), 4
     parts = {name: part for name, part in module.named_children() if not name.endswith("_proj")}
     sizes = {"gate_up_proj": (width, 2 * width)}
@@ -228,7 +228,7 @@ def _replace_rotary(modeling: Any, kernels: Kernels) -> int:
 
     @wraps(plain)
     def fused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # Some families rotate only part of a head, which the trial does not show.
+        # Fall back for families that rotate only part of a head, because the trial does not detect this.
         if q.is_cpu or args or set(kwargs) - {"unsqueeze_dim"} or cos.shape[-1] != q.shape[-1]:
             return plain(q, k, cos, sin, *args, **kwargs)
         return kernels.rotary(q, k, cos, sin, kwargs.get("unsqueeze_dim", 1))

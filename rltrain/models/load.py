@@ -171,7 +171,7 @@ def _hand_on(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _keep_ours(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    # Recomputing activations calls this again, with the arguments of that forward.
+    # If activations are recomputed, this hook is called again, with the arguments of that forward pass.
     layer.self_attn.of_layer = {name: value for name, value in kwargs.items() if name.startswith("rltrain_")}
 
 

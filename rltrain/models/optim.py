@@ -31,7 +31,7 @@ def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: i
     the same rate.
     """
     if step < warmup_steps:
-        # The first step's rate is above 0, and the first step after the warm-up has the full rate.
+        # With + 1, the rate of the first step is above 0, and the first step after the warm-up has the full rate.
         return cfg.lr * (step + 1) / (warmup_steps + 1)
     if cfg.lr_scheduler_type == "constant":
         return cfg.lr

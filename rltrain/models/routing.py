@@ -40,7 +40,7 @@ def num_experts(config: PretrainedConfig) -> int:
 
 
 def _first(number: int | list[int]) -> int:
-    # HunYuan's config may have a number per layer.
+    # HunYuan's config may have a separate number for each layer.
     return number if isinstance(number, int) else max(number)
 
 
@@ -136,7 +136,8 @@ class Routing:
         if times is None:
             yield
             return
-        # Floats, because every accelerator supports index_add on them. They represent integers up to 2^24 exactly.
+        # Counts are floats, because every accelerator supports index_add on them. They represent integers up to 2^24
+        # exactly.
         self._times, self._terms, self._is_forward = times.float(), [], True
         if self._load:
             self._load.begin(self._times)
@@ -205,7 +206,7 @@ class _Load:
         """[layers, experts]."""
         self._layers: set[int] = set()
         self._shape = num_layers, num_experts
-        # Of the current forward.
+        # Numbers of the current forward pass.
         self._times = self._counts = torch.zeros(0)
 
     @property
@@ -258,10 +259,11 @@ class _Choice(TorchFunctionMode):
             # Some routers select by logits and compute no shares, so the shares are computed here.
             self.shares = scores.float().softmax(1) if asked and self.shares is None else self.shares
             values, self.made = func(*args, **kwargs) if self._given is None else (None, self._given)
-            # Gathered, so that the scores keep their gradient.
+            # The values are gathered from the scores, so that the scores keep their gradient.
             return torch.return_types.topk((scores.gather(1, self.made) if values is None else values, self.made))
         if scores.shape[1] == self._num_groups and self._given is not None:
-            # Only experts of some groups may be chosen (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2).
+            # Only experts of some groups may be chosen (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2), so the
+            # groups of the replayed experts must win.
             groups = self._given // (self._num_experts // self._num_groups)
             scores = scores.scatter(1, groups, torch.inf)
         return func(scores, *rest, **kwargs)

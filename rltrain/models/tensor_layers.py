@@ -104,7 +104,7 @@ def replicate(module: Any, group: ProcessGroup, **rows: slice) -> None:
 def _replicated(
     module: Any, compute: Callable[..., Any], group: ProcessGroup, rows: dict[str, slice], *args: Any, **kwargs: Any
 ) -> Any:
-    # Instance attributes shadow the parameters of the same names in the family's code.
+    # Instance attributes take precedence over parameters of the same name, so the family's code uses them.
     names = list(rows) or weights_of(module)
     own = {name: enter(getattr(module, name), group) for name in names}
     vars(module).update({name: own[name][rows[name]] if rows else own[name] for name in names})

@@ -183,7 +183,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> list[Any]:
     Returns the experts whose gradients are partial: each rank computes them for its share of the tokens.
     """
     plan = _plan(model, mesh.size())
-    assert isinstance(plan, Plan)  # otherwise `tensor_problem` refused it
+    assert isinstance(plan, Plan)  # otherwise `tensor_problem` has rejected the model
     splitter = _Splitter(model, mesh)
     splitter.vocabulary()
     for _, attention in plan.attentions:

@@ -109,7 +109,7 @@ def read_with_images(
         if deep:
             is_image = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
             is_image[places] = True
-            # Placeholders are ascending, the order in which the decoder reads the mask.
+            # The features are in the order in which the decoder reads the mask, because placeholders are ascending.
             arguments["visual_pos_masks"] = is_image[None]
             arguments["deepstack_visual_embeds"] = [layer_features[order] for layer_features in deep]
     rows = positions[:, None] if positions.dim() == 2 else positions[None]

@@ -109,11 +109,12 @@ class Experience:
         started = self.pending.next_prompts(self._draw)
         n = self._plan.answers_per_prompt
         sampling = self._sampling(greedy=not self._rollout.do_sample)
-        # Created before generation, so that the first responses are scored while the last are still generated.
+        # Scoring is started before generation, so that the first responses are scored while the last are still
+        # generated.
         arrivals = self._rewards.begin_scoring("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
-        # The draw number of each prompt, not of this round, so that a prompt retried in a later step gets the same
-        # random numbers.
+        # The seed uses the draw number of each prompt instead of this round's, so that a prompt that is retried in a
+        # later step gets the same random numbers.
         draws = np.array([prompt.draw for prompt in started])
         terms = self.pending.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)

@@ -129,14 +129,14 @@ class PendingPrompts:
         for place in left.tolist():
             answers = self._aged(samples, place) if self._carries else None
             back.append(replace(started[place], age=started[place].age + 1, answers=answers))
-        # Prepended in order, so that the queue stays oldest first.
+        # Unfinished prompts are prepended in order, so that the queue stays oldest first.
         self._waiting = back + self._waiting
         return batch, ids, metrics
 
     def _add_earlier(self, started: Sequence[Prompt], samples: Samples) -> None:
         """Merge responses of earlier steps into this step's samples."""
         nothing = np.zeros(len(samples), dtype=np.int64)
-        # Copies, because each is written separately below.
+        # Each column needs a copy, because it is written separately below.
         samples.update({name: nothing.copy() for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST)})
         for place, prompt in enumerate(started):
             if prompt.answers:

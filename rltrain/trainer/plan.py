@@ -164,8 +164,8 @@ def _reward_workers(config: Config) -> int:
     """Return the number of scoring processes. Assumes that all nodes have equally many cores. Processes that wait for a
     server need no core."""
     nodes, reward = config.trainer.nnodes, config.reward
-    # By affinity and quota, because in a container `os.cpu_count` returns the cores of the whole machine. One core per
-    # device is reserved for its worker.
+    # Cores are counted by affinity and quota, because in a container `os.cpu_count` returns the cores of the whole
+    # machine. One core per device is reserved for its worker.
     spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
     in_each_node = 1 if reward.is_elsewhere else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
     most = min(_MOST_REWARD_WORKERS, reward.judge.max_concurrency) if reward.judge.url else _MOST_REWARD_WORKERS
@@ -186,7 +186,7 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
 def _warmup_steps(config: Config, optim: OptimConfig, total: int) -> int:
     if optim.lr_warmup_steps == 0 and config.trainer.verl_version in ("0.5", "0.7"):
         return 0
-    # 0 or less: the ratio applies, as in verl 0.9.
+    # If the number of steps is 0 or less, the ratio applies, as in verl 0.9.
     return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else round(optim.lr_warmup_steps_ratio * total)
 
 

@@ -194,8 +194,8 @@ class PPOTrainer:
         rate = learning_rate(step - first - skipped, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
-            # Mean over the whole batch, not over a mini-batch, so that all optimizer steps share one scale. It is known
-            # here because this key makes the old_log_prob pass cover every sample.
+            # The mean is over the whole batch, not over a mini-batch, so that all optimizer steps share one scale. It
+            # is known here because this key makes the old_log_prob pass cover every sample.
             weight_scale = 1.0 / max(m.mismatch_metrics(record.measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
         # A selection seeds its random numbers by the sample's id, not by its position on a rank, so it does not depend
         # on the layout.

@@ -263,7 +263,7 @@ def _expected_best(values: Floats, k: int) -> tuple[Floats, Floats]:
 def _vote_shares(votes: Column) -> dict[int, Floats]:
     """Return, for every k, the chance [p, N] of each response to represent the majority of k draws (ties: uniform)."""
     n = votes.shape[1]
-    # Reseeded per source, so that no metric depends on the other sources.
+    # The generator is seeded for each source, so that no metric depends on the other sources.
     random = np.random.default_rng(_SEED)
     shares = {k: np.zeros(votes.shape) for k in _sizes(n)}
     for prompt, texts in enumerate(votes.astype(str)):

@@ -91,8 +91,7 @@ class ActorRefWorker(Actor):
         if passes.exact_teacher:
             teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
             self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
-        # Registered last: onloading runs in this order, and the forward passes of the models come before the optimizer
-        # step.
+        # Registered last, because onloading runs in this order, and the forward passes of the models come first.
         self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
@@ -231,7 +230,7 @@ class ActorRefWorker(Actor):
             self._reference_distribution.free()
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
-            # Ranks that share matrices counted the same tokens.
+            # Divided, because ranks that share matrices have counted the same tokens.
             numbers = replace(numbers, expert_load=(load // self.policy.tensor_size).cpu().numpy())
         return replace(numbers, memory_gb=self.offloader.memory_gb())
 
@@ -299,8 +298,7 @@ class ActorRefWorker(Actor):
         return Batch(columns).to(self._device.torch_device)
 
     def _measure(self, measured: Sequence[Measured]) -> dict[str, Moments]:
-        """Return the moments that the old_log_prob pass would measure, from the update's forward pass on the first
-        mini-batch."""
+        """Return moments as of an old_log_prob pass, from the update's forward pass on the first mini-batch."""
         parts = []
         for micro, log_probs, entropy in measured:
             moments = self._compare(micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.cpu()), micro)[1]
@@ -396,8 +394,7 @@ class ActorRefWorker(Actor):
 
 
 def _advantages(micro: Batch, mask: Ragged, task: UpdateTask) -> Tensor:
-    """Return one advantage per token of ``mask``: the whitened advantage of the token, or the advantage of its
-    response."""
+    """Return an advantage per token of ``mask``: its own, whitened, or the advantage of its response."""
     if c.ADVANTAGES in micro:
         return (micro.ragged(c.ADVANTAGES).values - task.shift) * task.scale
     return mask.broadcast(micro.dense(c.ADVANTAGE).float()).values

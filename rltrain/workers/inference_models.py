@@ -61,7 +61,7 @@ def measure_known(model: PolicyModel, micros: Sequence[Batch], device: Device, t
 def _on_host(model: PackedModel, outputs: Sequence[Any]) -> list[Tensor]:
     reshard(model)
     parts = [(output,) if isinstance(output, Tensor) else output for output in outputs]
-    # Copied once at the end, so that the host does not wait for the device between micro-batches.
+    # Outputs are copied once at the end, so that the host does not wait for the device between micro-batches.
     return [torch.cat(kind).cpu() for kind in zip(*parts, strict=True) if kind[0] is not None]
 
 
@@ -99,7 +99,7 @@ class ReferenceDistribution:
 
     def states(self, inputs: PackedInputs) -> ReferenceStates:
         """Compute the input of the comparison in `models.head`. Call `free` afterwards."""
-        # The model uses its router, even if the policy replays another routing.
+        # The model uses its own router, even if the policy replays another routing.
         with torch.no_grad(), adapters_off(self._model):
             hidden = self._model(replace(inputs, experts=None), states_only=True)
         # The head stays gathered until `free`: it is used outside of its forward pass, and again when the backward pass

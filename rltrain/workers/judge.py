@@ -141,7 +141,7 @@ class JudgeWorker(Judge):
         return replies, JudgeNumbers(num_tokens, time.perf_counter() - started)
 
     def _answered(self, jobs: list[Job]) -> Conversations:
-        # Longest first, so that no long reply runs alone at the end.
+        # Start with the longest prompts, so that no long reply runs alone at the end.
         jobs = sorted(jobs, key=lambda job: -len(job.prompt))
         store, key = dist.distributed_c10d._get_default_store(), f"judge/{dist.get_rank()}"
         queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_aborted)

@@ -373,7 +373,7 @@ def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> Enco
     if seeing:
         store = next((store for store in prompts.values() if store.has_images), None)
         if store:
-            # The smallest image, because this forward pass has no token budget.
+            # Choose the prompt with the fewest image tokens, because this forward pass has no token budget.
             tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
             prompt = store.encoded(int(tokens.argmin()))
         else:  # only tools return images

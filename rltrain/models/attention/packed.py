@@ -126,7 +126,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
     """
     text = config.get_text_config()
     whole = getattr(text, "rope_parameters", None) or {}
-    # Some families have rope parameters per kind of layer.
+    # Some families have separate rope parameters for each kind of layer.
     for rope in (whole, *(part for part in whole.values() if isinstance(part, dict))):
         limit: int = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
         if rope.get("rope_type") not in ("longrope", "dynamic") or (longest is not None and longest <= limit):

@@ -250,7 +250,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
             end = laid.add(prompt, answer=answer, own_images=own, **behind) if answer[1] else 0
             predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - answer[1], end)]
             spans.append((range(*prefix), range(end - answer[1], end)))
-    # Concatenated, so that a single gather builds the whole row.
+    # Prompts and responses are concatenated, so that a single gather builds the whole row.
     source, is_policy = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
     places = torch.cat(predictors).long()[is_policy]
     return PackedInputs(
@@ -274,7 +274,7 @@ def _experts(batch: Batch, spans: Sequence[tuple[range, range]], total: int, dev
     # samples.
     assert torch.equal(batch.ragged(c.ROUTED_EXPERTS).lengths, computed_tokens(batch))
     packed = given.new_zeros(total, *given.shape[1:])
-    # Reversed, so that a shared prompt gets the rows of its first sample.
+    # In reverse order, so that the rows of a shared prompt are last written by its first sample.
     ends = batch.ragged(c.ROUTED_EXPERTS).offsets.tolist()[1:]
     for (prompt, answer), end in zip(reversed(spans), reversed(ends), strict=True):
         of_answer = end - len(answer)

@@ -31,7 +31,7 @@ from rltrain.models.attention.scores import Kind, capped, tempered
 from rltrain.models.attention.varlen import flash_operators
 
 RING = "rltrain_ring"
-# Largest number of scores that are computed at once without a kernel.
+# Maximum number of scores that are computed at once if no kernel is used.
 _SCORES = 1 << 25
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Marks layers whose queries `tempered` scales.
+# Name of the attribute that marks layers whose queries `tempered` scales.
 _TEMPERED = "rltrain_tempered"
 
 
@@ -104,7 +104,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: Kind) 
     if kind.softcap is None and kind.sinks is None:
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=kind.scaling)
     if torch.is_grad_enabled():
-        # Recomputed in the backward pass. Otherwise autograd would keep the scores of all blocks.
+        # The scores are recomputed in the backward pass. Otherwise autograd would keep them for all blocks.
         again: Any = {"use_reentrant": False, "preserve_rng_state": False}
         result: Tensor = checkpoint(_products, query, key, value, mask, kind, **again)
         return result

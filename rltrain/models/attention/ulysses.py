@@ -160,7 +160,7 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     images = None if inputs.images is None else inputs.images.within(start, length)
     # Padding tokens are routed to expert 0.
     experts = None if inputs.experts is None else slice_of_row(inputs.experts, group)
-    # Indices within the slice. Predictors of other ranks are outside of it.
+    # Make the indices relative to the slice. Predictors of other ranks are outside of it.
     predictors = inputs.host_predictors - start
     own_places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
     places = send(own_places, tokens.device)
@@ -201,7 +201,7 @@ def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
     """Gather values [total, ...] of all tokens of the row from the slices of the ranks, without a gradient."""
     if group is None:
         return values
-    # As bytes, because indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
+    # Gathered as bytes, because indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
     own = values.contiguous().view(torch.uint8)
     slices = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(slices, own, group=group)

@@ -23,7 +23,7 @@ from rltrain.models.attention.scores import Kind
 _log = logging.getLogger(__name__)
 # npu_fusion_attention takes at most this many segments per call.
 _NPU_SEGMENTS = 1024
-# The largest head size of a flash kernel. torch's needs a multiple of 8.
+# The largest head size that a flash kernel supports. torch's kernel also needs a multiple of 8.
 _LARGEST_HEAD = 256
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Kind], Tensor]

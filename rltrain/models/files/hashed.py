@@ -140,7 +140,7 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on the same memory, but with a storage that is not larger than the tensor."""
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
-    if not tensor.nbytes:  # numpy has no stride for it
+    if not tensor.nbytes:  # numpy cannot represent the strides of an empty tensor
         return torch.empty_like(tensor)
     data = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
     return data.view(tensor.dtype).view(tensor.shape)
@@ -188,7 +188,7 @@ def write_weights(
     pieces(name): yields the rows of a weight in parts; ``weights`` may then be on the meta device.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Widest elements first, so that each tensor is aligned to its element size.
+    # Tensors with the widest elements come first, so that each tensor is aligned to its element size.
     order, end = sorted(weights, key=lambda name: (-weights[name].element_size(), name)), 0
     for name in order:
         start, end, tensor = end, end + weights[name].nbytes, weights[name]

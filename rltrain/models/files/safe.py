@@ -66,7 +66,7 @@ def _check(metadata: Any) -> None:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("it does not contain tensors")
     for name, described in metadata.state_dict_metadata.items():
-        # torch would unpickle anything else.
+        # Reject other entries, because torch would unpickle them.
         if not isinstance(described, TensorStorageMetadata):
             raise ValueError(f"{name} is no tensor")
     for place in metadata.storage_data.values():

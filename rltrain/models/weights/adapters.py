@@ -95,7 +95,8 @@ def write_mean(adapters: Sequence[Adapter], shares: Sequence[float], folder: Pat
         # An adapter without the layer contributes zeros.
         missing = rank - len(a)
         weights[layer + _A], weights[layer + _B] = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-    # Full layer names, because the combined patterns of several adapters could match layers that no adapter has.
+    # Targets are full layer names, because the combined patterns of several adapters could match layers that no adapter
+    # has.
     targets = [layer.removeprefix("base_model.model.") for layer in layers]
     config = {**adapters[0].config, "r": rank, "lora_alpha": rank, "use_rslora": False, "target_modules": targets}
     # Other filters would exclude some of these layers.

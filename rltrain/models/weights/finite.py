@@ -39,7 +39,7 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
             damaged.append(short)
         elif compute_dtype == torch.float16 != local.dtype and not all_finite(local.to(compute_dtype)):
             too_large.append(short)
-    # Infinite bounds in buffers are valid.
+    # Buffers are checked for NaN only, because they may contain infinite bounds.
     buffers = (
         (huggingface_name(name), buffer) for name, buffer in packed.named_buffers() if buffer.is_floating_point()
     )

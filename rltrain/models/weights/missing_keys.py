@@ -19,7 +19,7 @@ from rltrain.common.logs import count
 from rltrain.models.files.entries import Entries
 from rltrain.models.weights.key_mapping import KeyMapping
 
-# Parts that wrappers add to names: anywhere, and at the beginning.
+# Parts that wrappers add to names. The patterns match them anywhere, and at the beginning.
 _WORDS = (
     r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module|base_model\.model|base_layer|"
     r"original_module|modules_to_save\.default|module)\."
@@ -65,7 +65,7 @@ def _missing(entries: Entries, key_mapping: KeyMapping) -> str | None:
         shape, why = _shape(key_mapping, name)
         if why or shape != key_mapping.shapes[name]:  # an incomplete stack
             missing += [entry for entry in key_mapping.in_files([name]) if entry not in entries.empty]
-            # A rule with several ways to build a weight does not name each entry.
+            # A rule with several ways to build a weight does not name each entry, so `missing` may still be empty.
             short = [*short, name] if missing else short
     if not missing:
         return None

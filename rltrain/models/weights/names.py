@@ -38,9 +38,9 @@ Part = Literal["merged", "base", "adapters"]
 _PREFIX = "model."  # name of the Hugging Face model in `PackedModel`
 _BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # peft's infix in parameters of layers with adapters
 ADAPTER = ".lora_"  # follows the layer's name in all names of adapters
-# For an export. A sync uses rollout.update_weights_bucket_megabytes.
+# Bucket size of an export. A sync uses rollout.update_weights_bucket_megabytes.
 _BUCKET_BYTES = 512 << 20
-# Renamed in torch 2.13.
+# The function was renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -76,7 +76,7 @@ class CheckpointNames:
             conversions = [copy.deepcopy(each) for each in rules if type(each).__name__ != "PrefixChange"]
             _undo_turns(model, conversions)
             vars(model)["_weight_conversions"] = conversions
-        # Since transformers 5.6, the last conversion is undone first.
+        # Since transformers 5.6, conversions are undone in reverse order.
         self._order: dict[str, Any] = (
             {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
         )
@@ -169,7 +169,7 @@ def _buckets(
         if bucket and (filled + size > most_bytes or _layout(unit[0][1]) != _layout(bucket[0][1])):
             yield bucket, sizes
             bucket, sizes, filled = [], [], 0
-        # Merged while the bucket is filled, so that merged copies never exceed a bucket.
+        # Adapters are merged while the bucket is filled, so that merged copies never exceed a bucket.
         bucket += [_handed_over(name, weight, layers, names, part) for name, weight in unit]
         sizes.append(len(unit))
         filled += size

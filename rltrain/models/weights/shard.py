@@ -159,7 +159,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
         _compile_layers(model)
     sizes = spec.fsdp.expert_parallel_size, spec.tensor_size
     spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size, *sizes))
-    # Sharded on the meta device, the model gets memory only for its shards.
+    # The model was sharded on the meta device, so memory is allocated only for its shards.
     packed.to_empty(device=device.torch_device)
     # to_empty allocates tied weights separately.
     model.tie_weights()
@@ -173,7 +173,7 @@ def _compile_layers(model: PreTrainedModel) -> None:
     for layer in decoder_layers(model):
         if net := getattr(layer, "linear_attn", None):
             net.forward = torch.compiler.disable(net.forward)
-        # Only the forward, because FSDP's hooks must not be compiled.
+        # Compile only the forward, because FSDP's hooks must not be compiled.
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
@@ -201,7 +201,8 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
             log.warning("note: ranks cannot read slices of %s (%s): rank 0 reads it whole, for all", spec.path, why)
             kinds: Any = {"trust_remote_code": spec.trust_remote_code, "decoder_only": isinstance(packed, ScalarModel)}
             model = read_weights(spec.path, config, spec.master_dtype, **kinds)
-            # Buffers too: `to_empty` also emptied buffers that are not in checkpoints, such as rotary frequencies.
+            # Broadcast buffers too: `to_empty` also emptied buffers that are not in checkpoints, such as rotary
+            # frequencies.
             weights |= dict([*model.named_parameters(), *model.named_buffers()]) | weights
         _hand_out(packed, weights if dist.get_rank() == 0 else None)
 
@@ -255,7 +256,7 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
         group.set_force_sum_reduction_for_comms(True)
     # A tower is not split by tensor parallelism, so it is sharded over all ranks.
     whole = {id(module) for part in tower(packed.model) for module in part.modules()} if mesh.tensor else set()
-    # Layers first, so that the root gets the remaining parameters.
+    # Layers are sharded first, so that the root gets the remaining parameters.
     for layer in decoder_layers(packed.model):
         fully_shard(layer, mesh=mesh.all_shards if id(layer) in whole else mesh.weights, **held)
     # Embedding and head stay gathered until the end of the backward pass, and in forward-only passes until `reshard`.

@@ -163,7 +163,7 @@ def spread(
         cost = _time(ranks, work)
         if cost < least:
             best, least = ranks, cost
-        # The fixed cost is excluded, because no split avoids it.
+        # The fixed cost of micro-batches is not compared, because no split avoids it.
         if size == 1 or least - _MICRO_BATCH * len(best[0]) <= _GOOD_ENOUGH * ideal:
             return best
         size = (size + 1) // 2
@@ -206,7 +206,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
     for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
         key, owner, answer, prompt, answer_cost, prompt_cost, image_rows, image_cost, own_rows, node = numbers
         last = chunks[-1] if chunks else None
-        # A response too long to share its prompt's tokens adds them, even if it shares the images.
+        # A response that is too long to share its prompt's tokens adds these tokens, even if it shares the images.
         shares = key == owner
         if last is not None and key == last.key and len(last.ids) < size:
             pays = not (shares and last.prompt_tokens)
@@ -226,7 +226,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         numbers = [prompt + answer, whole, *shared, rows, image_rows, image_cost, node]
         chunks.append(_Chunk([sample], key, *numbers))
     if work.nodes is not None:
-        # The node that stores the most tokens of the chunk.
+        # A chunk prefers the node that stores most of its tokens.
         most = [int(np.bincount(nodes[chunk.ids], work.answers[chunk.ids]).argmax()) for chunk in chunks]
         chunks = [chunk._replace(node=node) for chunk, node in zip(chunks, most, strict=True)]
     # The greedy rule of `_fill` needs the costliest chunks first; the small ones then even out the differences.

@@ -111,7 +111,7 @@ class Alarms:
 
     def skipped(self, role: str, metrics: Metrics) -> Metrics:
         """Raise NonFiniteError if ``role`` skipped an optimizer step in three consecutive steps."""
-        # Per role, because otherwise a critic that is never updated would be hidden by an actor that is.
+        # Counted per role: otherwise updates of the actor would hide a critic that is never updated.
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(

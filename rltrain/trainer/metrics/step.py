@@ -281,8 +281,8 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     total = response + int(samples[c.PROMPT_LENGTH].sum())
     step = timing["timing_s/step"]
     thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
-    # With `rollout.tail` the batch includes tokens of earlier steps and lacks some of this one, so it does not measure
-    # the engines.
+    # With `rollout.tail` the batch includes tokens of earlier steps and lacks some of this step, so its size does not
+    # measure the speed of the engines.
     sampled = int(samples[c.POLICY_TOKENS].sum())
     generated = timing.get("rollout/tail/tokens_generated", sampled + thrown_away)
     metrics = {

@@ -35,7 +35,7 @@ class StepTimer:
         started = time.perf_counter()
         try:
             yield
-        # Recorded even after an error. Summed, because dynamic sampling repeats phases.
+        # Seconds are recorded even after an error. They are summed, because dynamic sampling repeats phases.
         finally:
             seconds = time.perf_counter() - started
             self._open.pop()

@@ -69,7 +69,8 @@ class LinksWorker(Links):
                 f"rank {self._rank}: a collective returned wrong values. Do not train on these devices: python -m "
                 "rltrain.doctor tests them pair by pair."
             )
-        # Bytes that each rank sends in a ring, so the result is the link bandwidth for any number of ranks.
+        # Count the bytes that each rank sends in a ring, so that the result is the link bandwidth for any number of
+        # ranks.
         share = 4 * size * (self._world - 1) / max(self._world, 1) / 1e9
         return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
 

@@ -104,7 +104,7 @@ class Answering:
         """All tokens that end a turn."""
         self._row: Callable[[int], PromptRow]
         self._seeds: NDArray[np.uint64]
-        # By trajectory: its number at the executors, and its last turn if that waits for a reply.
+        # Mappings between trajectories and their numbers at the executors, and the last turns that wait for a reply.
         self._numbers: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._open: dict[Key, _Open] = {}
@@ -112,7 +112,7 @@ class Answering:
 
     def begin(self, row: Callable[[int], PromptRow], seeds: NDArray[np.uint64]) -> None:
         """Start a task. row: returns the row of a prompt index. seeds [prompts]: seeds for environments."""
-        # Cached: building a row took longer than parsing a turn, and every turn needs it.
+        # Rows are cached, because every turn needs one, and building a row took longer than parsing a turn.
         self._row, self._seeds = cache(row), seeds
         self.reset()
 

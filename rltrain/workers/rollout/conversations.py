@@ -250,7 +250,7 @@ class Conversations:
     def is_pending(self, prompt_index: int, sample: int) -> bool:
         """Return True if a conversation waits for its next turn."""
         _, conversation = self._waiting.get((prompt_index, sample), (None, None))
-        # After a truncated turn, or a reply that leaves no room, only the end is pending.
+        # After a truncated turn, or a reply that leaves no room, the conversation only waits for the report of its end.
         return conversation is not None and not conversation.truncated
 
     def _room(self, conversation: Conversation) -> int:

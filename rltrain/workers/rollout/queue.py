@@ -131,7 +131,7 @@ class JobQueue:
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.is_leader else None)
         jobs = [self._jobs[number] for number in numbers]
-        self.taken += jobs  # without preparation, because prepared jobs may be large
+        self.taken += jobs  # before preparation, because prepared jobs may be large
         return self._prepare(jobs)
 
     def _draw(self, most: int) -> tuple[list[int], bool]:
@@ -154,7 +154,7 @@ class JobQueue:
         if num_jobs > 1:
             if self._store.add(key, 1) < num_jobs:
                 return
-            # Otherwise the store would keep a key for every prompt of the run.
+            # Delete the counter, because otherwise the store would keep a key for every prompt of the run.
             self._store.delete_key(key)
         # Count required prompts first, so that no replica sees the total without them.
         if job.prompt_index < self._num_required:

@@ -26,7 +26,7 @@ KEPT = (
     c.TOKEN_AGES, c.OLDEST,
 )  # fmt: skip
 WRITTEN = (*KEPT, c.ROW, c.SLOT)
-# Payload columns with the column of their row lengths.
+# Payload columns, each with the number that is the length of its rows.
 _LENGTHS = {c.RESPONSE: c.RESPONSE_LENGTH, c.RESPONSE_MASK: c.RESPONSE_LENGTH, c.ROLLOUT_LOG_PROBS: c.POLICY_TOKENS}
 _DTYPES = {c.RESPONSE: torch.int32, c.RESPONSE_MASK: torch.bool, c.ROLLOUT_LOG_PROBS: torch.float32}
 

@@ -55,7 +55,7 @@ class OffloadManager:
     def add_model(self, role: Role, model: nn.Module, *phases: str, offload: bool) -> None:
         """Register a sharded model that ``phases`` need; with ``offload`` it is on the host in all other phases."""
         known = {id(weight) for other in self.models.values() for weight in other.parameters()}
-        # Measured now, because a forward pass may replace shards by full weights.
+        # Bytes are measured now, because a forward pass may replace shards by full weights.
         self._weight_bytes[role] = sum(local(weight).nbytes for weight in model.parameters() if id(weight) not in known)
         self.models[role] = model
         if offload and self._queue is not None:
@@ -197,7 +197,7 @@ class _Offloadable:
     def onload(self) -> None:
         """Queue the copies to the device, part by part."""
         parts, device = self.parts(), self.device.torch_device
-        # Memory is allocated on the compute stream, where freed memory may still be in use.
+        # Memory is allocated on the compute stream, because kernels there may still use memory that was just freed.
         on_device = {name: torch.empty_like(self._host_copies[name], device=device) for part in parts for name in part}
         self.queue.wait_stream(self.device.current_stream())
         for number, part in enumerate(parts):

@@ -106,7 +106,7 @@ def _everyones(rows: Tensor, copies: int) -> tuple[Tensor, slice]:
     size = torch.tensor([len(rows)])
     sizes = [torch.empty_like(size) for _ in ranks]
     dist.all_gather(sizes, size)
-    # Padded, because an all-gather needs equal sizes.
+    # Rows are padded, because an all-gather needs equal sizes.
     padded = rows.new_zeros((int(torch.cat(sizes).max()), rows.shape[1]))
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in ranks]

@@ -123,7 +123,7 @@ class HFRollout:
     def generate(self, source: Source, sampling: Sampling) -> None:
         kv, offloaded = KeyValues(self._device.torch_device, self._block), OffloadedRows()
         turns = RunningTurns(sampling.max_tokens, self._max_model_len, source, self._stop_texts(sampling.stop))
-        # Context tokens per row, for a repetition penalty.
+        # Mask of the tokens in each row's context, for a repetition penalty.
         seen = self._seen_of([]) if sampling.repetition_penalty != 1 else None
         rows = np.zeros(0, dtype=np.int64)
         hidden = torch.empty(0, self.model.config.get_text_config().hidden_size, dtype=self._dtype)
@@ -230,7 +230,7 @@ class HFRollout:
         texts: list[EncodedPrompt] = []
         counts, begun = [], []
         for job in jobs:
-            # Samples with given tokens have different texts.
+            # Samples with given tokens have different texts, which are computed separately.
             parts = job.begun or [job.asked]
             texts += parts
             counts += [1] * len(parts) if job.given else [len(job.samples)]

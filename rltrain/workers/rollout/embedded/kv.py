@@ -248,7 +248,7 @@ class KeyValues:
         """
         queries = query.split([chunk.length for chunk in self._chunks], 2)
         outputs = [self._rest(layer, *part, kind) for part in zip(self._chunks, queries, strict=True)]
-        # Contiguous, because some models call view on it.
+        # The result must be contiguous, because some models call view on it.
         return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
     def _rest(self, layer: Call, chunk: PromptChunk, query: Tensor, kind: Kind) -> Tensor:
@@ -370,7 +370,7 @@ def _enlarged(pair: Pair, count: int, width: int) -> Pair:
     have, _, columns, _ = pair.keys.shape
     if have >= count and columns >= width:
         return pair
-    # A quarter more, so that not every added prompt requires a copy.
+    # Allocate a quarter more, so that not every added prompt requires a copy.
     count = have if have >= count else max(count, have + have // 4)
     larger = Pair(*(tensor.new_zeros(count, tensor.shape[1], max(columns, width), tensor.shape[3]) for tensor in pair))
     for new, old in zip(larger, pair, strict=True):

@@ -79,7 +79,7 @@ class SGLangRollout:
             "dtype": str(settings.dtype).removeprefix("torch."),
             "device": device.kind,
             "tp_size": settings.replica.size,
-            # Otherwise each of its processes keeps a core busy between generations.
+            # Without this, each of the engine's processes keeps a core busy between generations.
             "sleep_on_idle": True,
             # Without seeds per request (on the CPU), replicas must not use the same random numbers.
             "random_seed": settings.replica.number,

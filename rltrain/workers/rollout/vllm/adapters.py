@@ -81,7 +81,7 @@ class AdapterSlot:
 
         if not hasattr(BaseLayerWithLoRA, "load_weights"):
             raise ConfigError(f"{_KEY}: this vLLM cannot update weights under adapters; vLLM 0.32 can. {_MERGE}")
-        # A path that does not exist, so that a missing adapter is an error and is not searched on the hub.
+        # The path does not exist, so that a missing adapter is an error and is not searched for on the hub.
         self.request = LoRARequest("policy", _NUMBER, "/in memory")
         self._runner = runner
         self._manager = runner.lora_manager._adapter_manager

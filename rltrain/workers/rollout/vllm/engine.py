@@ -76,12 +76,12 @@ class VLLMRollout:
             "skip_tokenizer_init": not sees,
             "load_format": "dummy",  # the trainer's weights are synced before the first response
             "dtype": str(settings.dtype).removeprefix("torch."),
-            # Unused: `CountedSampler` computes its random numbers.
+            # The seed is unused, because `CountedSampler` computes the random numbers.
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
             "enable_expert_parallel": rollout.expert_parallel_size > 1,
-            # It would check the devices of other ranks, but every worker sees only one device.
+            # Disabled, because it would check the devices of other ranks, but every worker sees only one device.
             "disable_custom_all_reduce": True,
             # NCCL's default of ten minutes would kill a process that waits for a late rank, before the late rank can be
             # reported.
@@ -96,8 +96,8 @@ class VLLMRollout:
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
-            # By default vLLM returns log-probs before applying the temperature; these are from `CountedSampler`, after
-            # it.
+            # By default vLLM returns log-probs before applying the temperature. In this mode it returns the log-probs
+            # of `CountedSampler`, after applying it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
             "hf_overrides": split_by_owner(config, settings.model.override)

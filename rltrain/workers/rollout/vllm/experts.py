@@ -39,7 +39,7 @@ class ExpertNotes:
         self._dtype = np.uint8 if num_experts(config) <= 256 else np.int16
         # Choices of the last forward pass, by layer.
         self._chosen: dict[int, Any] = {}
-        # By random stream, because vLLM renames requests.
+        # Routing of each request by its random stream, because vLLM renames requests.
         self._parts: dict[Hashable, list[tuple[int, Experts]]] = defaultdict(list)
         module.bind_routed_experts_capturer(runner.get_model(), self)
 

@@ -70,7 +70,7 @@ class CountedSampler(nn.Module):
         sampler.greedy_sample = lambda logits: greedy(counted._without_never(counted._noted(logits)))
         penalise, log_probs_of = sampler.apply_penalties, sampler.compute_logprobs
         sampler.apply_penalties = lambda logits, *rest: penalise(counted._remembered(logits), *rest)
-        # Still used for greedy responses.
+        # vLLM still calls this for greedy responses.
         sampler.compute_logprobs = lambda logits: log_probs_of(counted._unpenalised(logits))
         # vllm-ascend ignores the requested mode, and would compute unused log-probs.
         sampler.logprobs_mode = "processed_logprobs"

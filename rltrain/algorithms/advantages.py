@@ -167,7 +167,8 @@ def remax(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
 
 @built_in
 def optimal_token_baseline(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
-    """Compute A_t = G_t - B_t, B_t = sum_i G_i,t W_i,t / sum_i W_i,t over the group's responses of more than t tokens.
+    """Compute A_t = G_t - B_t, B_t = sum_i G_i,t W_i,t / sum_i W_i,t over the group's responses with more than t
+    tokens.
 
     G_t = sum_{u >= t} r_u. W_t = sum_{u <= t} w_u is the accumulated gradient energy: w = 1 - 2 pi + sum_v pi_v^2, the
     squared norm of 1_token - pi, times the squared importance weight if there is one (2602.07078). B is 0 where only

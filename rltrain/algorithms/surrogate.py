@@ -133,7 +133,7 @@ def policy_loss(
 
 
 def clip_range(cfg: ActorConfig) -> tuple[float, float]:
-    """Return (low, high): ``clip_ratio`` twice, or the asymmetric pair if it is set."""
+    """Return (low, high): ``clip_ratio`` for both, unless ``clip_ratio_low`` or ``clip_ratio_high`` is set."""
     low = cfg.clip_ratio if cfg.clip_ratio_low is None else cfg.clip_ratio_low
     high = cfg.clip_ratio if cfg.clip_ratio_high is None else cfg.clip_ratio_high
     return low, high
@@ -146,7 +146,9 @@ def ppo(ratio: PerToken, advantages: PerToken, cfg: ActorConfig) -> tuple[PerTok
 
 
 def dual_clip(ratio: PerToken, advantages: PerToken, cfg: ActorConfig) -> tuple[PerToken, dict[str, TokenMask]]:
-    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), with A < 0 at most -A clip_ratio_c; and masks of both clips.
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A clip_ratio_c if A < 0.
+
+    Also returns masks of the tokens to which each clip applies.
 
     Schulman et al. 2017, eq. 7; Ye et al. 2020, dual-clip PPO, eq. 5.
     """

@@ -90,7 +90,7 @@ class PolicyModel(PackedModel):
         """Routing of a model with experts; otherwise None."""
 
     def measure_load(self) -> None:
-        """Start counting the tokens of each expert in forwards with gradients. Not for compiled layers."""
+        """Start counting the tokens of each expert in forwards with gradients. Layers must not be compiled."""
         if self.routing is not None:
             self.routing.measure_load()
 

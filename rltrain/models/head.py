@@ -104,7 +104,7 @@ class Scaling(NamedTuple):
         return torch.tanh(logits * (self.multiplier / self.cap)) * (self.cap / self.temperature)
 
     def apply_(self, x: Tensor) -> Tensor:
-        """Compute `apply`, bitwise equal, in place if ``x`` is in fp32."""
+        """Compute the same as `apply`, bitwise, but in place if ``x`` is in fp32."""
         logits = x.float()
         if not self.cap:
             factor = self.multiplier / self.temperature

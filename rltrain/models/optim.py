@@ -66,7 +66,7 @@ def _norm(group: list[nn.Parameter]) -> Tensor:
 
 
 def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters with the same device mesh and placements, because a fused kernel requires equal ones."""
+    """Group parameters with the same device mesh and placements, because fused kernels require equal ones."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         spread = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -77,7 +77,7 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 class LossScale:
     """Loss scale for gradients in float16, in which numbers below 6e-8 are 0 (Micikevicius et al. 2018, section 3.2).
 
-    It starts, halves and doubles like torch.amp.GradScaler. GradScaler is not used, because its ranks decide
+    It starts, halves and doubles like torch.amp.GradScaler. GradScaler is not used, because each rank would decide
     independently, after an additional device sync. Here a number reduced over all ranks decides whether a step is
     taken, as for every other dtype. All values are powers of two, so scaling loses no precision.
     """

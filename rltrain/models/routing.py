@@ -2,9 +2,9 @@
 
 A router's choice is a step function of its input. Different rounding in two passes (different kernels, micro-batches or
 engine precision) sends a few tokens of every layer to different experts, and their log-probs then differ by more than
-rounding. If the choice of an earlier pass is replayed (Zheng et al. 2025, arXiv 2507.18071, section 5.3; of the engine:
-Ma et al. 2025, arXiv 2510.11370), the weights of the chosen experts still come from the router, which keeps its
-gradient.
+rounding. If the choice of an earlier pass is replayed (Zheng et al. 2025, arXiv 2507.18071, section 5.3; for the choice
+of the engine: Ma et al. 2025, arXiv 2510.11370), the weights of the chosen experts still come from the router, which
+keeps its gradient.
 
 Every family has its own router, but most select the largest scores by ``torch.topk`` and use only its result. Therefore
 the call is intercepted, and no router has to be reimplemented here. Routers that select differently cannot be recorded,
@@ -129,7 +129,8 @@ class Routing:
 
     @contextmanager
     def counting(self, times: Tensor | None) -> Iterator[None]:
-        """Count the experts of a forward's tokens, each ``times`` [tokens] times; None: do not count.
+        """Count the experts of the tokens in a forward. times [tokens]: how often each token counts (None: do not
+        count).
 
         Recomputation in the backward pass is outside of this context, and is not counted.
         """
@@ -149,9 +150,12 @@ class Routing:
                 self._load.end()
 
     def balance_loss(self) -> Tensor | None:
-        """Return sum over layers, experts and tokens of weight x times x share, for the last forward under `counting`.
+        """Return the load-balancing loss of the last forward under `counting`.
 
-        The router's shares of all experts sum to 1 per token. Only the shares have a gradient. None without weights.
+        It is the sum over layers, experts and tokens of weight x times x share.
+
+        The router's shares of all experts sum to 1 per token. Only the shares have a gradient. Returns None if
+        `balance` has set no weights.
         """
         terms, self._terms = self._terms, []
         return torch.stack(terms).sum() if terms else None
@@ -170,8 +174,8 @@ class Routing:
         return self._load.total if self._load and self._load.covers_all else None
 
     def _go_around(self) -> None:
-        """Wrap the forward of the blocks that make and use the choice, so that recomputation is included. Only on
-        demand, because compiled layers would be compiled with the wrapper.
+        """Wrap the forward of the blocks that make and use the choice, so that recomputation is included. This is done
+        on demand, because compiled layers would be compiled with the wrapper.
         """
         for number, block in enumerate(() if self._is_around else self._blocks):
             block.forward = partial(self._run, block.forward, number)

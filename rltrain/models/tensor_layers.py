@@ -157,7 +157,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """This rank's share of rows that all ranks have, whose gradient is gathered."""
+    """This rank's share of rows that all ranks have. The gradients of the shares are gathered."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:

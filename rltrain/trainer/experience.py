@@ -2,7 +2,7 @@
 
 Problem: dynamic sampling may never find enough informative groups once the policy solves nearly all prompts. Choice:
 the number of rounds is bounded and rejected groups fill the batch, so every batch has the planned size. Left out:
-keeping surplus groups for the next step, because its policy is a different one.
+keeping surplus groups for the next step, because the policy of that step is a different one.
 """
 
 from __future__ import annotations

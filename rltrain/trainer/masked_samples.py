@@ -58,8 +58,8 @@ def loss_masks(
     """Return ``left_out`` [n], masked in the loss, and ``uncompared`` [n], also excluded from the baseline.
 
     compares: the estimator compares the responses to a prompt, so the only remaining response of a group is excluded.
-    mask_truncated: mask truncated responses. by_token: also exclude them from the baseline, because token estimators
-    weight it by the responses' gradients.
+    mask_truncated: mask truncated responses. by_token: also exclude truncated responses from the baseline, because
+    token estimators weight it by the responses' gradients.
     """
     failed = failed_of(samples)
     failed = failed | samples[c.TRUNCATED] if mask_truncated and by_token else failed

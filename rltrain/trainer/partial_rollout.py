@@ -73,7 +73,7 @@ class PendingPrompts:
         return {"target_complete": target, "num_required": self._num_waited_for(started), "pending_mask": mask}
 
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
-        """Return the number of (first) prompts that the step must complete.
+        """Return the number of prompts, counted from the first, that the step must complete.
 
         carry_over: the prompts over the age limit. oversample: if any prompt is over the limit, all prompts that were
         discarded before, because the step is long anyway.

@@ -64,7 +64,7 @@ class StepRecord:
 class PPOTrainer:
     """Driver of policy, critic, reference and rewards through the steps of ``plan``.
 
-    prompts: needed for their image sizes. on_phase(name): called at the start of a phase.
+    prompts: training prompts, for their image sizes. on_phase(name): called at the start of a phase.
     """
 
     def __init__(

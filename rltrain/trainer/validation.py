@@ -125,7 +125,7 @@ class Validation:
         return summary_metrics(sources, self._rewards.extra_infos("val"), columns, self.num_samples)
 
     def _answer(self, step: int, stop: Stop) -> tuple[Samples, dict[str, Column], int] | None:
-        """Return the responses to all validation prompts, scores, and responses per prompt."""
+        """Return the responses to all validation prompts, their scores, and the number of responses per prompt."""
         rows, num_samples, at_once = np.arange(self.num_prompts, dtype=np.int32), self.num_samples, self.prompts_at_once
         parts = []
         # Chunks have equal sizes, because in a small last chunk more than half of the responses may fail by chance,
@@ -152,7 +152,7 @@ class Validation:
 
 
 def sampling_of(keys: RolloutConfig | ValKwargs, rollout: RolloutConfig, data: DataConfig, *, greedy: bool) -> Sampling:
-    """Return the sampling parameters of ``keys``, with ``rollout`` for keys that have no value."""
+    """Return the sampling parameters of ``keys``, with the values of ``rollout`` for keys that have none."""
     most = (keys.max_tokens if isinstance(keys, ValKwargs) else None) or data.max_response_length
     stop = tuple(rollout.stop if keys.stop is None else keys.stop)
     return Sampling(

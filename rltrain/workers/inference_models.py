@@ -66,8 +66,8 @@ def _on_host(model: PackedModel, outputs: Sequence[Any]) -> list[Tensor]:
 
 
 class InferenceWorker(InferenceModels):
-    """``models``: frozen policies by role. Excludes the reference of an actor with adapters, and a judge, which
-    generates text and runs no pass over the samples."""
+    """Frozen policies of a rank, by role in ``models``. These exclude the reference of an actor with adapters, and a
+    judge, which generates text and runs no pass over the samples."""
 
     def __init__(self, specs: Specs, passes: StepPasses, offloader: OffloadManager, temperature: float) -> None:
         self._offloader, self._temperature = offloader, temperature
@@ -98,7 +98,7 @@ class ReferenceDistribution:
         self._model, self._divergence = model, divergence
 
     def states(self, inputs: PackedInputs) -> ReferenceStates:
-        """Compute the input of the comparison in `models.head`. Call `free` afterwards."""
+        """Compute the hidden states for the comparison in `models.head`. Call `free` afterwards."""
         # The model uses its own router, even if the policy replays another routing.
         with torch.no_grad(), adapters_off(self._model):
             hidden = self._model(replace(inputs, experts=None), states_only=True)

@@ -1,9 +1,9 @@
 """Judge: a generative reward model whose replies score responses.
 
 It shares the device in time like every role. Its weights are sharded over all ranks like the reference's and may be
-offloaded. To reply, they are sent to an engine of the policy's type by the policy's weight sync, including the canary,
-and freed when another phase begins. Messages are dealt to the ranks by length, not pulled from a shared queue, so that
-batches, and therefore every bit of a reply, depend only on the messages.
+offloaded. For a call, the weights are sent to an engine of the policy's type by the policy's weight sync (including the
+canary), and freed when another phase begins. Messages are dealt to the ranks by length, not pulled from a shared queue,
+so that batches, and therefore every bit of a reply, depend only on the messages.
 
 Left out: images, and engines that allocate their memory at startup, because a process can have only one of these.
 """

@@ -304,7 +304,7 @@ class RolloutWorker(Rollout):
         return self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
-        """Return the texts of jobs that ended since the last call. Waits for the first.
+        """Return the texts of jobs that ended since the last call. Waits up to ``wait_s`` for the first one.
 
         Called from a thread other than the generating one.
         """

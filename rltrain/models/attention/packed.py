@@ -153,7 +153,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
 def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     """Split ``tensor`` [1, kv heads, tokens, d] into the keys that each segment sees.
 
-    Uses split, because the gradient of a slice is as large as the whole tensor.
+    The tensor is split, not sliced, because the gradient of a slice is as large as the whole tensor.
     """
     parts = tensor.split(plan.query_lengths, dim=2)
     # A prefix is always a complete earlier segment, so its keys are one of the parts.

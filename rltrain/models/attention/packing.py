@@ -147,7 +147,7 @@ class AttentionPlan:
 
 
 def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
-    """Split a segment at multiples of ``size``, in positions of its sample."""
+    """Split a segment at positions of its sample that are multiples of ``size``."""
     start, place = segment.start, segment.prefix_length
     partial = place % size
     prefix = (segment.prefix[1] - partial, segment.prefix[1]) if partial else (0, 0)
@@ -293,7 +293,7 @@ def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
 
 
 class _Laid:
-    """Builder of a row of segments. images: mapping from prompt index; own_images: images of responses."""
+    """Builder of a row of segments. images: images by prompt index. own_images: images of responses."""
 
     def __init__(self, images: Mapping[int, PromptImages], own_images: Sequence[PromptImages | None]) -> None:
         self.rows: list[Tensor] = []
@@ -317,7 +317,8 @@ class _Laid:
     ) -> int:
         """Append a segment of the prompt's tokens, the response's or both, each (start, length) in the batch.
 
-        Returns the row index after it. prompt_length: length of the prompt in ``prefix``, if only a response is added.
+        Returns the row index after the segment. prompt_length: length of the prompt in ``prefix``, if only a response
+        is added.
         """
         start, images = self.segments[-1].stop if self.segments else 0, self._images.get(prompt)
         ranges = [span for span in (question, answer) if span and span[1]]
@@ -349,7 +350,8 @@ def per_policy_token(values: Tensor, batch: Batch) -> Ragged:
 
 
 def per_computed_token(values: Tensor, batch: Batch) -> Ragged:
-    """Group model outputs for all tokens of ``pack(batch)``, in the order of `PackedInputs.by_sample`, by sample."""
+    """Group model outputs by sample. They are for all tokens of ``pack(batch)``, in the order of
+    `PackedInputs.by_sample`."""
     return Ragged(values, computed_tokens(batch))
 
 
@@ -363,7 +365,8 @@ def computed_tokens(batch: Batch) -> Tensor:
 
 
 def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
-    """Pack rows of token ids. The predictor of a row is its last token. No rows pack to one dummy token."""
+    """Pack rows of token ids. The predictor of a row is its last token. If there are no rows, one dummy token is
+    packed."""
     if not rows:
         return pack(Batch(), device)
     lengths = torch.tensor([len(row) for row in rows])

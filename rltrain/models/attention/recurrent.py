@@ -162,8 +162,8 @@ def _by_plan(advance: Advance, projected: Projected, weights: Weights, plan: Att
 def _rounds(
     plan: AttentionPlan, device: torch.device
 ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor]:
-    """Return the token order with prefix-free segments first, its inverse, the lengths of those segments and of the
-    others, and for each of the others the index of its prompt among the first.
+    """Return the order of tokens in which segments without a prefix come first, the inverse of this order, the segment
+    lengths in both groups, and for each segment with a prefix the index of its prompt in the first group.
     """
     firsts = [segment for segment in plan.segments if not segment.prefix_length]
     seconds = [segment for segment in plan.segments if segment.prefix_length]
@@ -247,7 +247,8 @@ def _convolve(
 
 
 def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
-    """Map row [..., n, channels] to [..., n - width + 1, channels]. Sums are in fp32, as in kernels."""
+    """Apply filters and activation to row [..., n, channels]. Returns [..., n - width + 1, channels]. Sums are in fp32,
+    as in kernels."""
     filters = weights.filters.float().mT
     length = row.shape[-2] - len(filters) + 1
     # Computed by explicit products, because not every device has a depthwise convolution.

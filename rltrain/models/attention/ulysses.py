@@ -48,7 +48,7 @@ def sequence_group(
 def heads_problem(config: PretrainedConfig, size: int, key: str, ring: int = 1) -> str | None:
     """Return why the model's attention cannot be split into ``size`` parts, as ``key`` requires, or None.
 
-    ring: size of the rings over such groups. Recurrent layers divide their heads among all ranks of a sequence.
+    ring: size of the rings that connect such groups. Recurrent layers divide their heads among all ranks of a sequence.
     """
     text = config.get_text_config()
     # The states of recurrent layers are per value head.

@@ -122,7 +122,8 @@ class Planner(DefaultSavePlanner):
         self._copied = torch.empty(0)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return the next object for DCP, which writes sequentially (`HashingWriter`)."""
+        """Return the next object to write. The previous copy is freed, because DCP writes sequentially
+        (`HashingWriter`)."""
         payload = super().transform_object(write_item, object)
         if not isinstance(payload, torch.Tensor) or payload.is_cpu:
             return alone(payload) if isinstance(payload, torch.Tensor) else payload

@@ -48,7 +48,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
-    """Read the metadata of a sharded checkpoint, without running code. Raises CheckpointError for anything else."""
+    """Read the metadata of a sharded checkpoint, without running code. Raises CheckpointError if the file contains
+    anything else."""
     file = Path(folder) / METADATA
     try:
         metadata = _Unpickler(io.BytesIO(patiently(file, file.read_bytes))).load()

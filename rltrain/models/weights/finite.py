@@ -28,8 +28,8 @@ def all_finite(values: Tensor) -> bool:
 def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, files: Callable[[str], str]) -> None:
     """Raise NonFiniteError on all ranks if any rank has a weight that is not finite (a collective).
 
-    compute_dtype: dtype to which weights are cast. key: names the checkpoint, ``key=path``. files(name): the files of a
-    weight.
+    compute_dtype: dtype to which weights are cast. key: name of the checkpoint in messages (``key=path``). files(name):
+    the files of a weight.
     """
     damaged, too_large = [], []
     for name, parameter in packed.named_parameters():

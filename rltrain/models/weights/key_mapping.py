@@ -116,8 +116,8 @@ class KeyMapping:
         return weight[0] if isinstance(weight, list) else weight
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight that is built from its entries. Raises any error of a rule for unexpected
-        shapes."""
+        """Return the shape of a weight that is built from its entries. If shapes are unexpected, a rule may raise any
+        error."""
         entry, pattern = self.entries(name)[0]
         # On the meta device, running a rule is free.
         return tuple((self.make(name, self._empty.__getitem__) if pattern else self._empty[entry]).shape)

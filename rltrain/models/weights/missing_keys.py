@@ -35,7 +35,8 @@ _ROWS = 8
 
 
 def refuse(key: str, entries: Entries, key_mapping: KeyMapping) -> None:
-    """Raise ConfigError if a weight of the model is missing or wrong in the files. key: names the checkpoint."""
+    """Raise ConfigError if a weight of the model is missing or wrong in the files. key: config key of the checkpoint,
+    for the message."""
     for look in (_missing, _misfit, _adapters, _twice):
         if problem := look(entries, key_mapping):
             raise ConfigError(f"{key}={entries.path}: {problem}")

@@ -85,7 +85,7 @@ class CheckpointNames:
         self._converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
 
     def unit(self, name: str) -> str:
-        """Return a key that is equal for all weights in memory that form one weight in a checkpoint."""
+        """Return a key for grouping: weights in memory with the same key form one weight in a checkpoint."""
         return rename_source_key(name, self._renamings, self._converters, **self._order)[0]
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -152,7 +152,8 @@ Bucket = list[tuple[str, Tensor]]
 def _buckets(
     packed: nn.Module, dtype: torch.dtype, most_bytes: int, names: CheckpointNames | None, part: Part
 ) -> Iterator[tuple[Bucket, list[int]]]:
-    """Yield buckets of at most ``most_bytes``, or with a single unit, and the number of weights in each unit."""
+    """Yield buckets of at most ``most_bytes`` (more only for a single larger unit), and the number of weights in each
+    unit."""
     layers = dict(lora_layers(packed)) if part == "adapters" else adapted_weights(packed)
     units: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in packed.named_parameters():
@@ -280,6 +281,7 @@ def _num_shards(weight: Tensor) -> int:
 
 
 def _shard_size(weight: Tensor) -> int:
-    """Return the elements of the largest shard. FSDP2 shards like torch.chunk: full, one shorter, then empty ones."""
+    """Return the number of elements of the largest shard. FSDP2 shards like torch.chunk: full, one shorter, then empty
+    ones."""
     rows, *others = _part_shape(weight) or [1]
     return -(-rows // _num_shards(weight)) * math.prod(others)

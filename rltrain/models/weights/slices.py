@@ -28,7 +28,7 @@ class NotSliceable(Exception):
 class SlicedCheckpoint:
     """Weights of a folder or hub name under the names of ``plain``, an empty model on the meta device.
 
-    key: config key, for messages. Raises NotSliceable, and ConfigError for files that miss a weight.
+    key: config key, for messages. Raises NotSliceable, and ConfigError for files that lack a weight.
     """
 
     def __init__(self, path: str, plain: PreTrainedModel, key: str = "model.path") -> None:

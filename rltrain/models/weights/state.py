@@ -39,7 +39,7 @@ def load_training_state(
     *,
     texts_alone: bool = False,
 ) -> list[str]:
-    """Load weights, and unless ``optimizer`` is None its state and ``loss_scale``, into this run (a collective).
+    """Load the weights into this run, and with ``optimizer`` also its state and ``loss_scale`` (a collective).
 
     Without ``optimizer``, the checkpoint may lack the vision tower. The tower then keeps the weights of the model's
     folder, which a note reports. Another note reports a missing loss scale. texts_alone: nothing is trained and prompts

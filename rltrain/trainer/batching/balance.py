@@ -170,7 +170,8 @@ def spread(
 
 
 def _time(ranks: list[list[Ids]], work: Workload) -> float:
-    """Return the total time. Ranks synchronise at every micro-batch, so each takes as long as its slowest rank."""
+    """Return the total time. Ranks synchronise at every micro-batch, so each micro-batch takes as long as on its
+    slowest rank."""
     return sum(max(map(work.cost, turn)) + _MICRO_BATCH for turn in zip(*ranks, strict=True))
 
 

@@ -89,7 +89,7 @@ def decode_metrics(metrics: Metrics, sizes: Mapping[str, float], num_devices: in
     """Return ``perf/mbu/rollout``: bytes that decoding must read / (generate_sequences x devices x device bandwidth).
 
     These bytes are the weights once per decode step of a replica, and keys and values of the context once per token.
-    That is a lower bound, so the share is one too. Empty if the bandwidth is unknown.
+    That is a lower bound, so the metric is a lower bound too. Empty if the bandwidth is unknown.
     """
     if not (bandwidth := sizes.get("peak_bandwidth")):
         return {}

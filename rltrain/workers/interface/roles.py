@@ -30,7 +30,8 @@ class Models(Protocol):
     """All models of a process: `HybridWorker`."""
 
     def init_models(self, passes: StepPasses) -> dict[str, Any]:
-        """Load the models of ``passes.roles`` and the rollout engine. Returns sizes."""
+        """Load the models of ``passes.roles`` and the rollout engine. Returns sizes of the models and rates of the
+        device."""
 
 
 class Links(Protocol):

@@ -58,7 +58,7 @@ class Job:
     images: PromptImages | None = None
     """Images of the prompt as the trainer processed them, so that no engine scales or crops them differently."""
     given_images: PromptImages | None = None
-    """Images of the given tokens, likewise; only in jobs of one sample."""
+    """Images of the given tokens, as the trainer processed them. Only jobs of one sample have any."""
     begins_turn: bool = False
     """True if the given tokens end with a reply to the policy. Otherwise they are the beginning of the same turn."""
 

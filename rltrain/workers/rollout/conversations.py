@@ -181,7 +181,7 @@ class Conversations:
         self._running: dict[Key, tuple[_Started, Conversation]] = {}
 
     def next_jobs(self, most: int) -> list[Job]:
-        """Return next turns of conversations, then jobs as `JobQueue.next_jobs`."""
+        """Return next turns of conversations, then new jobs from `JobQueue.next_jobs`."""
         self._listen()
         ready, self._ready = self._ready[:most], self._ready[most:]
         return [*map(self._next_turn, ready), *self._take_new(most - len(ready))]
@@ -275,7 +275,7 @@ class Conversations:
                 self._finished(started.job, started.conversations)
 
     def wait(self) -> bool:
-        """Return True if conversations wait for tools, after waiting up to _WAIT_S."""
+        """Wait up to _WAIT_S for a reply. Returns True if conversations wait for tools."""
         if not self._waiting or self._queue.stopped():
             return False
         if not self._ready:

@@ -126,7 +126,7 @@ class JobQueue:
         self._empty = False
 
     def next_jobs(self, most: int) -> list[Job]:
-        """Return jobs of at most ``most`` samples in total; none if none is left or the largest does not fit."""
+        """Return jobs of at most ``most`` samples in total; no job if none is left or the largest would not fit."""
         if self._empty or most < self._largest or self.stopped():
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.is_leader else None)

@@ -50,7 +50,7 @@ def choose(
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive logits of seen tokens by the penalty, multiply negative ones by it (Keskar et al. 2019, CTRL,
-    section 4.1, in today's form). A temperature may be applied before or after."""
+    section 4.1, in the form that is common today). A temperature may be applied before or after."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 

@@ -32,7 +32,8 @@ _DTYPES = {c.RESPONSE: torch.int32, c.RESPONSE_MASK: torch.bool, c.ROLLOUT_LOG_P
 
 
 def write_answers(batch: Batch, file: str) -> None:
-    """Write batch: `WRITTEN`, and `columns.ANSWER` if any response has tokens. Raises like `write_error`."""
+    """Write the numbers `WRITTEN`, and the columns `columns.ANSWER` if any response has tokens. Raises like
+    `write_error`."""
     nothing = {name: torch.zeros(0, dtype=dtype) for name, dtype in _DTYPES.items()}
     payload = {name: batch.ragged(name).values if name in batch else nothing[name] for name in c.ANSWER}
     write_weights(payload | {name: batch.dense(name) for name in WRITTEN}, Path(file), {})

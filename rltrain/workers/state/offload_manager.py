@@ -110,7 +110,8 @@ class OffloadManager:
                 self.device.current_stream().wait_stream(self._queue)
 
     def memory_gb(self) -> dict[str, float]:
-        """Return ``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, total and by phase."""
+        """Return ``perf/*memory*`` in GiB: memory of the host, and peaks of the device since the start, in total and by
+        phase."""
         memory = self.device.host_memory_gb()
         if self._queue is not None:
             self._measure()
@@ -256,7 +257,7 @@ class _OffloadableModel(_Offloadable):
 
 
 class _OffloadableState(_Offloadable):
-    """Moments of an optimizer. Step counters are not moved: they are scalars, with fused AdamW on the device."""
+    """Moments of an optimizer. Step counters are not moved: they are scalars, which fused AdamW needs on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, queue: Any) -> None:
         super().__init__(optimizer, device, queue)

@@ -122,7 +122,7 @@ def weigh(
     """Return the weights of this rank's responses [n] (a collective); 0 for responses without a loss token.
 
     The loss is a mean over responses; the weights turn it into a mean over groups. Responses without a gradient may be
-    missing. inputs: as for `select`. groups: prompt group of every response [n].
+    missing in ``inputs``. inputs: as for `select`. groups: prompt group of every response [n].
     """
     mask = inputs.mask
     counts = mask.sum()

@@ -220,7 +220,8 @@ class KeyValues:
         return any(chunk.start for chunk in self._chunks)
 
     def state_before(self, layer: int) -> State | None:
-        """Return a recurrent layer's initial states of the rows or announced chunks; None if all chunks are starts."""
+        """Return a recurrent layer's initial states of the rows or announced chunks; None if every chunk starts its
+        prompt."""
         if not self.is_prefill:
             return self._states.of_rows(layer)
         if not self.continues:
@@ -242,7 +243,7 @@ class KeyValues:
         return self._padded_rows.prompt_lengths + self._column - self._padded_rows.born
 
     def prefill_rest(self, layer: Call, query: Tensor, kind: Kind) -> Tensor:
-        """Compute attention of prompt chunks, each to all of its prompt up to itself.
+        """Compute attention of prompt chunks. Tokens of a chunk see their prompt up to themselves.
 
         query [1, heads, n, d] -> [1, n, heads, d'].
         """
@@ -295,7 +296,8 @@ class KeyValues:
         return output.reshape(rows, 1, -1, value.shape[3])
 
     def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """Return the mask: 0 where a row attends to a column (the prompt's first), else -inf: [rows, 1, 1, columns]."""
+        """Return the mask [rows, 1, 1, columns]: 0 where a row attends to a column, else -inf. The prompt's columns are
+        first."""
         # Built once per step for all layers with the same window.
         name = kind.window, kind.chunk
         if name not in self._masks:

@@ -52,7 +52,7 @@ class SGLangRollout:
     """Engine of a replica. Members other than the leader only send weights and wait.
 
     On the CPU the engine uses an unseeded generator, so responses are not reproducible (its seeded sampling needs
-    Triton). If both are set, top_p is relative to all tokens, not to the ``top_k`` likeliest.
+    Triton). If both are set, top_p is relative to all tokens, not to the ``top_k`` most likely.
     """
 
     names_in_memory = False
@@ -285,7 +285,7 @@ def _handle(values: Tensor) -> bytes:
 
 
 def _by_device(handles: Sequence[bytes]) -> Any:
-    """Return a weight for all processes of an engine, each of which uses one handle."""
+    """Combine the members' handles of a weight for the engine. Each of its processes uses one handle."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 
     return LocalSerializedTensor(values=list(handles))

@@ -64,7 +64,7 @@ def refuse_adapters(adapted: Mapping[str, int], beyond: Sequence[str], config: A
 
 
 def set_aside(weights: Iterable[Weight], adapters: list[Weight]) -> Iterator[Weight]:
-    """Yield weights without adapters, which are appended to ``adapters``."""
+    """Yield the weights that are not adapters, and append the adapters to ``adapters``."""
     for weight in weights:
         if ADAPTER in weight.name:
             adapters.append(weight)

@@ -107,9 +107,9 @@ class CountedSampler(nn.Module):
         """Accept a draft token if it equals the token that would have been sampled. Replaces vLLM's rejection sampler.
 
         The acceptance rate equals that of rejection sampling with a deterministic draft (Leviathan et al. 2023), and
-        the response is the same as without drafts. logits [per request its drafts and one more, vocabulary], not
-        divided by the temperature. Returns vLLM's SamplerOutput: -1 after the accepted drafts and the first rejected
-        token.
+        the response is the same as without drafts. logits [rows, vocabulary], not divided by the temperature: each
+        request has a row per draft token, and one more. Returns vLLM's SamplerOutput: -1 after the accepted drafts and
+        the first rejected token.
         """
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
@@ -137,7 +137,8 @@ class CountedSampler(nn.Module):
     def _draw(self, logits: Tensor, requests: Any = slice(None), steps: NDArray[np.int64] | int = 0) -> Tensor:
         """Sample: logits [rows, vocabulary] divided by temperature -> token ids [rows]. Overwrites the logits.
 
-        requests: the request of each row, if it has several rows. steps: number of its tokens before this row's.
+        requests: the request of each row, if it has several rows. steps: number of tokens of the request before the
+        token of the row.
         """
         self._noted(logits)
         runner = self._runner()

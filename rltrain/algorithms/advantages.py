@@ -2,8 +2,8 @@
 
 An *outcome* estimator returns one number per response and runs on the driver, which has the rewards of all samples. A
 *turn* estimator returns one number per turn of the policy and runs there too. A *token* estimator returns one number
-per token and runs on the workers that store the tokens. Whitening needs the whole batch, so it is applied later from
-moments.
+per token and runs on the workers that store the tokens. Whitening needs the whole batch, so it is applied later, with
+moments that are joined over all ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class OutcomeInputs:
     terms: dict[str, PerResponse] = field(default_factory=dict)
     """Parts of the reward by name."""
     baselines: PerResponse | None = None
-    """Reward of a greedy response to the same prompt, if declared."""
+    """Reward of a greedy response to the same prompt, if the estimator declares ``greedy_baseline``."""
     rounding: PerResponse | None = None
     """Bound on the rounding error of a reward with parts computed in fp32; None for exact rewards."""
 
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Inputs of a token estimator. values and baselines are set if declared."""
+    """Inputs of a token estimator. ``values`` and ``baselines`` are set if the estimator declares them."""
 
     rewards: Ragged
     values: Ragged | None = None
@@ -53,7 +53,7 @@ class TokenInputs:
     baselines: PerResponse | None = None
     """[n]: reward of a greedy response to the same prompt."""
     groups: ResponseInts | None = None
-    """[n]: group number. This and the following fields are set if sum_pi_squared is declared."""
+    """[n]: group number. This and the following fields are set if the estimator declares ``sum_pi_squared``."""
     log_probs: Ragged | None = None
     """log pi_old of every token."""
     sum_pi_squared: Ragged | None = None
@@ -141,7 +141,7 @@ def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     assert inputs.values is not None
     values = inputs.values.values
     # Rows contain only policy tokens, so context tokens between them are skipped, not discounted. The roll moves the
-    # first value of the next row to the last token of a row, where V is 0.
+    # first value of the next row to the last token of a row, which `where` replaces by 0.
     following = torch.where(inputs.values.from_end == 0, torch.zeros_like(values), values.roll(-1))
     deltas = inputs.rewards.values + cfg.gamma * following - values
     advantages = suffix_sums(inputs.rewards.like(deltas), cfg.gamma * cfg.lam)
@@ -167,7 +167,8 @@ def remax(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
 
 @built_in
 def optimal_token_baseline(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
-    """Compute A_t = G_t - B_t, B_t = sum_i G_i,t W_i,t / sum_i W_i,t over the group's responses of more than t tokens.
+    """Compute A_t = G_t - B_t, B_t = sum_i G_i,t W_i,t / sum_i W_i,t over the group's responses with more than t
+    tokens.
 
     G_t = sum_{u >= t} r_u. W_t = sum_{u <= t} w_u is the accumulated gradient energy: w = 1 - 2 pi + sum_v pi_v^2, the
     squared norm of 1_token - pi, times the squared importance weight if there is one (2602.07078). B is 0 where only
@@ -235,7 +236,7 @@ def rloo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     return Groups(inputs.groups, inputs.rounding).against_others(inputs.scores)
 
 
-# verl's names of faster implementations of the same formulas.
+# verl uses these names for faster implementations of the same formulas.
 ESTIMATORS |= {"grpo_vectorized": grpo, "rloo_vectorized": rloo}
 
 
@@ -246,8 +247,8 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     lengths = inputs.lengths.to(inputs.scores.dtype)
     baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1) * ~groups.alone
     difference = inputs.scores - baseline
-    # As in `Groups.centred`: a weighted mean of equal scores may have a rounding error, even if responses with other
-    # scores have weight 0.
+    # As in `Groups.centred`, differences within the rounding error count as 0. A weighted mean of equal scores may have
+    # such an error, and so may a mean in which all responses with other scores have weight 0.
     none = groups.flat(inputs.scores) | (difference.abs() <= groups.rounding(inputs.scores))
     return torch.where(none, 0.0, difference)
 
@@ -269,7 +270,8 @@ def maxrl(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
 def lite_ppo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = (r_i - mean of group) / (std of batch + 1e-6)   (Liu et al. 2025, Lite PPO, 2508.08221).
 
-    The standard deviation is unbiased and over all rewards, so that groups with a small spread are not amplified.
+    The unbiased standard deviation is taken over all rewards of the batch, so that groups with a small spread are not
+    amplified.
     """
     centred = Groups(inputs.groups, inputs.rounding).several().centred(inputs.scores)
     return centred / (inputs.scores.std() + STD_EPSILON)
@@ -279,7 +281,8 @@ def lite_ppo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
 def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Assign r_best - r_second to the best response of a group, 0 to the others   (Chen et al. 2025, pass@k training).
 
-    Divided by the group's std + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. With a tie for the best all get 0.
+    It is divided by the group's std + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. If several responses tie for the
+    best, all get 0.
     """
     groups = Groups(inputs.groups, inputs.rounding).several()
     best = groups.largest(inputs.scores)
@@ -305,7 +308,7 @@ def gpg(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
 def gpg_paper(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Compute A_i = alpha (r_i - mean of group)   (Chu et al. 2025, GPG).
 
-    alpha = responses / responses in groups with a spread.
+    alpha is the number of responses divided by the number of responses in groups whose rewards differ.
     """
     groups = Groups(inputs.groups, inputs.rounding).several()
     useful = int((~groups.flat(inputs.scores)).sum())
@@ -342,12 +345,12 @@ def turn_rloo(inputs: TurnInputs, cfg: AlgorithmConfig) -> Ragged:
     """Compute A_it = R_it - mean over j != i of R_js, s = min(t, T_j), where R_it = sum_{k >= t} gamma^(k - t) r_ik.
 
     The return of a turn is compared with the returns of the group's other responses from the same turn on, or from
-    their last turn T_j. Responses to a prompt are sampled independently, so this baseline b depends only on t and on
-    other responses. Given the conversation h before turn t, which also determines that turn t exists, the policy's
-    action is independent of b: E[b grad log pi(a_t | h)] = E[b] grad sum_a pi(a | h) = 0, for every turn of every
-    response. So b does not bias the gradient, for any number of turns. Means over the rewards of single turns would:
-    they are subtracted once more for every following turn, and the policy chooses the number of turns. If only the last
-    turn is rewarded and gamma is 1, this is `rloo`.
+    their last turn T_j if they have fewer turns. Responses to a prompt are sampled independently, so this baseline b
+    depends only on t and on other responses. Given the conversation h before turn t, which also determines that turn t
+    exists, the policy's action is independent of b: E[b grad log pi(a_t | h)] = E[b] grad sum_a pi(a | h) = 0, for
+    every turn of every response. So b does not bias the gradient, for any number of turns. Baselines that are means
+    over the rewards of single turns would bias it: one more mean is subtracted for every following turn, and the policy
+    chooses the number of turns. If only the last turn is rewarded and gamma is 1, this is `rloo`.
     """
     groups = Groups(inputs.groups, inputs.rounding)
     returns = suffix_sums(inputs.rewards, cfg.gamma)

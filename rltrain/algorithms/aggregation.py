@@ -25,7 +25,8 @@ class Denominators:
 
     tokens: int
     sequences: int
-    # Constant for a run. verl's default, the padded width, would change the loss from batch to batch.
+    # Constant for a run: with verl's default, the padded width of a batch, the scale of the loss would change from
+    # batch to batch.
     loss_scale_factor: int
     groups: int = 1
 
@@ -50,7 +51,8 @@ def token_weights(mode: str, mask: Ragged, denominators: Denominators) -> PerTok
     if mode == "seq-mean-token-sum":
         return mask.values / sequences
     if mode == "seq-mean-token-mean":
-        # The only mode with a count per sequence. Local counts suffice because micro-batches hold complete responses.
+        # Only this mode needs token counts per sequence. Local counts suffice, because micro-batches hold complete
+        # responses.
         return mask.values * mask.broadcast(1.0 / (sequences * mask.sum().clamp(min=1))).values
     if mode == "seq-mean-token-sum-norm":
         return mask.values / (sequences * denominators.loss_scale_factor)

@@ -64,10 +64,11 @@ def _measure(train: PerToken, engine: PerToken, name: str) -> PerToken:
 
 
 def keeps(mask: Ragged, log_probs: PerToken, engine: PerToken, advantages: PerToken, threshold: float) -> TokenMask:
-    """Return False for bad tokens of responses that the policy has moved away from   (DeepSeek-AI 2025, V3.2, eq. 9).
+    """Return the off-policy mask: False for tokens that are removed from the loss   (DeepSeek-AI 2025, V3.2, eq. 9).
 
-    These have A < 0 and mean_t(log pi_engine - log pi) > threshold, over the loss tokens of the response. All [tokens];
-    the engine's log-probs are from the policy that sampled the tokens.
+    A token is removed if A < 0 and the policy has moved away from its response: mean_t(log pi_engine - log pi) >
+    threshold, over the loss tokens of the response. All [tokens]. engine: log-probs under the policy that sampled the
+    tokens.
     """
     gap = mask.like((engine - log_probs) * mask.values).sum() / mask.sum().clamp(min=1)
     return (mask.broadcast(gap).values <= threshold) | (advantages >= 0)
@@ -81,7 +82,7 @@ def _reduce(values: Ragged, over: str) -> PerResponse:
 
 
 def correct(train: Ragged, engine: Ragged, cfg: RolloutCorrectionConfig, *, weighs: bool) -> dict[str, Ragged]:
-    """Return columns ``is_weights`` and ``loss_mask`` if the loss uses them. weighs: it has importance weights."""
+    """Return ``loss_mask`` if tokens are rejected, and with ``weighs`` the importance weights ``is_weights``."""
     log_ratio = train.like(train.values - engine.values)
     columns: dict[str, Ragged] = {}
     if weighs:
@@ -102,7 +103,8 @@ def compare(
     log_ratio = train.like(train.values - engine.values)
     moments = mismatch(train, engine)
     moments |= correction(columns.get(c.IS_WEIGHTS), columns.get(c.LOSS_MASK), log_ratio, cfg)
-    # Carried-over tokens also differ by later updates, which must not trigger the alarm on the engine's gap.
+    # Tokens carried over from earlier steps also differ because the policy was updated since, which must not trigger
+    # the alarm on the engine's gap.
     return moments if carried is None else moments | {"gap": fresh_gap(train, engine, carried)}
 
 
@@ -111,11 +113,11 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
 
     ``*ppl*`` and ``w_product*`` are over responses, all others over tokens.
     """
-    # In float64, because k3 of a small gap is a difference of nearly equal numbers.
+    # Computed in float64, because k3 of a small gap is a difference of nearly equal numbers.
     log_ratio = train.like((train.values - engine.values).double())
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
     train_prob, engine_prob = (log_probs.values.double().exp() for log_probs in (train, engine))
-    # A response without tokens has no perplexity, but its mean of 0 would count as 1.
+    # A response without tokens has no perplexity, but its mean log-prob of 0 would count as a perplexity of 1.
     has_tokens = train.lengths > 0
     train_log_ppl, engine_log_ppl = (-log_probs.mean()[has_tokens].double() for log_probs in (train, engine))
     products = log_ratio.sum()[has_tokens].clamp(-_LOG_BOUND, _LOG_BOUND)

@@ -83,7 +83,7 @@ class JSD:
 
 
 def divergence_of(cfg: DistillationLossConfig) -> Divergence:
-    """Return the divergence of an exact ``loss_mode``."""
+    """Return the divergence for a ``loss_mode`` that compares whole distributions."""
     if cfg.loss_mode == "jsd":
         return JSD(cfg.jsd_beta)
     return ReverseKL() if cfg.loss_mode == "reverse_kl" else ForwardKL()
@@ -95,7 +95,7 @@ class TeacherLoss:
 
     cfg: DistillationLossConfig
     log_probs: PerToken | None = None
-    """log q(y) [tokens], for an estimated divergence; NaN for a token that the teacher's vocabulary lacks."""
+    """log q(y) [tokens], for an estimated divergence; NaN for tokens that are not in the teacher's vocabulary."""
     divergence: PerToken | None = None
     """D [tokens], differentiable in the policy, for an exact divergence."""
 
@@ -111,7 +111,7 @@ class TeacherLoss:
             distances = distances.clamp(-limit, limit)
         if not self.cfg.use_policy_gradient:
             return distances, statistics
-        # Lu et al. 2025: the advantage of a token is minus its cost by the teacher.
+        # Lu et al. 2025: the advantage of a token is its negated divergence from the teacher.
         costs = PolicyLossInputs(inputs.log_probs, inputs.old_log_probs, -distances.detach(), inputs.mask)
         losses = find_policy_loss(TEACHER_LOSS).function(costs, actor).token_losses
         return losses if weights is None else losses * weights, statistics

@@ -12,22 +12,22 @@ ENTROPY_ROUNDING = 1e-4
 
 
 def certainty(entropies: PerToken, mask: NumberOrMask) -> PerToken:
-    """Return -H of every token, infinite where ``mask`` is 0, [tokens]   (Wang et al. 2025, 2506.01939, eq. 5 and 6).
+    """Return keys [tokens] that sort tokens by decreasing entropy: -H, infinite where ``mask`` is 0.
 
-    The policy loss counts tokens with H >= tau, the threshold of the share ``top_entropy_quantile`` with the highest H
-    in the batch, i.e. with the smallest of these keys.
+    The policy loss counts only tokens with H >= tau (Wang et al. 2025, 2506.01939, eq. 5 and 6). These are the share
+    ``top_entropy_quantile`` of the batch's tokens with the highest H, i.e. with the smallest keys.
     """
     return (-entropies.double()).masked_fill(mask == 0, torch.inf)
 
 
 def entropy_weight(coef: float, entropy: float, cfg: AdaptiveEntropyConfig) -> float:
-    """Return c_k where H_k <= target_entropy, else 0   (He et al. 2025, Skywork-OR1, 2505.22312, section 3.2.5)."""
+    """Return c_k if H_k <= target_entropy, else 0   (He et al. 2025, Skywork-OR1, 2505.22312, section 3.2.5)."""
     assert cfg.target_entropy is not None
     return coef if entropy <= cfg.target_entropy else 0.0
 
 
 def adapted_entropy_coef(coef: float, entropy: float, cfg: AdaptiveEntropyConfig) -> float:
-    """Return c_(k + 1) = c_k + delta where H_k < target_entropy, c_k - delta where it is above (the same section).
+    """Return c_(k + 1) = c_k + delta if H_k < target_entropy, c_k - delta if it is above (same section).
 
     delta is delta_ent_coef. The result is clamped to [0, max_ent_coef], as in the authors' code. An entropy of NaN
     changes nothing.

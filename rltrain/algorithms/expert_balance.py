@@ -14,7 +14,9 @@ def load_of(choices: Tensor, num_experts: int) -> Tensor:
 
 
 def balance_weights(load: Tensor, experts_per_token: int) -> Tensor:
-    """Return W with sum_t sum_le W_le p_tle = mean_l N sum_e f_le P_le   (Fedus et al. 2021, Switch, eq. 4 to 6).
+    """Return weights W of router probabilities for the load-balancing loss   (Fedus et al. 2021, Switch, eq. 4 to 6).
+
+    They satisfy sum_t sum_le W_le p_tle = mean_l N sum_e f_le P_le.
 
     load: tokens of each expert over a whole mini-batch [layers, experts]. N: experts per layer. f: share of the tokens
     routed to an expert; with k experts per token they sum to k, as in transformers' `router_aux_loss_coef`. P: mean
@@ -27,7 +29,7 @@ def balance_weights(load: Tensor, experts_per_token: int) -> Tensor:
 
 
 def bias_steps(load: Tensor, rate: float) -> Tensor:
-    """Return rate x sign(mean load - load) by layer and expert   (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+    """Return bias updates: rate x sign(mean load - load)   (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
 
     load: tokens of each expert [layers, experts], as integers, so that an expert at the mean keeps its bias.
     """

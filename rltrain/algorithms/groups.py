@@ -12,7 +12,7 @@ from rltrain.algorithms.shapes import PerResponse, ResponseInts, ResponseMask
 # verl's value, so that the same command gives equal results. A group of equal scores has a numerator of exactly 0
 # (`Groups.centred`), so its advantage is 0.
 STD_EPSILON = 1e-6
-# Scores are float64 sums whose last bits depend on the order of the terms, so twelve digits are reliable.
+# Scores are float64 sums whose last bits depend on the order of the terms, so only twelve digits are reliable.
 SCORE_ROUNDING = 2.0**-40
 
 
@@ -32,7 +32,7 @@ class Groups:
         self.alone = self.size < 2
 
     def several(self) -> Groups:
-        """Return self. Raises ValueError if a group has only one response."""
+        """Check that every group has several responses, and return self. Raises ValueError otherwise."""
         if bool(self.alone.any()):
             raise ValueError("a prompt has only one answer, but this estimator compares answers to one prompt")
         return self
@@ -55,8 +55,9 @@ class Groups:
 
     def centred(self, values: PerResponse) -> PerResponse:
         difference = values - self.sum(values) / self.size * ~self.alone
-        # A division by std + 1e-6 would turn rounding errors into a gradient, which Adam's normalisation would scale to
-        # a full step. Also, the update skips only samples with an advantage of exactly 0.
+        # Groups of equal values get exactly 0. Otherwise a division by std + 1e-6 would turn rounding errors into a
+        # gradient, which Adam's normalisation would scale to a full step. Also, the update skips only samples with an
+        # advantage of exactly 0.
         return torch.where(self.flat(values), torch.zeros_like(difference), difference)
 
     def against_others(self, values: PerResponse) -> PerResponse:

@@ -54,8 +54,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def kl_per_token(log_probs: PerToken, ref_log_probs: PerToken, kind: str) -> PerToken:
     """Return the KL estimate per sampled token: [tokens], [tokens] -> [tokens]; differentiable in ``log_probs``.
 
-    A name with ``+`` has the estimator's value and k2's gradient: of these, only k2's gradient is an estimate of the
-    KL's gradient.
+    A name that ends with ``+`` combines the estimator's value with k2's gradient: among these estimators, only k2 has a
+    gradient that estimates the KL's gradient.
     """
     log_ratio = log_probs - ref_log_probs
     if not kind.endswith("+"):
@@ -67,7 +67,7 @@ def kl_per_token(log_probs: PerToken, ref_log_probs: PerToken, kind: str) -> Per
 
 def binary_kl(probs: PerToken, others: PerToken) -> PerToken:
     """Return the KL of the binary choice "this token or another" of ``probs`` from ``others``; all [tokens]."""
-    # verl's value. With a token of probability 1, all others have probability 0.
+    # verl's value. It avoids log(0): if a token has probability 1, all others have probability 0.
     tiny = 1e-8
     of_token = probs * ((probs + tiny) / (others + tiny)).log()
     return of_token + (1 - probs) * ((1 - probs + tiny) / (1 - others + tiny)).log()
@@ -76,7 +76,7 @@ def binary_kl(probs: PerToken, others: PerToken) -> PerToken:
 def kl_rounding(num_tokens: NDArray[np.int_]) -> NDArray[np.float64]:
     """Return a bound on the rounding error of the KL of a response [n]: one fp32 epsilon per token.
 
-    Two passes of equal models differ by this much if their micro-batches differ.
+    Two passes of equal models may differ by this much if their micro-batches differ.
     """
     return num_tokens.astype(np.float64) * FP32_ROUNDING
 

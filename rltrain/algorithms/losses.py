@@ -36,8 +36,8 @@ class LossShare:
     token_sums: dict[str, Scalar] = field(default_factory=dict)
     """Sums over tokens, to be divided by the token count of the mini-batch."""
     measured: tuple[Measured, ...] = ()
-    """Mismatch between engine and trainer of samples that no earlier pass measured. On the device, because reading it
-    makes the host wait."""
+    """Samples for which no earlier pass measured the mismatch between engine and trainer. The numbers stay on the
+    device, because reading them makes the host wait."""
 
     def __add__(self, other: LossShare) -> LossShare:
         """Return the sum of two micro-batches."""
@@ -74,13 +74,13 @@ def actor_loss(
     agg(M w policy loss) - entropy_coeff * agg'(H) + kl_loss_coef * agg'(KL(pi || pi_ref)) + coef * agg'(teacher loss) +
     router_aux_loss_coef * ``expert_balance`` (scalar, the micro-batch's share of the auxiliary loss).
 
-    ``aggregation``: agg, for the policy loss. ``weights``: importance weights w of the rollout correction. ``kept``:
-    masks M by the name of the statistic that counts their False tokens; the policy loss excludes these, but the
-    denominators include them. All token tensors have shape [tokens]. ``teacher``: the teacher signal; it may replace
-    the policy loss.
+    ``aggregation``: mode of agg; agg' uses ``loss_agg_mode``. ``weights``: importance weights w of the rollout
+    correction. ``kept``: masks M, by the name of the statistic that counts the tokens where M is False. These tokens
+    are excluded from the policy loss, but included in the denominators. All token tensors have shape [tokens].
+    ``teacher``: the teacher signal; it may replace the policy loss.
 
-    With use_bias_correction_kl the KL is r KL, with r = pi / pi_old and its gradient: the tokens are samples of the old
-    policy, and r reweights them to the policy (DeepSeek-AI 2025, V3.2, eq. 7).
+    With use_bias_correction_kl, the KL is multiplied by r = pi / pi_old, which also carries gradient: the tokens are
+    samples of the old policy, and r reweights them to the policy (DeepSeek-AI 2025, V3.2, eq. 7).
     """
     of_policy = token_weights(aggregation, inputs.mask, denominators)
     # As in verl, a policy loss with a fixed aggregation does not change the aggregation of entropy and KL.
@@ -94,7 +94,8 @@ def actor_loss(
         policy = policy_loss(inputs, cfg)
         # As in verl the weights apply to the policy loss only, not to entropy and KL.
         if weights is not None and policy.per_answer:
-            # As in verl: their geometric mean, with its guard for a weight of 0.
+            # As in verl, a response gets the geometric mean of its tokens' weights, and 1e-10 guards against a weight
+            # of 0.
             weights = inputs.sequence_mean((weights + 1e-10).log()).exp()
         losses = policy.token_losses if weights is None else policy.token_losses * weights
         statistics = statistics | policy.statistics

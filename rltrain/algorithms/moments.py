@@ -55,7 +55,8 @@ class Moments:
         return max(self.squares / max(self.count, 1) - self.mean * self.mean, 0.0)
 
     def whitening(self, rounding: float = 0.0) -> tuple[float, float]:
-        """Return (shift, scale): (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the root).
+        """Return (shift, scale) so that (x - shift) * scale has mean 0 and unbiased variance 1 (up to 1e-8 under the
+        root).
 
         If all numbers differ by at most ``rounding``, they become 0.
         """

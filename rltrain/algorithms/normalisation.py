@@ -24,7 +24,7 @@ _STD_EPSILON = 1e-5
 
 
 def shaped_reward(scores: Numbers, cfg: AlgorithmConfig) -> Numbers:
-    """Return (score + reward_bias) * reward_scaling, as AReaL's keys with these names; [n] -> [n]."""
+    """Return (score + reward_bias) * reward_scaling: [n] -> [n]. The keys have the same meaning in AReaL."""
     return (scores + cfg.reward_bias) * cfg.reward_scaling
 
 

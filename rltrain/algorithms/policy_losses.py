@@ -33,7 +33,7 @@ from rltrain.common.plugin import is_plugin, load_plugin
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.declarations import LOSS_KEY
 
-# The authors' bounds on f_t for a bad token that became much likelier.
+# FIPO's bounds on f_t (`future_kl`) for a token with a negative advantage that became much more likely.
 _SAFE_INFLUENCE = (0.8, 1.0)
 # Names that custom loss files import from here.
 __all__ = [
@@ -104,7 +104,8 @@ def _clip_cov_keys(inputs: PolicyLossInputs, noise: PerToken, means: BatchMeans,
     unclipped, clipped = ppo(inputs.log_ratio.exp(), inputs.advantages, cfg)
     covariance = _covariance(inputs, means)
     within = (covariance > cfg.policy_loss.clip_cov_lb) & (covariance < cfg.policy_loss.clip_cov_ub)
-    # The smallest keys are selected, so the noise samples uniformly among the candidates, independent of the layout.
+    # The tokens with the smallest keys are selected. The key of a candidate is its noise, so candidates are sampled
+    # uniformly, independent of the layout in micro-batches.
     return noise.masked_fill(~(within & (clipped <= unclipped) & (inputs.mask.values > 0)), torch.inf)
 
 
@@ -127,7 +128,10 @@ def _kl_cov_keys(inputs: PolicyLossInputs, noise: PerToken, means: BatchMeans, c
 
 @built_in(Selection(_kl_cov_keys, lambda cfg: cfg.policy_loss.kl_cov_ratio))
 def kl_cov(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """Compute -A r, with + ppo_kl_coef |log r| on the kl_cov_ratio of top covariances   (Cui et al. 2025, KL-Cov)."""
+    """Compute -A r, plus ppo_kl_coef |log r| on tokens with a high covariance   (Cui et al. 2025, KL-Cov).
+
+    These are the share kl_cov_ratio of the mini-batch's tokens whose log-prob and A covary most.
+    """
     assert inputs.selected is not None
     log_ratio = inputs.log_ratio
     penalty = cfg.policy_loss.ppo_kl_coef * log_ratio.abs()
@@ -167,7 +171,8 @@ def _moments(inputs: PolicyLossInputs, noise: PerToken, means: BatchMeans, cfg: 
 def m2po(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """Compute -A r M, without a clip: M masks the tokens that moved furthest   (Zheng et al. 2025, M2PO, 2510.01161).
 
-    M = 1 on the tokens of the mini-batch with the smallest (log r)^2, up to a mean of m2_threshold.
+    M is 1 on the tokens of the mini-batch with the smallest (log r)^2: on as many as possible while the mean of their
+    (log r)^2 is at most m2_threshold.
     """
     assert inputs.selected is not None
     losses = -inputs.advantages * inputs.log_ratio.exp() * inputs.selected
@@ -190,7 +195,8 @@ def future_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
     f_t = sg[clip(exp(F_t), 1 - c, 1 + c)], F_t = sum_{k >= t} gamma^(k - t) log r_k over the loss tokens with r_k <=
     clip_ratio_c; c = future_kl_clip_ratio, gamma = 2^(-1 / decay_rate). With future_kl_clip_high_only f_t is at least
-    1. Where A < 0 and r > safety_thresh, f_t is between 0.8 and 1. Otherwise it is the dual clip of `vanilla`.
+    1. Where A < 0 and r > safety_thresh, f_t is between 0.8 and 1. The loss of these advantages is the dual clip of
+    `vanilla`.
     """
     keys, log_ratio = cfg.policy_loss, inputs.log_ratio.detach()
     counts = (inputs.mask.values > 0) & (log_ratio.exp() <= cfg.clip_ratio_c)

@@ -28,8 +28,8 @@ def gspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     The token form of the ratio is s pi / sg[pi].
     """
     sequence = inputs.sequence_mean(inputs.log_ratio).detach()
-    # The first two terms cancel and carry the gradient of the token. 10 is verl's bound on log s; with A < 0 the clip
-    # alone would not bound it.
+    # The first two terms cancel in value, but carry the gradient of the token. 10 is verl's bound on log s; with A < 0
+    # the clip alone would not bound it.
     ratio = (inputs.log_probs - inputs.log_probs.detach() + sequence).clamp(max=10.0).exp()
     unclipped, clipped = ppo(ratio, inputs.advantages, cfg)
     return PolicyLoss(torch.maximum(unclipped, clipped), statistics_of(inputs, pg_clipfrac=clipped > unclipped))
@@ -46,16 +46,16 @@ def luspo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def geo_mean(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """Compute -A exp(mean_t clip(log r_t, -low, high)), pessimistic by the sign of A   (Zhao et al. 2025, GMPO).
+    """Compute -A exp(mean_t clip(log r_t, -low, high)), clipped on one side as in PPO   (Zhao et al. 2025, GMPO).
 
-    A is the mean advantage of the response. All tokens of a response have its loss, so seq-mean-token-mean is the
-    paper's objective.
+    A token uses its clipped or its unclipped log r_t, whichever makes A log r_t smaller. A is the mean advantage of the
+    response. All tokens of a response have its loss, so seq-mean-token-mean is the paper's objective.
     """
     low, high = clip_range(cfg)
     log_ratio, sign = inputs.log_ratio, inputs.advantages.sign()
     bounded = log_ratio.clamp(-low, high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
-    # With A = 0 the sign would make the ratio 1 without a gradient; such tokens use their unclipped ratio.
+    # With A = 0, `pessimistic` is 0, i.e. a ratio of 1 without a gradient. Such tokens use their unclipped ratio.
     ratio = inputs.sequence_mean(torch.where(sign == 0, log_ratio, pessimistic)).exp()
     losses = -inputs.sequence_mean(inputs.advantages) * ratio
     statistics = statistics_of(inputs, pg_clipfrac=(pessimistic != log_ratio) & (sign != 0))
@@ -76,7 +76,7 @@ def vespo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
         for good, bad in ((shape.k_pos, shape.k_neg), (shape.lambda_pos, shape.lambda_neg))
     )
     log_weight = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # As a single exponent, because W^k alone would overflow where phi is nearly 0.
+    # Computed as a single exponential, because W^k alone would overflow where phi is nearly 0.
     weight = (power * log_weight + rate * (1 - log_weight.exp())).exp()
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, vespo_weight=weight))
 
@@ -86,7 +86,8 @@ def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """Compute -log pi A for A >= 0, -sg[clip(W, 0, 1)] A log pi for A < 0   (Le Roux et al. 2025, TOPR, 2503.14286).
 
     Bad responses are pushed down less as they become less likely. The bounds are topr_negative_ratio_lower and
-    topr_negative_ratio_upper. Summed over tokens (log pi of the response): seq-mean-token-sum.
+    topr_negative_ratio_upper. The loss is summed over the tokens of a response, because log pi is that of the response:
+    seq-mean-token-sum.
     """
     low, high = cfg.policy_loss.topr_negative_ratio_lower, cfg.policy_loss.topr_negative_ratio_upper
     ratio = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -100,7 +101,7 @@ def misclassified(scores: PerResponse, labels: PerResponse, groups: ResponseInts
     """Return |dL / ds_i| of every response [n], with L the loss of its group in `real` (Zhai et al. 2026, 2602.05630).
 
     It is e^(-y_i s_i / tau) / (tau (1 + C)), with C the sum of e^(-y_j s_j / tau) over all responses j of the group
-    with the label of i, including i. 0 without a label.
+    with the label of i, including i. It is 0 for a response without a label.
     """
     exponents = -(labels * scores).double() / cfg.policy_loss.real_tau
     _, sides = torch.stack([groups.double(), labels.double()]).unique(dim=1, return_inverse=True)
@@ -116,9 +117,9 @@ def real(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """Classify responses within their group, with logit s_i = mean_t log r_t (Zhai et al. 2026, REAL, 2602.05630).
 
     L = log(1 + sum_{y_i = 1} e^(-s_i / tau)) + log(1 + sum_{y_j = -1} e^(s_j / tau)) of a group, tau = real_tau. The
-    label y is the sign of the advantage: with rewards of 0 and 1 and grpo as in the paper, and no label in a group of
-    equal scores. The loss here is -sg[w] y s, which has the gradient of L; w is `misclassified`, over the whole
-    mini-batch. All tokens of a response have its loss: seq-mean-token-mean.
+    label y is the sign of the advantage. With rewards of 0 and 1 and grpo, these are the labels of the paper; responses
+    in a group of equal scores have no label. The loss here is -sg[w] y s, which has the gradient of L; w is
+    `misclassified`, over the whole mini-batch. All tokens of a response have its loss: seq-mean-token-mean.
     """
     assert inputs.group_weights is not None
     labels = inputs.sequence_sum(inputs.advantages).sign()

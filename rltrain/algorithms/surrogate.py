@@ -76,8 +76,8 @@ class Selection:
     """Selection of the tokens with the smallest keys in the global mini-batch, which a loss treats differently.
 
     keys(inputs, noise, means, cfg) -> [tokens], infinite for tokens that are not candidates; noise [tokens] is uniform
-    in [0, 1) and a function of the token only. Size: share(cfg) of all tokens (at least one token), or without a share,
-    as many tokens as possible whose mean key is at most largest_mean(cfg).
+    in [0, 1) and a function of the token only. Number of selected tokens: the fraction share(cfg) of all tokens (at
+    least one), or if share is None, as many as possible while their mean key is at most largest_mean(cfg).
     """
 
     keys: Callable[[PolicyLossInputs, Tensor, BatchMeans, ActorConfig], Tensor]
@@ -120,8 +120,8 @@ def policy_loss(
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Declare a custom policy loss.
 
-    selection: tokens of the mini-batch, passed as ``selected``. silent_at_zero: a response with zero advantage has no
-    gradient.
+    selection: selects tokens of the mini-batch, which the loss gets as ``inputs.selected``. silent_at_zero: a response
+    with zero advantage has no gradient.
     """
 
     def declare(function: PolicyLossFunction) -> PolicyLossFunction:
@@ -133,7 +133,7 @@ def policy_loss(
 
 
 def clip_range(cfg: ActorConfig) -> tuple[float, float]:
-    """Return (low, high): ``clip_ratio`` twice, or the asymmetric pair if it is set."""
+    """Return (low, high): ``clip_ratio`` for both, unless ``clip_ratio_low`` or ``clip_ratio_high`` is set."""
     low = cfg.clip_ratio if cfg.clip_ratio_low is None else cfg.clip_ratio_low
     high = cfg.clip_ratio if cfg.clip_ratio_high is None else cfg.clip_ratio_high
     return low, high
@@ -146,7 +146,9 @@ def ppo(ratio: PerToken, advantages: PerToken, cfg: ActorConfig) -> tuple[PerTok
 
 
 def dual_clip(ratio: PerToken, advantages: PerToken, cfg: ActorConfig) -> tuple[PerToken, dict[str, TokenMask]]:
-    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), with A < 0 at most -A clip_ratio_c; and masks of both clips.
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A clip_ratio_c if A < 0.
+
+    Also returns masks of the tokens to which each clip applies.
 
     Schulman et al. 2017, eq. 7; Ye et al. 2020, dual-clip PPO, eq. 5.
     """

@@ -25,8 +25,8 @@ from transformers import PretrainedConfig
 from rltrain.models.attention.ulysses import exchange
 from rltrain.models.routing import num_experts
 
-# Attribute of experts in transformers whose forward takes (tokens, experts, expert weights) and uses the weights only
-# to multiply outputs.
+# Attribute of those expert modules in transformers whose forward takes (tokens, experts, expert weights) and uses the
+# weights only to multiply outputs.
 PLAIN = "is_transposed"
 
 
@@ -74,8 +74,8 @@ def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shard
 def keep_experts(model: nn.Module, mesh: DeviceMesh, tensor_size: int) -> list[nn.Module]:
     """Keep only this rank's experts of a model on the meta device, and exchange tokens around them.
 
-    mesh: [ranks that share the experts]. tensor_size: number of ranks with the same samples, of whose tokens each sends
-    its share. Returns the modules whose weights are now DTensors over ``mesh``.
+    mesh: [ranks that share the experts]. tensor_size: number of ranks with the same samples, each of which sends its
+    share of the tokens. Returns the modules whose weights are now DTensors over ``mesh``.
     """
     parts, group = parts_with_experts(model), mesh.get_group()
     part: Any
@@ -93,7 +93,8 @@ def _travel(
     part: Any, compute: Callable[..., Tensor], group: ProcessGroup, divisor: float, tokens: Tensor, experts: Tensor,
     weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute this rank's tokens [n, hidden]. experts: indices over all ranks [n, k]; weights: [n, k]."""
+    """Compute the experts' outputs for this rank's tokens [n, hidden], on the ranks that hold the experts. experts:
+    indices over all ranks [n, k]; weights: [n, k]."""
     order = experts.reshape(-1).argsort(stable=True)
     here, theirs, numbers = row_sizes(experts, part.num_experts, group)
     rows = exchange(tokens[order // experts.shape[1]], group, here, theirs)
@@ -124,13 +125,15 @@ def _compute(part: nn.Module, compute: Callable[..., Tensor], rows: Tensor, numb
     own = {name: weight.to_local() for name, weight in part.named_parameters() if isinstance(weight, DTensor)}
     for weight in own.values():
         if weight.requires_grad:
-            # FSDP averages over the ranks that share an expert. An expert gets tokens of all ranks, and every other
-            # weight is averaged over all ranks that have different samples.
+            # FSDP averages the gradient of an expert only over the ranks that share it, but the expert gets tokens of
+            # all ranks. With this divisor, it becomes an average over all ranks that have different samples, as for
+            # every other weight.
             weight.register_hook(lambda gradient: gradient / divisor)
     if not len(rows):
         # Even without tokens, the weights need a gradient, and the second all-to-all must be in the graph.
         return rows + torch.stack([weight.sum() for weight in own.values()]).sum().to(rows.dtype)
-    # Instance attributes hide the parameters of the same name from the family's code.
+    # Instance attributes take precedence over parameters of the same name, so the family's code uses these local
+    # tensors.
     vars(part).update(own)
     try:
         return compute(rows, numbers[:, None], rows.new_ones(len(rows), 1))

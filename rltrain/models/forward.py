@@ -49,8 +49,8 @@ class PackedModel(nn.Module):
         self.model = model
         self.group = group
         self.tensor_size = 1
-        """Number of ranks that share each matrix."""
-        # Collected now, because sharding renames their classes.
+        """Number of ranks that share each matrix (tensor parallelism)."""
+        # The layers are collected now, because sharding renames their classes.
         self._layers = decoder_layers(model)
 
     def train(self, mode: bool = True) -> PackedModel:
@@ -90,7 +90,7 @@ class PolicyModel(PackedModel):
         """Routing of a model with experts; otherwise None."""
 
     def measure_load(self) -> None:
-        """Start counting the tokens of each expert in forwards with gradients. Not for compiled layers."""
+        """Start counting the tokens of each expert in forwards with gradients. Layers must not be compiled."""
         if self.routing is not None:
             self.routing.measure_load()
 
@@ -143,7 +143,7 @@ class PolicyModel(PackedModel):
         asked = with_entropy, reference, has_fp32_head(config), with_squares
         outputs = token_log_probs(head, states, inputs.labels, scaling, *asked)
         if not inputs.labels.numel():
-            # A rank without response tokens must keep every parameter in its graph.
+            # On a rank without response tokens, every parameter must still be in the graph.
             outputs = outputs._replace(log_probs=outputs.log_probs + 0.0 * hidden.float().sum())
         others = (values if values is None else collect(values) for values in outputs[1:])
         outputs = TokenLogProbs(collect(outputs.log_probs), *others)._replace(experts=experts)
@@ -175,22 +175,24 @@ class ScalarModel(PackedModel):
         super().__init__(model, group)
         parameter = next(model.parameters())
         size = model.config.get_text_config().hidden_size
-        # No bias, like the heads of transformers' sequence classifiers.
+        # The head has no bias, like the heads of transformers' sequence classifiers.
         self.score = nn.Linear(size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
         """Compute the head's output at the predictors [response tokens], in fp32."""
         inputs, collect = share_of_row(inputs, self.group)
-        # A larger policy may sample padding rows of its head; they are replaced by this model's last token.
+        # The policy may have a larger vocabulary and sample tokens from the padding rows of its head. They are replaced
+        # by this model's last token.
         rows = self.model.config.get_text_config().vocab_size
         hidden = self.hidden(replace(inputs, tokens=inputs.tokens.clamp(max=rows - 1)))
-        # Calling the head would multiply in the compute dtype, to which FSDP casts the gathered weight.
+        # The head is not called, because the product would be in the compute dtype, to which FSDP casts the gathered
+        # weight.
         values = hidden[inputs.predictors].float() @ self.score.weight[0].float()
         return collect(values if inputs.labels.numel() else values + 0.0 * hidden.float().sum())
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head. Raises ConfigError if the two are not separate."""
+    """Return the model without its head. Raises ConfigError if the model does not separate them."""
     base = model.base_model
     if base is not model or model.get_output_embeddings() is None:
         return base
@@ -218,11 +220,11 @@ def final_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.
 def model_numbers(policy: PackedModel) -> dict[str, float]:
     """Return model sizes for counting FLOPs.
 
-    num_parameters: all; trained_parameters: those with a gradient. matmul_parameters: weights that a token is
-    multiplied with (with the head and the token's routed experts, without the input embedding and the vision tower).
-    expert_parameters: of all experts; idle_share: fraction of them that a token is not routed to. attention_width:
-    layers x heads x head size. cache_width: numbers that an engine caches per token. num_experts: per layer. If prompts
-    may have images, also the sizes of `tower_numbers`.
+    num_parameters: number of all parameters. trained_parameters: number of parameters with a gradient.
+    matmul_parameters: weights that a token is multiplied with (with the head and the token's routed experts, without
+    the input embedding and the vision tower). expert_parameters: of all experts; idle_share: fraction of them that a
+    token is not routed to. attention_width: layers x heads x head size. cache_width: numbers that an engine caches per
+    token. num_experts: per layer. If prompts may have images, also the sizes of `tower_numbers`.
     """
     config = policy.model.config.get_text_config()
     settings = config.to_dict()  # a config with heterogeneous layers raises when asked for one head size

@@ -104,7 +104,7 @@ class Scaling(NamedTuple):
         return torch.tanh(logits * (self.multiplier / self.cap)) * (self.cap / self.temperature)
 
     def apply_(self, x: Tensor) -> Tensor:
-        """Compute `apply`, bitwise equal, in place if ``x`` is in fp32."""
+        """Compute the same as `apply`, bitwise, but in place if ``x`` is in fp32."""
         logits = x.float()
         if not self.cap:
             factor = self.multiplier / self.temperature
@@ -112,7 +112,8 @@ class Scaling(NamedTuple):
         return logits.mul_(self.multiplier / self.cap).tanh_().mul_(self.cap / self.temperature)
 
     def backward_(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """Convert the gradient of the logits, in place, to that of the head's output. A cap needs ``logits``."""
+        """Convert the gradient of the logits, in place, to the gradient of the head's output. ``logits`` are needed if
+        there is a cap."""
         if self.cap:
             assert logits is not None
             gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())
@@ -163,7 +164,7 @@ class _TokenLogProbs(torch.autograd.Function):
         in_fp32: bool,
         with_squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # Outputs that no loss uses then have gradient None, so backward can skip their terms.
+        # With this, outputs that no loss uses have the gradient None, so backward can skip their terms.
         ctx.set_materialize_grads(False)
         ctx.scaling, ctx.reference, ctx.in_fp32, ctx.vocabulary = scaling, reference, in_fp32, vocabulary
         output_of = head_product(weight, bias, in_fp32)
@@ -176,7 +177,7 @@ class _TokenLogProbs(torch.autograd.Function):
         columns = vocabulary.columns(labels, len(weight))
         for part in _chunks(len(labels), weight):
             logits = scaling.apply_(output_of(hidden[part]))
-            # Saved for backward, which would otherwise reduce over the vocabulary again.
+            # The normaliser is saved for backward, which would otherwise reduce over the vocabulary again.
             normaliser[part] = vocabulary.logsumexp(logits)
             log_pi = logits.sub_(normaliser[part, None])
             log_probs[part] = log_pi.gather(-1, columns[part, None])[:, 0]
@@ -205,7 +206,8 @@ class _TokenLogProbs(torch.autograd.Function):
         columns = vocabulary.columns(labels, len(weight))
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if to_hidden else None
-        # In fp32, because the chunks are summed here, and half precision would round small contributions away.
+        # Gradients of the weights are in fp32, because the chunks are summed here, and half precision would round small
+        # contributions away.
         d_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if to_weight else None
         d_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if to_bias else None
         for part in _chunks(len(labels), weight):
@@ -213,7 +215,7 @@ class _TokenLogProbs(torch.autograd.Function):
             # The derivative of tanh needs the logits, which the next line overwrites.
             capped = logits.clone() if scaling.cap else None
             log_pi = logits.sub_(normaliser[part, None])
-            # The usual case needs no second tensor of the logits' size.
+            # If only the log-probs have a gradient (the usual case), no second tensor of the logits' size is needed.
             if of_log_probs is not None and of_entropy is None and of_kl is None:
                 gradient = log_pi.exp_().mul_(-of_log_probs[part, None])
             else:
@@ -251,7 +253,7 @@ def _theirs(
     reference: ReferenceStates, part: slice, temperature: float, num_columns: int, vocabulary: Vocabulary
 ) -> Tensor:
     """Compute log pi_ref [part, vocabulary] of the policy's tokens, without padding rows of a larger model's head."""
-    # With the same operations as log pi instead of log_softmax, so that the KL of equal models is exactly 0.
+    # Computed by the same operations as log pi instead of log_softmax, so that the KL of equal models is exactly 0.
     logits = reference.logits(reference.hidden[part], temperature)[:, :num_columns]
     return logits.sub_(vocabulary.logsumexp(logits)[:, None])
 

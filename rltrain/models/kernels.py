@@ -1,7 +1,8 @@
 """Fused RMSNorm, SwiGLU and rotary embedding. transformers implements each as five to ten element-wise operators, every
 one of which reads and writes all states. The kernels of torch_npu or Liger replace them. Modules are matched by
 structure instead of class names: each candidate is run once on a few random numbers and replaced only if it computes
-the formula. Others are left unchanged, for example with another activation, a clamp, or a bias in the norm.
+the formula. Other modules are left unchanged, for example if they have another activation, a clamp, or a bias in the
+norm.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def kernels_of(device: Device, wanted: bool) -> Kernels | None:
 def fuse(model: PreTrainedModel, kernels: Kernels) -> Counter[str]:
     """Replace the norms, MLPs and rotary embeddings of ``model`` by ``kernels``. Returns their numbers by name.
 
-    The model may be on the meta device. Functions of its modeling file are replaced for all models of the process, and
-    are unchanged on a CPU.
+    The model may be on the meta device. The rotary function is replaced in the modeling file, and thus for all models
+    of the process. On a CPU it calls the original.
     """
     counts: Counter[str] = Counter()
     replacements: dict[tuple[Any, ...], Any] = {}
@@ -130,7 +131,7 @@ Fused = Callable[[Any, Kernels], Callable[..., Tensor]]
 
 
 def _attempt(replace: Callable[[Any], Fused | None], module: nn.Module) -> Fused | None:
-    """Return the replacement for such a module, or None if it computes something else."""
+    """Return the replacement for modules like this one, or None if they compute another formula."""
     try:
         with torch.no_grad():
             return replace(module)
@@ -187,7 +188,7 @@ def _mlp_shape(module: nn.Module) -> tuple[Any, ...] | None:
 
 
 def _mlp(module: Any) -> Fused | None:
-    # A copy with small initialized projections, because the model's may have no weights yet.
+    # Try a copy with small initialized projections, because the projections of the model may have no weights yet.
     trial, width = copy.copy(module), 4
     parts = {name: part for name, part in module.named_children() if not name.endswith("_proj")}
     sizes = {"gate_up_proj": (width, 2 * width)}
@@ -227,7 +228,7 @@ def _replace_rotary(modeling: Any, kernels: Kernels) -> int:
 
     @wraps(plain)
     def fused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        # Some families rotate only part of a head, which the trial does not show.
+        # Fall back for families that rotate only part of a head, because the trial does not detect this.
         if q.is_cpu or args or set(kwargs) - {"unsqueeze_dim"} or cos.shape[-1] != q.shape[-1]:
             return plain(q, k, cos, sin, *args, **kwargs)
         return kernels.rotary(q, k, cos, sin, kwargs.get("unsqueeze_dim", 1))

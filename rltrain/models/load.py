@@ -45,14 +45,15 @@ def load_config(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        # For a missing folder, transformers' error is that it is not a valid hub name.
+        # For a missing folder, transformers only reports that it is not a valid hub name.
         absent = None if Path(path).is_dir() else model_problem(f"{section}.path", path)
         raise ConfigError(absent or f"{section}.path={path} is not a Hugging Face model: {error}") from error
     for key, value in (override or {}).items():
         # In a model with a vision tower, most keys that users change belong to the decoder.
         owner = config if hasattr(config, key) else config.get_text_config()
         if not hasattr(owner, key):
-            # verl accepts any name. A disabled value, such as a dropout of 0 for another family, changes nothing.
+            # verl accepts any name. An unknown key is ignored if its value disables something, such as a dropout of 0
+            # for another family.
             if is_off(value):
                 continue
             raise ConfigError(f"{section}.override_config.{key}: {type(config).__name__} has no such field.")
@@ -170,7 +171,7 @@ def _hand_on(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _keep_ours(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    # Recomputing activations calls this again, with the arguments of that forward.
+    # If activations are recomputed, this hook is called again, with the arguments of that forward pass.
     layer.self_attn.of_layer = {name: value for name, value in kwargs.items() if name.startswith("rltrain_")}
 
 
@@ -249,7 +250,7 @@ def source_dtype(config: PretrainedConfig, path: str | None = None) -> torch.dty
 
     path: path of the checkpoint, or None to use only the config.
     """
-    # Qwen3-VL's configs have it only for the decoder.
+    # Qwen3-VL's configs have a dtype only for the decoder.
     named = (getattr(part, "dtype", None) for part in (config, config.get_text_config()))
     if named_dtype := next((dtype for dtype in named if isinstance(dtype, torch.dtype)), None):
         return named_dtype

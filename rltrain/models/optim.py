@@ -28,10 +28,10 @@ def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: i
     """Return the learning rate of step ``step`` (from 0): linear warm-up, then constant or cosine to ``min_lr_ratio``.
 
     It depends only on the step, so a resumed run needs no scheduler state. All optimizer steps of a trainer step use
-    it.
+    the same rate.
     """
     if step < warmup_steps:
-        # The first step's rate is above 0, and the first step after the warm-up has the full rate.
+        # With + 1, the rate of the first step is above 0, and the first step after the warm-up has the full rate.
         return cfg.lr * (step + 1) / (warmup_steps + 1)
     if cfg.lr_scheduler_type == "constant":
         return cfg.lr
@@ -57,7 +57,8 @@ def _norm(group: list[nn.Parameter]) -> Tensor:
     if isinstance(first := group[0], DTensor):
         squares = norm.square()
         for dim, placement in enumerate(first.placements):
-            # Rows split by tensor parallelism are strided over the other ranks, which `Shard` cannot express.
+            # Not a test for `Shard`: rows that tensor parallelism has split are strided over the other ranks, which
+            # `Shard` cannot express.
             if not placement.is_replicate():
                 dist.all_reduce(squares, group=first.device_mesh.get_group(dim))
         norm = squares.sqrt()
@@ -65,7 +66,7 @@ def _norm(group: list[nn.Parameter]) -> Tensor:
 
 
 def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters with the same device mesh and placements, because a fused kernel requires equal ones."""
+    """Group parameters with the same device mesh and placements, because fused kernels require equal ones."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         spread = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -76,7 +77,7 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 class LossScale:
     """Loss scale for gradients in float16, in which numbers below 6e-8 are 0 (Micikevicius et al. 2018, section 3.2).
 
-    It starts, halves and doubles like torch.amp.GradScaler. GradScaler is not used, because its ranks decide
+    It starts, halves and doubles like torch.amp.GradScaler. GradScaler is not used, because each rank would decide
     independently, after an additional device sync. Here a number reduced over all ranks decides whether a step is
     taken, as for every other dtype. All values are powers of two, so scaling loses no precision.
     """

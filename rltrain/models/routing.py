@@ -2,9 +2,9 @@
 
 A router's choice is a step function of its input. Different rounding in two passes (different kernels, micro-batches or
 engine precision) sends a few tokens of every layer to different experts, and their log-probs then differ by more than
-rounding. If the choice of an earlier pass is replayed (Zheng et al. 2025, arXiv 2507.18071, section 5.3; of the engine:
-Ma et al. 2025, arXiv 2510.11370), the weights of the chosen experts still come from the router, which keeps its
-gradient.
+rounding. If the choice of an earlier pass is replayed (Zheng et al. 2025, arXiv 2507.18071, section 5.3; for the choice
+of the engine: Ma et al. 2025, arXiv 2510.11370), the weights of the chosen experts still come from the router, which
+keeps its gradient.
 
 Every family has its own router, but most select the largest scores by ``torch.topk`` and use only its result. Therefore
 the call is intercepted, and no router has to be reimplemented here. Routers that select differently cannot be recorded,
@@ -40,7 +40,7 @@ def num_experts(config: PretrainedConfig) -> int:
 
 
 def _first(number: int | list[int]) -> int:
-    # HunYuan's config may have a number per layer.
+    # HunYuan's config may have a separate number for each layer.
     return number if isinstance(number, int) else max(number)
 
 
@@ -129,14 +129,16 @@ class Routing:
 
     @contextmanager
     def counting(self, times: Tensor | None) -> Iterator[None]:
-        """Count the experts of a forward's tokens, each ``times`` [tokens] times; None: do not count.
+        """Count the experts of the tokens in a forward. times [tokens]: how often each token counts (None: do not
+        count).
 
         Recomputation in the backward pass is outside of this context, and is not counted.
         """
         if times is None:
             yield
             return
-        # Floats, because every accelerator supports index_add on them. They represent integers up to 2^24 exactly.
+        # Counts are floats, because every accelerator supports index_add on them. They represent integers up to 2^24
+        # exactly.
         self._times, self._terms, self._is_forward = times.float(), [], True
         if self._load:
             self._load.begin(self._times)
@@ -148,9 +150,12 @@ class Routing:
                 self._load.end()
 
     def balance_loss(self) -> Tensor | None:
-        """Return sum over layers, experts and tokens of weight x times x share, for the last forward under `counting`.
+        """Return the load-balancing loss of the last forward under `counting`.
 
-        The router's shares of all experts sum to 1 per token. Only the shares have a gradient. None without weights.
+        It is the sum over layers, experts and tokens of weight x times x share.
+
+        The router's shares of all experts sum to 1 per token. Only the shares have a gradient. Returns None if
+        `balance` has set no weights.
         """
         terms, self._terms = self._terms, []
         return torch.stack(terms).sum() if terms else None
@@ -169,8 +174,8 @@ class Routing:
         return self._load.total if self._load and self._load.covers_all else None
 
     def _go_around(self) -> None:
-        """Wrap the forward of the blocks that make and use the choice, so that recomputation is included. Only on
-        demand, because compiled layers would be compiled with the wrapper.
+        """Wrap the forward of the blocks that make and use the choice, so that recomputation is included. This is done
+        on demand, because compiled layers would be compiled with the wrapper.
         """
         for number, block in enumerate(() if self._is_around else self._blocks):
             block.forward = partial(self._run, block.forward, number)
@@ -178,7 +183,7 @@ class Routing:
 
     def _run(self, forward: Callable[..., Any], number: int, *arguments: Any, **named: Any) -> Any:
         load = self._load if self._is_forward else None
-        # A backward pass that recomputes activations must recompute this too.
+        # If the backward pass recomputes activations, it must compute the balance term again too.
         weights = self._weights if torch.is_grad_enabled() else None
         if self._given is None and self._seen is None and load is None and weights is None:
             return forward(*arguments, **named)
@@ -205,7 +210,7 @@ class _Load:
         """[layers, experts]."""
         self._layers: set[int] = set()
         self._shape = num_layers, num_experts
-        # Of the current forward.
+        # Numbers of the current forward pass.
         self._times = self._counts = torch.zeros(0)
 
     @property
@@ -255,13 +260,14 @@ class _Choice(TorchFunctionMode):
             return func(*args, **kwargs)
         scores, *rest = args
         if scores.shape[1] == self._num_experts:
-            # Some routers select by logits.
+            # Some routers select by logits and compute no shares, so the shares are computed here.
             self.shares = scores.float().softmax(1) if asked and self.shares is None else self.shares
             values, self.made = func(*args, **kwargs) if self._given is None else (None, self._given)
-            # Gathered, so that the scores keep their gradient.
+            # The values are gathered from the scores, so that the scores keep their gradient.
             return torch.return_types.topk((scores.gather(1, self.made) if values is None else values, self.made))
         if scores.shape[1] == self._num_groups and self._given is not None:
-            # Only experts of some groups may be chosen (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2).
+            # Only experts of some groups may be chosen (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2), so the
+            # groups of the replayed experts must win.
             groups = self._given // (self._num_experts // self._num_groups)
             scores = scores.scatter(1, groups, torch.inf)
         return func(scores, *rest, **kwargs)

@@ -36,7 +36,7 @@ def enter(states: Tensor, group: ProcessGroup) -> Tensor:
 class Entry:
     """Entry of hidden states into a block. Layers that read the same states share one all-reduce.
 
-    It keeps the last states, so all blocks of a model have one entry.
+    An entry keeps a reference to the last states. All blocks of a model use the same entry, so only one tensor is kept.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -51,12 +51,12 @@ class Entry:
 
 
 def column(layer: Any, entry: Callable[[Tensor], Tensor] | None, states: Tensor) -> Tensor:
-    """Compute a linear layer whose outputs are shared."""
+    """Compute a linear layer whose outputs are split over the ranks."""
     return linear(states if entry is None else entry(states), local(layer.weight), local(layer.bias))
 
 
 def row(layer: Any, group: ProcessGroup, states: Tensor) -> Tensor:
-    """Compute a linear layer whose inputs are shared."""
+    """Compute a linear layer whose inputs are split over the ranks."""
     output: Tensor = _Leave.apply(linear(states, local(layer.weight)), group)
     return output if layer.bias is None else output + layer.bias
 
@@ -64,7 +64,7 @@ def row(layer: Any, group: ProcessGroup, states: Tensor) -> Tensor:
 def sliced(
     layer: Any, rows: list[slice], group: ProcessGroup, entry: Callable[[Tensor], Tensor], states: Tensor
 ) -> Tensor:
-    """Compute these rows of a linear layer's outputs."""
+    """Compute a linear layer with only these rows of its weight, which every rank has in full."""
 
     def part(weight: Tensor) -> Tensor:
         entered = enter(weight, group)
@@ -74,10 +74,10 @@ def sliced(
 
 
 def embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, start: int, tokens: Tensor) -> Tensor:
-    """Compute the embedding of all tokens, of which this rank has the rows from ``start``."""
+    """Compute the embeddings of all tokens. This rank has the rows of the embedding matrix from ``start``."""
     weight = local(layer.weight)
     own = (tokens >= start) & (tokens < start + len(weight))
-    # The padding token has no gradient. It is a row of one rank.
+    # The padding token gets no gradient. Its row is on one rank only.
     padding = layer.padding_idx
     inside = padding is not None and start <= padding < start + len(weight)
     vars(layer).update(weight=weight, padding_idx=padding - start if inside else None)
@@ -91,19 +91,20 @@ def embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, 
 
 
 def entering(compute: Callable[..., Tensor], group: ProcessGroup, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a module and let its output enter."""
+    """Compute a module, and sum the gradient of its output over the group (`enter`)."""
     return enter(compute(*args, **kwargs), group)
 
 
 def replicate(module: Any, group: ProcessGroup, **rows: slice) -> None:
-    """Sum the gradients of a module's own weights over the group. rows: the rows that are used, by weight."""
+    """Sum the gradients of a module's own weights over the group. rows: rows that this rank uses, by weight (default:
+    all rows of all weights)."""
     module.forward = partial(_replicated, module, module.forward, group, rows)
 
 
 def _replicated(
     module: Any, compute: Callable[..., Any], group: ProcessGroup, rows: dict[str, slice], *args: Any, **kwargs: Any
 ) -> Any:
-    # Instance attributes shadow the parameters of the same names in the family's code.
+    # Instance attributes take precedence over parameters of the same name, so the family's code uses them.
     names = list(rows) or weights_of(module)
     own = {name: enter(getattr(module, name), group) for name in names}
     vars(module).update({name: own[name][rows[name]] if rows else own[name] for name in names})
@@ -117,7 +118,7 @@ def _replicated(
 def share_tokens(
     compute: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor, experts: Tensor, weights: Tensor
 ) -> Tensor:
-    """Compute experts for this rank's share of ``tokens`` [n, hidden], and gather the outputs of all."""
+    """Compute experts for this rank's share of ``tokens`` [n, hidden], and gather the outputs of all ranks."""
     missing = -len(tokens) % group.size()
     parts = (pad(each, (0, 0, 0, missing)) for each in (tokens, experts, weights))
     output = compute(*(_Share.apply(part, group) for part in parts))
@@ -141,7 +142,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Sum over the group, whose gradient is that of every part."""
+    """Sum over the group. Every part gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
@@ -156,7 +157,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """This rank's share of rows that all ranks have, whose gradient is gathered."""
+    """This rank's share of rows that all ranks have. The gradients of the shares are gathered."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
@@ -188,9 +189,9 @@ def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class Vocabulary:
-    """Reductions over the vocabulary of a chunk's logits, of which this rank may have some columns.
+    """Reductions over the vocabulary of a chunk's logits, of which this rank may have only some columns.
 
-    weight: of the head. A head that is not shared reduces nothing.
+    weight: weight of the head. If it is not split over ranks, nothing is reduced.
     """
 
     def __init__(self, weight: Any) -> None:
@@ -216,7 +217,7 @@ class Vocabulary:
         return total.log_().add_(highest)
 
     def columns(self, labels: Tensor, count: int) -> Tensor:
-        """Return the columns of ``labels`` here. The column of a label on another rank is any."""
+        """Return the columns of ``labels`` in this rank's logits; for labels on another rank they are arbitrary."""
         return labels if self.group is None else (labels - self._start).clamp(0, count - 1)
 
     def own(self, values: Tensor, labels: Tensor, count: int) -> Tensor:

@@ -40,7 +40,7 @@ from rltrain.models.tensor_layers import (
 )
 from rltrain.models.vision import language_model
 
-# Names of the linear layers and norms of attention, by their part in it.
+# Names of the linear layers and norms of attention, by their role.
 _QUERIES, _KEYS = {"q_proj", "q_b_proj", "query_key_value"}, {"k_proj", "v_proj"}
 _LATENT, _FROM_LATENT = {"kv_a_proj_with_mqa"}, {"kv_b_proj"}
 _OUTPUTS = {"o_proj", "out_proj", "dense"}
@@ -62,7 +62,8 @@ _COUNTS = {
 }
 
 
-# Families (`model_type` of the text) whose log-probs, gradients and optimizer steps match one process.
+# Families (`model_type` of the text model) whose log-probs, gradients and optimizer steps were compared with a single
+# process and match.
 _COMPARED = """
     llama llama4_text qwen2 qwen2_moe qwen3 qwen3_moe qwen3_vl_text mistral ministral ministral3 mixtral gemma gemma2
     gemma3_text vaultgemma phi phi3 phimoe glm glm4 glm4_moe glm4_moe_lite deepseek_v2 deepseek_v3 gpt_oss olmo granite
@@ -79,9 +80,9 @@ class Plan(NamedTuple):
 
     attentions: list[tuple[str, Any]]
     mlps: list[tuple[str, Any]]
-    """By name. The linear layers of each are direct children."""
+    """attentions, mlps: (name, module). The linear layers are direct children of the module."""
     experts: list[Any]
-    """Experts whose tokens are shared."""
+    """Experts that each rank computes for its share of the tokens."""
     size: int
 
 
@@ -157,7 +158,7 @@ def _children(module: nn.Module) -> set[str]:
 
 
 def _odd_norms(module: Any) -> set[str]:
-    """Return the norms over several heads, whose statistics would span ranks."""
+    """Return norms that normalize over several heads, because their statistics would span ranks."""
     sizes = {getattr(module, name, None) for name in ("head_dim", "head_size")}
     norms = [(name, child) for name, child in module.named_children() if name in _HEAD_NORMS]
     return {name for name, child in norms for weight in child.parameters() if weight.shape not in {(n,) for n in sizes}}
@@ -182,7 +183,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> list[Any]:
     Returns the experts whose gradients are partial: each rank computes them for its share of the tokens.
     """
     plan = _plan(model, mesh.size())
-    assert isinstance(plan, Plan)  # otherwise `tensor_problem` refused it
+    assert isinstance(plan, Plan)  # otherwise `tensor_problem` has rejected the model
     splitter = _Splitter(model, mesh)
     splitter.vocabulary()
     for _, attention in plan.attentions:
@@ -240,7 +241,7 @@ class _Splitter:
         if isinstance(getattr(module, "num_key_value_groups", None), int):
             module.num_key_value_groups = self._heads // self._size // kv_heads
         if _children(module) & _FUSED:
-            # Its forward cuts the fused output by the numbers of heads in the config.
+            # The forward of a module with fused weights splits their output by the numbers of heads in the config.
             module.config = copy.copy(module.config)
             for field, count in counts.items():
                 setattr(module.config, field, count)
@@ -255,7 +256,8 @@ class _Splitter:
         self._slices(layer, parts)
 
     def _latent(self, layer: Any) -> None:
-        # Its output goes to this rank's heads in two ways: through kv_b_proj, and as positions of all heads.
+        # This rank's heads use the output in two ways: through kv_b_proj, and as the positional part of the keys, which
+        # all heads share. Its gradient is therefore summed here.
         layer.forward = partial(entering, layer.forward, self.group)
 
     def mlp(self, module: nn.Module) -> None:
@@ -276,7 +278,7 @@ class _Splitter:
         return slice(start + self._rank * share, start + (self._rank + 1) * share)
 
     def _kv_rows(self, count: int, start: int = 0) -> slice:
-        """Return the rows of this rank's key-value heads, of which several ranks may share one."""
+        """Return the rows of this rank's key-value heads. Several ranks may share one head."""
         if self._kv_heads >= self._size:
             return self._rows(count, start)
         share = count // self._kv_heads
@@ -284,7 +286,7 @@ class _Splitter:
         return slice(first, first + share)
 
     def _column(self, layer: Any, entry: Entry | None) -> None:
-        """Shard the outputs of a linear layer. entry: None if its input has entered already."""
+        """Shard the outputs of a linear layer. entry: None if its input has already passed through `enter`."""
         first, second = _adapters(layer)
         for each, enters in ((_base(layer), entry), (second, entry and self._enter)):
             if each is not None:

@@ -63,7 +63,7 @@ def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
     """
     vision: Any = model.config.vision_config
     merge = getattr(vision, "spatial_merge_size", None)
-    # In Qwen2-VL's tower, `hidden_size` is the decoder's.
+    # In the config of Qwen2-VL's tower, `hidden_size` is the size of the decoder.
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
     share = 1 / merge**2 if merge else model.config.downsample_ratio**2
@@ -100,7 +100,7 @@ def read_with_images(
     pixels, grids = _blank(model) if images is None else (images.pixel_values, images.grids)
     features, deep = _encode(model, send(pixels, tokens.device).to(embeddings.dtype), grids)
     if images is None:
-        # Required, because the backward pass of the tower is a collective as well.
+        # The features must be in the graph, because the backward pass of the tower is a collective as well.
         for tensor in (features, *deep):  # a sum in half precision may overflow
             embeddings = embeddings + (0.0 * tensor.float().sum()).to(embeddings.dtype)
     else:
@@ -109,7 +109,7 @@ def read_with_images(
         if deep:
             is_image = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
             is_image[places] = True
-            # Placeholders are ascending, the order in which the decoder reads the mask.
+            # The features are in the order in which the decoder reads the mask, because placeholders are ascending.
             arguments["visual_pos_masks"] = is_image[None]
             arguments["deepstack_visual_embeds"] = [layer_features[order] for layer_features in deep]
     rows = positions[:, None] if positions.dim() == 2 else positions[None]
@@ -122,7 +122,7 @@ def _encode(model: PreTrainedModel, pixels: Tensor, grids: Tensor | None) -> tup
     base: Any = model.base_model
     trains = any(parameter.requires_grad for part in tower(model) for parameter in part.parameters())
     where = {} if grids is None else {"image_grid_thw": send(grids, pixels.device)}
-    # A frozen tower saves no activations.
+    # No activations are saved for a frozen tower.
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         output = base.get_image_features(pixel_values=pixels, return_dict=True, **where)
     features = output.pooler_output

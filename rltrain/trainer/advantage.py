@@ -156,7 +156,7 @@ class Advantages:
 
 
 def with_rest(paid: Ragged, rewards: Tensor) -> Ragged:
-    """Return rewards per turn. The last turn gets the rest, so that the turns of a sample sum to its reward [n]."""
+    """Add the rest of each reward [n] to the last turn of ``paid``, so that the turns of a sample sum to its reward."""
     of_turns = paid.sum()
     rest = rewards - of_turns
     # Set rounding errors of the sum to 0: they would make equal turns differ.
@@ -179,7 +179,8 @@ def regroup_by_prompt(layout: Layout, groups: Ids) -> Layout:
 
 
 def _of_ranks(samples: Samples, layout: Layout, advantages: Ragged, ids: Ids) -> list[TurnAdvantages]:
-    """Split turn advantages over the ranks. ids: their samples, ascending; the layout has no other samples."""
+    """Split turn advantages over the ranks. ids: the samples of the rows of ``advantages``, ascending; the layout has
+    no other samples."""
     return [
         TurnAdvantages(
             advantages.select(np.searchsorted(ids, of_rank)).values.numpy(),

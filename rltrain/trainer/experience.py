@@ -2,7 +2,7 @@
 
 Problem: dynamic sampling may never find enough informative groups once the policy solves nearly all prompts. Choice:
 the number of rounds is bounded and rejected groups fill the batch, so every batch has the planned size. Left out:
-keeping surplus groups for the next step, because its policy is a different one.
+keeping surplus groups for the next step, because the policy of that step is a different one.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Experience:
                 fills_up = len(rounds) * self._plan.prompts_per_round < needed
                 rounds.append(self._round(timer))
                 useful.append(self._useful_prompts(rounds[-1].samples))
-                # Earlier rounds have enough samples to fill the batch, so this one is dropped to free memory in the
-                # store.
+                # A round without informative groups is dropped to free memory in the store, if earlier rounds have
+                # enough samples to fill the batch.
                 if not (len(useful[-1]) or fills_up):
                     rounds[-1].samples.forget()
             if have < needed:
@@ -109,11 +109,12 @@ class Experience:
         started = self.pending.next_prompts(self._draw)
         n = self._plan.answers_per_prompt
         sampling = self._sampling(greedy=not self._rollout.do_sample)
-        # Created before generation, so that the first responses are scored while the last are still generated.
+        # Scoring is started before generation, so that the first responses are scored while the last are still
+        # generated.
         arrivals = self._rewards.begin_scoring("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
-        # The draw number of each prompt, not of this round, so that a prompt retried in a later step gets the same
-        # random numbers.
+        # The seed uses the draw number of each prompt instead of this round's, so that a prompt that is retried in a
+        # later step gets the same random numbers.
         draws = np.array([prompt.draw for prompt in started])
         terms = self.pending.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
@@ -128,7 +129,7 @@ class Experience:
                 arrivals.select(ids)
         with timer("reward"):
             samples.update(self._rewards.score("train", samples, arrivals))
-        # A reward model's score has no fixed scale, so it is not a solve rate.
+        # The sampler observes rule scores only: a reward model's score has no fixed scale, so it is not a solve rate.
         if c.RULE_SCORE in samples.numbers:
             # Scorers without `acc` may return any number, but samplers expect a rate from 0 to 1. Unscored responses
             # are excluded: they would count as never solved.
@@ -141,7 +142,8 @@ class Experience:
     def _draw(self) -> list[Prompt]:
         rows = self.sampler.rows(self.batches_drawn)
         self.batches_drawn += 1
-        # Counted from 1, after the increment: the number seeds all responses and must not change.
+        # Draws are numbered from 1, so the increment comes first. The number seeds all responses, so this must not
+        # change.
         return [Prompt(row, self.batches_drawn) for row in rows]
 
     def _useful_prompts(self, samples: Samples) -> Ids:

@@ -20,7 +20,8 @@ class Judge:
         self._group, self._seed, self.readings = group, seed, readings
 
     def replies(self, messages: Samples, reading: int, at_once: int | None = None) -> Counter[str]:
-        """Attach ``judge_reply`` to ``judge_message``, ``at_once`` (None: all) per call. Returns `JUDGE_COUNTS`.
+        """Attach a ``judge_reply`` to every ``judge_message``, with ``at_once`` messages (None: all) per call. Returns
+        `JUDGE_COUNTS`.
 
         reading: number of earlier attempts.
         """

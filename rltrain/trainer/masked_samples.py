@@ -20,9 +20,9 @@ from rltrain.common.errors import AgentBug, AgentError
 from rltrain.runtime.samples import Samples
 
 log = logging.getLogger(__name__)
-# Above this share something is broken, and the remaining responses are a biased sample.
+# If a larger share of the trajectories fails, something is broken, and the remaining responses are a biased sample.
 _MOST = 0.5
-_TRACEBACK = 'File "'  # the first line of a long traceback is cut off
+_TRACEBACK = 'File "'  # not the first line of a traceback, which is cut off if it is long
 _OF_SERVICES = re.compile(
     r"OSError|IOError|Connect|Timeout|HTTP|API|RateLimit|Unavailable|Pipe|Memory|SSL|socket", re.I
 )
@@ -58,8 +58,8 @@ def loss_masks(
     """Return ``left_out`` [n], masked in the loss, and ``uncompared`` [n], also excluded from the baseline.
 
     compares: the estimator compares the responses to a prompt, so the only remaining response of a group is excluded.
-    mask_truncated: mask truncated responses. by_token: also exclude them from the baseline, because token estimators
-    weight it by the responses' gradients.
+    mask_truncated: mask truncated responses. by_token: also exclude truncated responses from the baseline, because
+    token estimators weight it by the responses' gradients.
     """
     failed = failed_of(samples)
     failed = failed | samples[c.TRUNCATED] if mask_truncated and by_token else failed

@@ -67,13 +67,13 @@ class PendingPrompts:
         for place, prompt in enumerate(started):
             if prompt.answers:
                 pending_mask[place] = ~prompt.answers[c.COMPLETE]
-        # With 0 no replica would start a job, and the step would have no response.
+        # At least 1: with a target of 0 no replica would start a job, and the step would have no response.
         target = max(1, self._wanted - int((~pending_mask.any(1)).sum()))
         mask = pending_mask if self._carries else None
         return {"target_complete": target, "num_required": self._num_waited_for(started), "pending_mask": mask}
 
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
-        """Return the number of (first) prompts that the step must complete.
+        """Return the number of prompts, counted from the first, that the step must complete.
 
         carry_over: the prompts over the age limit. oversample: if any prompt is over the limit, all prompts that were
         discarded before, because the step is long anyway.
@@ -129,14 +129,14 @@ class PendingPrompts:
         for place in left.tolist():
             answers = self._aged(samples, place) if self._carries else None
             back.append(replace(started[place], age=started[place].age + 1, answers=answers))
-        # Prepended in order, so that the queue stays oldest first.
+        # Unfinished prompts are prepended in order, so that the queue stays oldest first.
         self._waiting = back + self._waiting
         return batch, ids, metrics
 
     def _add_earlier(self, started: Sequence[Prompt], samples: Samples) -> None:
         """Merge responses of earlier steps into this step's samples."""
         nothing = np.zeros(len(samples), dtype=np.int64)
-        # Copies, because each is written separately below.
+        # Each column needs a copy, because it is written separately below.
         samples.update({name: nothing.copy() for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST)})
         for place, prompt in enumerate(started):
             if prompt.answers:
@@ -147,7 +147,7 @@ class PendingPrompts:
                 unserved = np.flatnonzero(~samples[c.SERVED][ids])
                 of_turns = [name for name in c.OF_SEVERAL_TURNS if name in samples.numbers]
                 samples.adopt(prompt.answers, unserved, ids[unserved], [*KEPT, *of_turns])
-        # A trajectory that was aborted after its first turn restarts.
+        # A trajectory that was aborted after its first turn has restarted, so it contains no carried-over tokens.
         anew = samples[c.SERVED] & (samples[c.POLICY_TOKENS] < samples[c.CARRIED_LENGTH])
         for name in (c.CARRIED_LENGTH, c.TOKEN_AGES, c.OLDEST):
             samples[name][anew] = 0

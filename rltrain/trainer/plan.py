@@ -102,7 +102,8 @@ def make_plan(
 
     Samples need not be divisible: passes are balanced over ranks by sample, and engines get whole prompts. The run ends
     after the epochs or ``trainer.total_training_steps``, whichever comes first; total_steps is 0 if neither is known.
-    schedule_steps: length of the learning rate schedule. It equals that key if it is set, as in verl.
+    schedule_steps: length of the learning rate schedule. It equals ``trainer.total_training_steps`` if that is set, as
+    in verl.
     """
     if problems := list(uneven(config)):
         raise ConfigError("\n".join(problems))
@@ -114,7 +115,7 @@ def make_plan(
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     filtering, critic = config.algorithm.filter_groups, config.critic
     drawn = (config.data.gen_batch_size or prompts) if filtering.enable else prompts
-    # Floats are not exact: 1.1 x 10 is slightly above 11.
+    # Round first, because floats are not exact: 1.1 x 10 is slightly above 11.
     started = math.ceil(round(prompts * rollout.oversample_ratio, 6)) if rollout.stops_early else drawn
     steps_per_epoch = _steps_per_epoch(num_prompts, drawn, prompts, num_too_long)
     epochs, limit = (steps_per_epoch or 0) * config.trainer.total_epochs, config.trainer.total_training_steps
@@ -133,7 +134,7 @@ def make_plan(
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,
-        # Rounded up: if samples do not divide by the ranks, some ranks get one more.
+        # Rounded up: if the number of samples is not divisible by the ranks, some ranks get one more.
         most_samples_per_rank=-(-prompts * rollout.n // ranks["actor"]),
         num_mini_batches=prompts // mini,
         prompts_per_mini_batch=mini,
@@ -160,10 +161,11 @@ def make_plan(
 
 
 def _reward_workers(config: Config) -> int:
-    """Return the number of scoring processes. Assumes equal cores on all nodes; waiting for a server needs no core."""
+    """Return the number of scoring processes. Assumes that all nodes have equally many cores. Processes that wait for a
+    server need no core."""
     nodes, reward = config.trainer.nnodes, config.reward
-    # By affinity and quota, because in a container `os.cpu_count` returns the cores of the whole machine. One core per
-    # device is reserved for its worker.
+    # Cores are counted by affinity and quota, because in a container `os.cpu_count` returns the cores of the whole
+    # machine. One core per device is reserved for its worker.
     spare = int(min(len(os.sched_getaffinity(0)), cpu_quota())) - config.trainer.n_gpus_per_node
     in_each_node = 1 if reward.is_elsewhere else max(1, min(_MOST_REWARD_WORKERS_PER_NODE, spare))
     most = min(_MOST_REWARD_WORKERS, reward.judge.max_concurrency) if reward.judge.url else _MOST_REWARD_WORKERS
@@ -184,7 +186,7 @@ def _steps_per_epoch(num_prompts: int | None, drawn: int, prompts: int, num_too_
 def _warmup_steps(config: Config, optim: OptimConfig, total: int) -> int:
     if optim.lr_warmup_steps == 0 and config.trainer.verl_version in ("0.5", "0.7"):
         return 0
-    # 0 or less: the ratio applies, as in verl 0.9.
+    # If the number of steps is 0 or less, the ratio applies, as in verl 0.9.
     return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else round(optim.lr_warmup_steps_ratio * total)
 
 

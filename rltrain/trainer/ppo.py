@@ -64,7 +64,7 @@ class StepRecord:
 class PPOTrainer:
     """Driver of policy, critic, reference and rewards through the steps of ``plan``.
 
-    prompts: needed for their image sizes. on_phase(name): called at the start of a phase.
+    prompts: training prompts, for their image sizes. on_phase(name): called at the start of a phase.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class PPOTrainer:
         rate = learning_rate(step - first - skipped, cfg.optim, plan.lr_warmup_steps, plan.schedule_steps)
         weight_scale = 1.0
         if self.cfg.algorithm.rollout_correction.rollout_is_batch_normalize:
-            # Mean over the whole batch, not over a mini-batch, so that all optimizer steps share one scale. It is known
-            # here because this key makes the old_log_prob pass cover every sample.
+            # The mean is over the whole batch, not over a mini-batch, so that all optimizer steps share one scale. It
+            # is known here because this key makes the old_log_prob pass cover every sample.
             weight_scale = 1.0 / max(m.mismatch_metrics(record.measured).get("rollout_corr/rollout_is_mean", 1.0), 1e-8)
         # A selection seeds its random numbers by the sample's id, not by its position on a rank, so it does not depend
         # on the layout.
@@ -213,7 +213,7 @@ class PPOTrainer:
         counted = np.array([count.tokens for count in counts])
         record.metrics |= m.update_metrics(results, computed, counted, "actor") | {"actor/lr": rate}
         record.metrics |= self._expert_load.measure(results[0].expert_load)
-        # These passes would have been repeated in every epoch over the batch.
+        # The skipped tokens would have been computed in every epoch over the batch.
         record.metrics["perf/update_tokens_skipped"] = float(num_tokens(samples)[zero_advantage].sum() * cfg.ppo_epochs)
         if plan.passes.learns_entropy:
             record.metrics["actor/entropy_coeff"] = entropy_coef
@@ -361,7 +361,7 @@ class PPOTrainer:
         return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], loss_scale_factor)
 
     def _bytes(self) -> NDArray[np.int64]:
-        """Return the bytes of the run so far: through the driver, and of samples between nodes."""
+        """Return the bytes moved in the run so far: through the driver, and samples between nodes."""
         # One worker group serves all roles, so the actor's count includes the critic's calls.
         return np.array([self.actor.bytes_through_driver, self.actor.bytes_between_nodes()])
 

@@ -43,8 +43,9 @@ class ResponseLengths:
     """Mean response length per prompt, used to start the longest responses first."""
 
     def __init__(self) -> None:
-        # Part of a checkpoint: the start order does not change the tokens of a response, but with `rollout.tail` it
-        # determines which prompts end first, and with several replicas which responses share a replica.
+        # The lengths are part of a checkpoint, because they determine the start order. It does not change the tokens of
+        # a response, but with `rollout.tail` it determines which prompts end first, and with several replicas which
+        # responses share a replica.
         self._seen: dict[str, NDArray[np.float64]] = {}
 
     def state(self) -> dict[str, NDArray[np.float64]]:

@@ -108,7 +108,7 @@ class Rewards:
             columns[c.SCORE] = self._weigh(columns, failed_of(samples))
         total = columns[c.SCORE]
         if self._pool:
-            # Kept even if it equals the score, because accuracy and the sampler need the rule's part.
+            # The rule score is kept even if it equals the score, because accuracy and the sampler need it.
             columns[c.RULE_SCORE] = total
         if self._model:
             columns[c.MODEL_SCORE] = self._model.score(split, samples, at_once)
@@ -118,7 +118,7 @@ class Rewards:
                 samples[c.RESPONSE_LENGTH], self._max_length, self._cfg.overlong_buffer
             )
             total = total + columns[c.OVERLONG]
-        # Two columns, because a KL penalty is later subtracted from the reward, not from the score.
+        # Score and reward are separate columns, because a KL penalty is later subtracted from the reward only.
         return columns | {c.SCORE: total, c.REWARD: total}
 
     def _weigh(self, columns: dict[str, Column], failed_trajectories: NDArray[np.bool_]) -> Floats:
@@ -157,7 +157,7 @@ class AnswersInScoring:
 
     def select(self, ids: Ids) -> None:
         """Keep the samples ``ids``, renumbered from 0, and drop the scores of all others."""
-        # Called only once, while no id is -1: a second call would take -1 as the last sample.
+        # This may be called only once, while no id is -1: a second call would use -1 as the index of the last sample.
         new_id = np.full(1 + max(int(ids_of_part.max()) for ids_of_part in (ids, *self._ids)), -1)
         new_id[ids] = np.arange(len(ids))
         self._ids = [new_id[ids_of_part] for ids_of_part in self._ids]
@@ -231,7 +231,8 @@ def _floats(column: Column | None, count: int) -> Floats:
 
 
 def known_number(samples: Samples, name: str, on_error: float) -> Floats:
-    """Return a scorer's number [n], ``on_error`` if scoring failed. RewardError if a scored response lacks it."""
+    """Return a scorer's number [n], or ``on_error`` if scoring failed. Raises RewardError if a scored response lacks
+    it."""
     values = _floats(samples.numbers.get(column_of(name, samples.numbers)), len(samples))
     missing = np.isnan(values)
     if (missing & (samples[c.REWARD_FAILED] == 0) & ~failed_of(samples)).any():

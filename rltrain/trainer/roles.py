@@ -59,7 +59,7 @@ class _Remote:
         self._group = group
 
     def nodes(self, num_ranks: int) -> list[int]:
-        """Return the node of each of ``num_ranks`` data-parallel ranks, that of its first worker."""
+        """Return the node of each of ``num_ranks`` data-parallel ranks: the node of its first worker."""
         return self._group.nodes[:: self._group.world // num_ranks]
 
     def _pass(
@@ -151,7 +151,7 @@ class Policy(_Remote, SavedRole):
         samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
         # An aborted response counts as maximum length, so that it starts first the next time.
         lengths = np.where(samples[c.COMPLETE], samples[c.RESPONSE_LENGTH], task.sampling.max_tokens)
-        # Responses completed before this step are not served again, and would count as aborted.
+        # Exclude responses that were completed before this step: they are not served again, and would count as aborted.
         is_asked = np.ones(len(samples), dtype=bool) if task.pending_mask is None else task.pending_mask.ravel()
         self.lengths.observe(task.split, samples[c.ROW][is_asked], lengths[is_asked])
         metrics = self._of_sync | generation_metrics([finished for *_, finished in results])
@@ -182,7 +182,7 @@ class Policy(_Remote, SavedRole):
 
     def save_answers(self, answers: Samples, file: str) -> None:
         """Write responses that wait for a later step (`PendingPrompts.answers`). Raises like `errors.write_error`."""
-        # Some responses have no token yet.
+        # The token columns are optional, because some responses have no token yet.
         request = answers.request(np.arange(len(answers)), (), WRITTEN, optional=c.ANSWER)
         call = bind(roles.Rollout.save_answers, request.as_batch, file)
         self._group.submit([call], range(1)).collect()

@@ -29,7 +29,8 @@ _DROPPED = (
 
 
 class LossValidation(Validation):
-    """Mean negative log-likelihood per token of the responses in the validation data. lay_out: see `PPOTrainer`."""
+    """Mean negative log-likelihood per token of the responses in the validation data. lay_out: returns the layout of
+    samples over the ranks."""
 
     _reads_images = True
 

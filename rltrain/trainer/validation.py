@@ -76,8 +76,8 @@ class Validation:
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts per chunk. About the samples of a step, so that a stop request takes effect as fast as during
-        training."""
+        """Prompts per chunk. A chunk has about as many samples as a step, so that a stop request takes effect as fast
+        as during training."""
         step_size = self._plan.samples_per_step * self._plan.passes.trains
         return max(1, max(step_size, _BUSY_ENGINE * self._plan.num_engine_replicas) // self.num_samples)
 
@@ -125,11 +125,11 @@ class Validation:
         return summary_metrics(sources, self._rewards.extra_infos("val"), columns, self.num_samples)
 
     def _answer(self, step: int, stop: Stop) -> tuple[Samples, dict[str, Column], int] | None:
-        """Return the responses to all validation prompts, scores, and responses per prompt."""
+        """Return the responses to all validation prompts, their scores, and the number of responses per prompt."""
         rows, num_samples, at_once = np.arange(self.num_prompts, dtype=np.int32), self.num_samples, self.prompts_at_once
         parts = []
-        # Equal sizes: in a small last chunk more than half may fail by chance, which stops the run
-        # (`raise_on_failures`).
+        # Chunks have equal sizes, because in a small last chunk more than half of the responses may fail by chance,
+        # which would stop the run (`raise_on_failures`).
         for part in np.array_split(rows, -(-len(rows) // at_once)):
             parts.append(self._generate(part, step))
             if stop.requested:
@@ -152,7 +152,7 @@ class Validation:
 
 
 def sampling_of(keys: RolloutConfig | ValKwargs, rollout: RolloutConfig, data: DataConfig, *, greedy: bool) -> Sampling:
-    """Return the sampling parameters of ``keys``, with ``rollout`` for keys that have no value."""
+    """Return the sampling parameters of ``keys``, with the values of ``rollout`` for keys that have none."""
     most = (keys.max_tokens if isinstance(keys, ValKwargs) else None) or data.max_response_length
     stop = tuple(rollout.stop if keys.stop is None else keys.stop)
     return Sampling(
@@ -171,7 +171,7 @@ def validation_metrics(sources: Sequence[str], columns: dict[str, Column], num_s
 
     sources: data source per prompt [p]. columns[name]: a number (NaN: missing) or text per response [p * num_samples].
     The core variable of a source is ``acc`` if its scorer returns it, else ``reward``. Its mean@N, best@N/mean and
-    maj@N/mean go under val-core/, all others under val-aux/. ``pred``: the text that responses vote with.
+    maj@N/mean go under val-core/, all others under val-aux/. ``pred``: text of a response in the majority vote.
     """
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
@@ -201,8 +201,8 @@ def summary_metrics(
 ) -> dict[str, float]:
     """Return a scorer's summary over all rows of a source (`summary_of`), as ``val-core/<source>/acc/<name>``.
 
-    sources, extra_infos: per prompt [p]. columns["acc"] [p * num_samples]. Mean over the N responses: the i-th
-    responses to all prompts are summarised together.
+    sources, extra_infos: per prompt [p]. columns["acc"] [p * num_samples]. The i-th responses to all prompts are
+    summarised together, and the N summaries are averaged.
     """
     metrics: dict[str, list[float]] = {}
     if "acc" not in columns:
@@ -263,7 +263,7 @@ def _expected_best(values: Floats, k: int) -> tuple[Floats, Floats]:
 def _vote_shares(votes: Column) -> dict[int, Floats]:
     """Return, for every k, the chance [p, N] of each response to represent the majority of k draws (ties: uniform)."""
     n = votes.shape[1]
-    # Reseeded per source, so that no metric depends on the other sources.
+    # The generator is seeded for each source, so that no metric depends on the other sources.
     random = np.random.default_rng(_SEED)
     shares = {k: np.zeros(votes.shape) for k in _sizes(n)}
     for prompt, texts in enumerate(votes.astype(str)):

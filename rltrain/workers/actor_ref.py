@@ -48,7 +48,7 @@ from rltrain.workers.updates.expert_balance import ExpertBalance
 from rltrain.workers.updates.selection import add_batch_level_selection
 from rltrain.workers.updates.updater import Updater, empty_loss, split_mini_batches
 
-# Prompts, responses and images reach the device packed.
+# Columns that the loss reads on the device. Prompts, responses and images reach the device packed.
 _IN_LOSS = (c.OLD_LOG_PROBS, c.ROLLOUT_LOG_PROBS, c.REF_LOG_PROBS, c.TEACHER_LOG_PROBS, c.ADVANTAGE, c.ADVANTAGES,
             c.IS_WEIGHTS, c.LOSS_MASK, c.SELECTED, c.HIGH_ENTROPY, c.GROUP_WEIGHT)  # fmt: skip
 
@@ -67,7 +67,7 @@ class ActorRefWorker(Actor):
         self.offloader = offloader
         self._device = offloader.device
         self._entry = find_policy_loss(passes.policy_loss)
-        # Policy version at the last old_log_prob pass; a selection reuses the log-probs until it changes.
+        # Policy version at the last old_log_prob pass; a selection reuses the log-probs until the version changes.
         self._log_probs_at: int | None = None
         self._load_models()
 
@@ -91,7 +91,7 @@ class ActorRefWorker(Actor):
         if passes.exact_teacher:
             teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
             self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
-        # Last, because the models' forward passes come first.
+        # Registered last, because onloading runs in this order, and the forward passes of the models come first.
         self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
@@ -230,7 +230,7 @@ class ActorRefWorker(Actor):
             self._reference_distribution.free()
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
-            # Ranks that share matrices counted the same tokens.
+            # Divided, because ranks that share matrices have counted the same tokens.
             numbers = replace(numbers, expert_load=(load // self.policy.tensor_size).cpu().numpy())
         return replace(numbers, memory_gb=self.offloader.memory_gb())
 
@@ -298,7 +298,7 @@ class ActorRefWorker(Actor):
         return Batch(columns).to(self._device.torch_device)
 
     def _measure(self, measured: Sequence[Measured]) -> dict[str, Moments]:
-        """Return the old_log_prob pass's moments from the update's forward pass on the first mini-batch."""
+        """Return moments as of an old_log_prob pass, from the update's forward pass on the first mini-batch."""
         parts = []
         for micro, log_probs, entropy in measured:
             moments = self._compare(micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.cpu()), micro)[1]
@@ -306,7 +306,7 @@ class ActorRefWorker(Actor):
         return join(parts)
 
     def _correct(self, micro: Batch, log_probs: Tensor, task: UpdateTask) -> tuple[Ragged, Tensor | None]:
-        """Return (loss mask, importance weights). With ``bypass`` both follow from the current policy."""
+        """Return (loss mask, importance weights). With ``bypass``, both are computed from the current policy."""
         old = self._old(micro)
         if not self._passes.bypass:
             weights = micro.ragged(c.IS_WEIGHTS).values * task.weight_scale if c.IS_WEIGHTS in micro else None
@@ -394,7 +394,7 @@ class ActorRefWorker(Actor):
 
 
 def _advantages(micro: Batch, mask: Ragged, task: UpdateTask) -> Tensor:
-    """Return one advantage per token of ``mask``: the token's, whitened, or its response's."""
+    """Return an advantage per token of ``mask``: its own, whitened, or the advantage of its response."""
     if c.ADVANTAGES in micro:
         return (micro.ragged(c.ADVANTAGES).values - task.shift) * task.scale
     return mask.broadcast(micro.dense(c.ADVANTAGE).float()).values

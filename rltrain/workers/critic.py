@@ -70,7 +70,8 @@ class CriticWorker(SavesState, Critic):
             return empty_loss(values)
         columns = {name: micro[name] for name in (c.VALUES, c.RETURNS, c.LOSS_MASK) if name in micro}
         micro = Batch(columns).to(device)
-        # From the values pass, not from the current weights: the clip keeps the critic close to these.
+        # The old values are from the values pass, not from the current weights: the clip keeps the critic close to
+        # them.
         old, returns = micro.ragged(c.VALUES), micro.ragged(c.RETURNS).values
         mask = loss_mask(micro, old)
         losses, statistics = value_loss(values, old.values, returns, self._cfg.cliprange_value)

@@ -25,7 +25,7 @@ class DemonstrationWorker(Rollout):
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
     def generate(self, task: GenerateTask, begun: Batch | None = None) -> tuple[Batch, list[str], GenerationNumbers]:
-        """Return prompts and responses of this rank's prompts. Log-probs of an engine do not exist and are 0."""
+        """Return prompts and responses of this rank's prompts. There is no engine, so its log-probs are 0."""
         started, store = time.perf_counter(), self._prompts[task.split]
         places = range(self._rank, len(task.rows), self._world)
         conversations = [self._conversation(store, place, int(task.rows[place])) for place in places]
@@ -48,7 +48,7 @@ class DemonstrationWorker(Rollout):
         return Conversation(place, 0, store.prompt(row), tokens, mask, log_probs, aborted=False)
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
-        """Return that nothing is under way."""
+        """Return no responses, and that no more will follow."""
         nothing = np.zeros(0, dtype=np.int64)
         return [], Finished(nothing, nothing, True)
 

@@ -54,7 +54,8 @@ class HybridWorker(Models, Advantages):
         self.roles: list[object] = [self, LinksWorker(cfg.trainer.device), Profiler(device)]
 
     def init_models(self, passes: StepPasses) -> dict[str, Any]:
-        """Load the models of ``passes.roles`` and the rollout engine. Returns sizes."""
+        """Load the models of ``passes.roles`` and the rollout engine. Returns sizes of the models and rates of the
+        device."""
         device = get_device(self._cfg.trainer.device)
         device.activate()
         if not device.is_cpu:

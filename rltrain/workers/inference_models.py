@@ -38,7 +38,8 @@ def load_role(role: Role, specs: Specs, passes: StepPasses, offloader: OffloadMa
 
 @torch.no_grad()
 def measure(model: PackedModel, micros: Sequence[Batch], device: Device, *arguments: Any) -> list[Tensor]:
-    """Return the outputs of ``model`` for all policy tokens, on the host: values, or log-probs and other outputs."""
+    """Run ``model`` without gradients. Returns its outputs for all policy tokens, on the host: values, or log-probs and
+    others."""
     model.eval()
     return _on_host(model, [model(pack(micro, device.torch_device), *arguments) for micro in micros])
 
@@ -60,13 +61,13 @@ def measure_known(model: PolicyModel, micros: Sequence[Batch], device: Device, t
 def _on_host(model: PackedModel, outputs: Sequence[Any]) -> list[Tensor]:
     reshard(model)
     parts = [(output,) if isinstance(output, Tensor) else output for output in outputs]
-    # Copied once at the end, so that the host does not wait for the device between micro-batches.
+    # Outputs are copied once at the end, so that the host does not wait for the device between micro-batches.
     return [torch.cat(kind).cpu() for kind in zip(*parts, strict=True) if kind[0] is not None]
 
 
 class InferenceWorker(InferenceModels):
-    """``models``: frozen policies by role. Excludes the reference of an actor with adapters, and a judge, which
-    generates text and runs no pass over the samples."""
+    """Frozen policies of a rank, by role in ``models``. These exclude the reference of an actor with adapters, and a
+    judge, which generates text and runs no pass over the samples."""
 
     def __init__(self, specs: Specs, passes: StepPasses, offloader: OffloadManager, temperature: float) -> None:
         self._offloader, self._temperature = offloader, temperature
@@ -97,11 +98,12 @@ class ReferenceDistribution:
         self._model, self._divergence = model, divergence
 
     def states(self, inputs: PackedInputs) -> ReferenceStates:
-        """Compute the input of the comparison in `models.head`. Call `free` afterwards."""
-        # The model uses its router, even if the policy replays another routing.
+        """Compute the hidden states for the comparison in `models.head`. Call `free` afterwards."""
+        # The model uses its own router, even if the policy replays another routing.
         with torch.no_grad(), adapters_off(self._model):
             hidden = self._model(replace(inputs, experts=None), states_only=True)
-        # The head is used outside of its forward pass, and again when the backward pass recomputes logits.
+        # The head stays gathered until `free`: it is used outside of its forward pass, and again when the backward pass
+        # recomputes logits.
         self._model.unshard()  # type: ignore[operator]
         return ReferenceStates(hidden, self._logits, self._divergence)
 

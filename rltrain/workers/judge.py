@@ -1,9 +1,9 @@
 """Judge: a generative reward model whose replies score responses.
 
 It shares the device in time like every role. Its weights are sharded over all ranks like the reference's and may be
-offloaded. To reply, they are sent to an engine of the policy's type by the policy's weight sync, including the canary,
-and freed when another phase begins. Messages are dealt to the ranks by length, not pulled from a shared queue, so that
-batches, and therefore every bit of a reply, depend only on the messages.
+offloaded. For a call, the weights are sent to an engine of the policy's type by the policy's weight sync (including the
+canary), and freed when another phase begins. Messages are dealt to the ranks by length, not pulled from a shared queue,
+so that batches, and therefore every bit of a reply, depend only on the messages.
 
 Left out: images, and engines that allocate their memory at startup, because a process can have only one of these.
 """
@@ -64,7 +64,7 @@ class JudgeWorker(Judge):
 
     def __init__(self, cfg: Config, specs: Specs, passes: StepPasses, offloader: OffloadManager) -> None:
         self._rollout = cfg.reward_model.rollout
-        # Checking for an abort costs a little per token.
+        # Checks for an abort cost a little per token, so they run only if the configuration sets a stop notice.
         self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._longest_message, self._longest_reply = judge_lengths(cfg)
         self.offloader, device = offloader, offloader.device
@@ -141,7 +141,7 @@ class JudgeWorker(Judge):
         return replies, JudgeNumbers(num_tokens, time.perf_counter() - started)
 
     def _answered(self, jobs: list[Job]) -> Conversations:
-        # Longest first, so that no long reply runs alone at the end.
+        # Start with the longest prompts, so that no long reply runs alone at the end.
         jobs = sorted(jobs, key=lambda job: -len(job.prompt))
         store, key = dist.distributed_c10d._get_default_store(), f"judge/{dist.get_rank()}"
         queue = JobQueue(jobs, len(jobs), _ALONE, store, key, can_end=self._can_be_aborted)

@@ -1,7 +1,7 @@
 """Reference model that follows the policy: every K steps it becomes the policy, or is mixed with it.
 
-TR-DPO (Gorbatovski et al. 2024, eq. 6 and 7) and ProRL (Liu et al. 2025, section 2.3): a KL to the initial model
-eventually limits a long run.
+This follows TR-DPO (Gorbatovski et al. 2024, eq. 6 and 7) and ProRL (Liu et al. 2025, section 2.3), because a KL to the
+initial model would eventually limit a long run.
 """
 
 from __future__ import annotations

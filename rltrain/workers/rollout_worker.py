@@ -90,7 +90,7 @@ class RolloutWorker(Rollout):
         rows: dict[str, Rows] | None = None,
     ) -> None:
         self._rollout, self._max_response_length = cfg.actor_rollout_ref.rollout, cfg.data.max_response_length
-        # Checking for an abort costs a little per token.
+        # Checks for an abort cost a little per token, so they run only if the configuration sets a stop notice.
         self._can_be_aborted = cfg.trainer.stop_notice_s is not None
         self._with_experts = passes.router_replay == "R3"
         self._images, self._images_between_turns = passes.images, passes.images_between_turns
@@ -186,7 +186,7 @@ class RolloutWorker(Rollout):
                 tell(job, conversations)
 
         source, num_begun_anew = self._converse(task, queue, open_answers, finished, task_images)
-        # Also called on ranks without results, because the driver polls every rank until it reports the end.
+        # Also reported by ranks without results, because the driver polls every rank until it reports the end.
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
@@ -212,7 +212,7 @@ class RolloutWorker(Rollout):
         payload = payload_of(answers)
         if self._with_experts and task.is_learnt_from:
             payload.update({c.ROUTED_EXPERTS: routed_experts_of(answers)})
-        # Other responses are not trained on, so their pixels are dropped here.
+        # The trainer reads pixels only if the responses are trained on.
         if task_images and task.is_learnt_from:
             index = payload.dictionary(c.PROMPT).index
             images = [
@@ -256,7 +256,7 @@ class RolloutWorker(Rollout):
         return source, num_begun_anew
 
     def _bring_weights(self) -> tuple[float, SyncReport | None]:
-        """Sync once per policy version. Returns seconds and the sync's report."""
+        """Sync the weights if the policy has a new version. Returns seconds, and the report if there was a sync."""
         started = time.perf_counter()
         version = self._version()
         report = None
@@ -304,7 +304,7 @@ class RolloutWorker(Rollout):
         return self.encoder.decode_batch([answer.tokens.tolist() for answer in answers])
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
-        """Return the texts of jobs that ended since the last call. Waits for the first.
+        """Return the texts of jobs that ended since the last call. Waits up to ``wait_s`` for the first one.
 
         Called from a thread other than the generating one.
         """
@@ -344,7 +344,8 @@ class RolloutWorker(Rollout):
         abort(self._store)
 
     def _refuse_damaged(self, source: Conversations) -> None:
-        """Raise NonFiniteError if more than a few responses are damaged: an empty response has no loss."""
+        """Raise NonFiniteError if more than a few responses are damaged. A few do no harm: they are empty, without a
+        loss."""
         if source.num_damaged > _MOST_DAMAGED * len(source.all):
             raise NonFiniteError(
                 f"{source.num_damaged} of {len(source.all)} responses of the rollout engine '{self._rollout.name}' "
@@ -372,7 +373,7 @@ def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> Enco
     if seeing:
         store = next((store for store in prompts.values() if store.has_images), None)
         if store:
-            # The smallest image, because this forward pass has no token budget.
+            # Choose the prompt with the fewest image tokens, because this forward pass has no token budget.
             tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
             prompt = store.encoded(int(tokens.argmin()))
         else:  # only tools return images

@@ -42,7 +42,7 @@ def delta_rule(
     if max(lengths) == 1:
         return _one_step(query, key, value, decay, step, before.float())
     size, where, back, counts, order, home = _chunks(tuple(lengths), value.device)
-    # [chunks, heads, size, ...]. Padding is zero and changes nothing.
+    # Shape [chunks, heads, size, ...]. Padding is zero, so it changes neither outputs nor memories.
     query, key, value = (
         pad(tensor, (0, 0, 0, 0, 0, 1)).index_select(0, where).unflatten(0, (-1, size)).transpose(1, 2)
         for tensor in (query, key, value)

@@ -38,8 +38,9 @@ PLAN = "rltrain_plan"
 STATELESS = {"moe", "mlp"}
 # Queries are processed in blocks, so a mask has at most this many rows (queries x heads per kv head).
 _BLOCK = 256
-# On a CPU, half precision prepares a kernel per length and is slow for short products: a backward pass over varying
-# lengths takes two to three times as long. Segments with at most this many keys are therefore computed in fp32.
+# On a CPU, half-precision attention prepares a kernel for each length and is slow for short segments: a backward pass
+# over varying lengths takes two to three times as long as in fp32. Segments with at most this many keys are therefore
+# computed in fp32.
 _FEW_KEYS = 1024
 _PLAIN = Kind()
 
@@ -81,7 +82,7 @@ def packed_attention(
     """Call `attend` with the signature that transformers expects. Raises NotImplementedError for unsupported layers.
 
     With ``rltrain_group``, the tensors hold this rank's slice of the tokens, and the plan covers the tokens of all
-    ranks of the group, which attend by Ulysses or as ``rltrain_ring``.
+    ranks of the group, which attend by Ulysses, or by ring attention if ``rltrain_ring`` is given.
     """
     if rltrain_plan is None:
         raise NotImplementedError(
@@ -111,7 +112,8 @@ def register() -> None:
 
     No mask function is registered, so transformers skips mask creation and does not inspect the positions.
     """
-    # Every load calls this again, but compiled layers may have registered a wrapper that torch.compile skips.
+    # Every model load calls this function, but registering again would replace the wrapper that compiled layers may
+    # have registered, which torch.compile skips.
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(NAME, packed_attention)
 
@@ -124,7 +126,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
     """
     text = config.get_text_config()
     whole = getattr(text, "rope_parameters", None) or {}
-    # Some families have rope parameters per kind of layer.
+    # Some families have separate rope parameters for each kind of layer.
     for rope in (whole, *(part for part in whole.values() if isinstance(part, dict))):
         limit: int = rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0
         if rope.get("rope_type") not in ("longrope", "dynamic") or (longest is not None and longest <= limit):
@@ -134,7 +136,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
             f"(rope_type={rope['rope_type']}), so samples of one forward would affect each other. Keep "
             f"data.max_prompt_length + data.max_response_length (now {longest}) within {limit}."
         )
-    # Griffin calls them block types.
+    # Griffin calls its layer types block types.
     kinds = {*(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())}
     kinds -= {"full_attention", "sliding_attention", "chunked_attention", "attention", *STATELESS}
     kinds -= {"linear_attention"} if family(text.model_type).gated_delta_nets else set()
@@ -151,7 +153,7 @@ def check_layers(config: PretrainedConfig, longest: int | None = None) -> None:
 def _keys(tensor: Tensor, plan: AttentionPlan) -> list[Tensor]:
     """Split ``tensor`` [1, kv heads, tokens, d] into the keys that each segment sees.
 
-    Uses split, because the gradient of a slice is as large as the whole tensor.
+    The tensor is split, not sliced, because the gradient of a slice is as large as the whole tensor.
     """
     parts = tensor.split(plan.query_lengths, dim=2)
     # A prefix is always a complete earlier segment, so its keys are one of the parts.

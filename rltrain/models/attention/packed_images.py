@@ -47,7 +47,7 @@ class PackedImages:
         for key, images in distinct.items():
             first[key], total = total, total + len(images.places)
         distinct_images = list(distinct.values())
-        # A copy, because arrays from the object store are read-only, about which torch warns.
+        # `torch.tensor` copies: arrays from the object store are read-only, and torch warns if it shares their memory.
         places = [torch.tensor(images.places) + start for images, start in laid]
         features = [torch.arange(len(images.places)) + first[id(images.pixel_values)] for images, _ in laid]
         if spans is not None:

@@ -96,11 +96,11 @@ class AttentionPlan:
 
     def on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return cumulative query and key lengths [segments + 1] (int32), and the row indices of all segments' keys
-        [keys], empty without prefixes. Cached per device instead of per layer.
+        [keys], empty without prefixes. They are cached, so that the layers of a device share one copy.
         """
         if device not in self._on_devices:
             queries, where = send(torch.tensor((0, *self.query_ends), dtype=torch.int32), device), torch.zeros(0)
-            keys = queries  # The same object, because torch then selects its fastest kernel.
+            keys = queries  # The same tensor, because torch then selects its fastest kernel.
             if self.has_prefixes:
                 parts = [part for segment in self.segments for part in (segment.prefix, (segment.start, segment.stop))]
                 keys = send(torch.tensor((0, *self.key_ends), dtype=torch.int32), device)
@@ -108,7 +108,8 @@ class AttentionPlan:
             self._on_devices[device] = queries, keys, where
         return self._on_devices[device]
 
-    # Cached in the plan: an object that held the plan would keep device memory until garbage collection.
+    # Cached in the plan itself. A separate cache object that refers to the plan would keep device memory until garbage
+    # collection.
     @cached_property
     def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
         return {}
@@ -146,7 +147,7 @@ class AttentionPlan:
 
 
 def _pieces(segment: Segment, size: int) -> Iterator[Segment]:
-    """Split a segment at multiples of ``size``, in positions of its sample."""
+    """Split a segment at positions of its sample that are multiples of ``size``."""
     start, place = segment.start, segment.prefix_length
     partial = place % size
     prefix = (segment.prefix[1] - partial, segment.prefix[1]) if partial else (0, 0)
@@ -200,8 +201,8 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     """Pack ``prompt``, ``response``, ``response_mask`` into inputs. An empty batch packs to one dummy token.
 
     With ``share``, samples of one prompt share its tokens: the prompt is placed once, then the responses that attend to
-    it, with positions that continue from its end. The prompt's last state predicts the first token of each. The last
-    token of a response predicts nothing, so it is omitted. Only tokens of the policy (``response_mask``) have
+    it, with positions that continue from its end. The prompt's last state predicts the first token of each response.
+    The last token of a response predicts nothing, so it is omitted. Only tokens of the policy (``response_mask``) have
     predictors and labels.
 
     The ``images`` of a prompt are packed once, and images of a response (``own_images``) with the response.
@@ -249,7 +250,7 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
             end = laid.add(prompt, answer=answer, own_images=own, **behind) if answer[1] else 0
             predictors += [torch.tensor([prefix[1] - 1] * (length > 0)), torch.arange(end - answer[1], end)]
             spans.append((range(*prefix), range(end - answer[1], end)))
-    # Concatenated, so that a single gather builds the whole row.
+    # Prompts and responses are concatenated, so that a single gather builds the whole row.
     source, is_policy = torch.cat([prompts.values.values, answers.values]), batch.ragged(c.RESPONSE_MASK).values
     places = torch.cat(predictors).long()[is_policy]
     return PackedInputs(
@@ -273,7 +274,7 @@ def _experts(batch: Batch, spans: Sequence[tuple[range, range]], total: int, dev
     # samples.
     assert torch.equal(batch.ragged(c.ROUTED_EXPERTS).lengths, computed_tokens(batch))
     packed = given.new_zeros(total, *given.shape[1:])
-    # Reversed, so that a shared prompt gets the rows of its first sample.
+    # In reverse order, so that the rows of a shared prompt are last written by its first sample.
     ends = batch.ragged(c.ROUTED_EXPERTS).offsets.tolist()[1:]
     for (prompt, answer), end in zip(reversed(spans), reversed(ends), strict=True):
         of_answer = end - len(answer)
@@ -292,7 +293,7 @@ def _images_by_prompt(batch: Batch) -> dict[int, PromptImages]:
 
 
 class _Laid:
-    """Builder of a row of segments. images: mapping from prompt index; own_images: images of responses."""
+    """Builder of a row of segments. images: images by prompt index. own_images: images of responses."""
 
     def __init__(self, images: Mapping[int, PromptImages], own_images: Sequence[PromptImages | None]) -> None:
         self.rows: list[Tensor] = []
@@ -316,7 +317,8 @@ class _Laid:
     ) -> int:
         """Append a segment of the prompt's tokens, the response's or both, each (start, length) in the batch.
 
-        Returns the row index after it. prompt_length: length of the prompt in ``prefix``, if only a response is added.
+        Returns the row index after the segment. prompt_length: length of the prompt in ``prefix``, if only a response
+        is added.
         """
         start, images = self.segments[-1].stop if self.segments else 0, self._images.get(prompt)
         ranges = [span for span in (question, answer) if span and span[1]]
@@ -348,7 +350,8 @@ def per_policy_token(values: Tensor, batch: Batch) -> Ragged:
 
 
 def per_computed_token(values: Tensor, batch: Batch) -> Ragged:
-    """Group model outputs for all tokens of ``pack(batch)``, in the order of `PackedInputs.by_sample`, by sample."""
+    """Group model outputs by sample. They are for all tokens of ``pack(batch)``, in the order of
+    `PackedInputs.by_sample`."""
     return Ragged(values, computed_tokens(batch))
 
 
@@ -362,7 +365,8 @@ def computed_tokens(batch: Batch) -> Tensor:
 
 
 def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
-    """Pack rows of token ids. The predictor of a row is its last token. No rows pack to one dummy token."""
+    """Pack rows of token ids. The predictor of a row is its last token. If there are no rows, one dummy token is
+    packed."""
     if not rows:
         return pack(Batch(), device)
     lengths = torch.tensor([len(row) for row in rows])

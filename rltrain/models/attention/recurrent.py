@@ -97,7 +97,8 @@ def _keep_arguments(layer: Any, _: Any, arguments: dict[str, Any]) -> None:
 
 
 def _forward(net: Any, hidden_states: Tensor, *_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor:
-    """Map [1, tokens, hidden] of a packed row, or [rows, 1, hidden] of the engine's rows, to the same shape."""
+    """Run the layer on a packed row [1, tokens, hidden], or on the engine's rows [rows, 1, hidden]. Returns the same
+    shape."""
     plan, group, states = vars(net).pop("rltrain_arguments", (None, None, None))
     if (plan is None and states is None) or attention_mask is not None:
         raise NotImplementedError(f"{type(net).__name__} is given no plan of its packed row, or a custom mask")
@@ -141,7 +142,8 @@ Advance = Callable[..., tuple[Tensor, State]]
 
 
 def _by_plan(advance: Advance, projected: Projected, weights: Weights, plan: AttentionPlan) -> Tensor:
-    """Compute outputs [tokens, heads, value size]: first segments without prefix, then responses from their prompts."""
+    """Compute outputs [tokens, heads, value size]: first of segments without a prefix, then of responses, which start
+    from the final states of their prompts."""
     if not plan.has_prefixes:
         return advance(projected, weights, lengths=plan.query_lengths, before=None)[0]
     order, back, firsts, seconds, prompts = _rounds(plan, projected.query.device)
@@ -160,8 +162,8 @@ def _by_plan(advance: Advance, projected: Projected, weights: Weights, plan: Att
 def _rounds(
     plan: AttentionPlan, device: torch.device
 ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor]:
-    """Return the token order with prefix-free segments first, its inverse, the lengths of those segments and of the
-    others, and for each of the others the index of its prompt among the first.
+    """Return the order of tokens in which segments without a prefix come first, the inverse of this order, the segment
+    lengths in both groups, and for each segment with a prefix the index of its prompt in the first group.
     """
     firsts = [segment for segment in plan.segments if not segment.prefix_length]
     seconds = [segment for segment in plan.segments if segment.prefix_length]
@@ -175,13 +177,14 @@ def _rounds(
 def _with_others(
     advance: Advance, projected: Projected, weights: Weights, plan: AttentionPlan, group: ProcessGroup
 ) -> Tensor:
-    """Like `_by_plan`, if each rank holds a slice of the tokens: each rank computes all tokens for its heads."""
+    """Compute the outputs of `_by_plan` if each rank holds a slice of the tokens: a rank computes all tokens for its
+    share of the heads."""
     ranks, rank = group.size(), group.rank()
     numbers = torch.stack([projected.step, projected.decay], -1)
     parts = [tensor.transpose(0, 1)[None] for tensor in (*projected[:3], numbers)]
     query, key, value, numbers = (tensor[0].transpose(0, 1) for tensor in share_of_heads(group, *parts))
     filters = [
-        # Repeated like their heads.
+        # Filters are repeated in the same way as `share_of_heads` repeats their heads.
         part.unflatten(0, tensor.shape[1:]).repeat_interleave(math.lcm(tensor.shape[1], ranks) // tensor.shape[1], 0)
         for part, tensor in zip(
             weights.filters.split([tensor[0].numel() for tensor in projected[:3]]), projected[:3], strict=True
@@ -244,10 +247,11 @@ def _convolve(
 
 
 def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
-    """Map row [..., n, channels] to [..., n - width + 1, channels]. Sums are in fp32, as in kernels."""
+    """Apply filters and activation to row [..., n, channels]. Returns [..., n - width + 1, channels]. Sums are in fp32,
+    as in kernels."""
     filters = weights.filters.float().mT
     length = row.shape[-2] - len(filters) + 1
-    # Explicit products, because not every device has a depthwise convolution.
+    # Computed by explicit products, because not every device has a depthwise convolution.
     convolved = sum(row.narrow(-2, first, length).float() * tap for first, tap in enumerate(filters))
     convolved = convolved if weights.bias is None else convolved + weights.bias
     return ACT2FN[activation](convolved.to(row.dtype))
@@ -257,8 +261,9 @@ def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
 # The first call may be in inference mode, and autograd cannot save tensors that were created there.
 @torch.inference_mode(False)
 def _laid(lengths: tuple[int, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indices: rows of (pasts, tokens) that put each segment after its past; the tokens in that row, without the
-    first past; and the last ``width`` rows of each segment.
+    """Return three index tensors. The first selects from (pasts, tokens) a row in which each segment follows its past.
+    The second finds the tokens in the convolution of that row, which is shorter by the first past. The third has the
+    last ``width`` rows of each segment.
     """
     firsts = (0, *accumulate(lengths))
     pasts = len(lengths) * width
@@ -280,7 +285,8 @@ def _on_cuda(tensor: Tensor) -> bool:
 
 @cache
 def _fused_convolution() -> Callable[..., Tensor] | None:
-    """Return causal-conv1d's kernel (channels [1, channels, tokens], zero-padded, activated), or None."""
+    """Return causal-conv1d's kernel, or None if it is not installed. It maps [1, channels, tokens], pads with zeros,
+    and applies the activation."""
     try:
         from causal_conv1d import causal_conv1d_fn
     except ImportError:

@@ -1,13 +1,15 @@
 """Ring attention (Liu et al. 2023, arXiv 2310.01889): ranks that share a packed row pass its keys and values around.
 
-Ulysses (`models.attention.ulysses`) trades tokens for heads, so its size must divide the heads. Here every rank keeps
-the queries of its slice and gets the keys and values of the other slices one after another. The results of the slices
-are merged by the logarithm of their softmax sums, in float32 or float64, and the backward pass sends the slices round
-once more, with their gradients. Both can be combined: Ulysses within neighbouring ranks, the ring over their groups.
+Ulysses (`models.attention.ulysses`) trades tokens for heads, so its size must divide the number of heads. Here every
+rank keeps the queries of its slice and gets the keys and values of the other slices one after another. The results of
+the slices are merged by the logarithm of their softmax sums, in float32 or float64, and the backward pass sends the
+slices round once more, with their gradients. Both can be combined: Ulysses within neighbouring ranks, the ring over
+their groups.
 
-Slices are contiguous, so in a row of one long sequence the last rank has up to twice the mean number of pairs. In rows
-of many samples the ranks have similar numbers. CUDA's flash kernels compute the products of a slice (not run on
-hardware); other devices, soft caps, and windows that reach into another slice take blocks of explicit products.
+Slices are contiguous, so in a row of one long sequence the last rank has up to twice the mean number of (query, key)
+pairs. In rows of many samples the ranks have similar numbers. CUDA's flash kernels compute the products of a slice (not
+run on hardware); on other devices, and for soft caps and windows that reach into another slice, scores are computed
+explicitly in blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from rltrain.models.attention.scores import Kind, capped, tempered
 from rltrain.models.attention.varlen import flash_operators
 
 RING = "rltrain_ring"
-# Largest number of scores that are computed at once without a kernel.
+# Maximum number of scores that are computed at once if no kernel is used.
 _SCORES = 1 << 25
 
 
@@ -65,7 +67,11 @@ class Part(NamedTuple):
 
 
 def parts_of(plan: AttentionPlan, length: int, queries: int, keys: int) -> tuple[Part, ...]:
-    """Return the parts of slice ``queries`` with the keys of slice ``keys``; slices have ``length`` tokens."""
+    """Return the queries of each segment in slice number ``queries``, with the keys that they see in slice number
+    ``keys``.
+
+    Slices have ``length`` tokens. A segment without such queries or keys has no part.
+    """
 
     def within(start: int, stop: int, number: int) -> slice:
         first = min(max(start - number * length, 0), length)
@@ -77,7 +83,7 @@ def parts_of(plan: AttentionPlan, length: int, queries: int, keys: int) -> tuple
         prefix, own = within(*segment.prefix, keys), within(segment.start, queries * length + here.stop, keys)
         seen = tuple(each for each in (prefix, own) if each.start < each.stop)
         if here.start < here.stop and seen:
-            # The prefix is as far from the segment as if it were just before it.
+            # Positions count as if the prefix were directly before the segment.
             shift = segment.start - segment.prefix[1] if seen[0] is prefix else 0
             parts.append(Part(here, seen, here.start + (queries - keys) * length - seen[0].start - shift))
     return tuple(parts)
@@ -144,7 +150,7 @@ class _Ring(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         products = (gradient.to(total.dtype) * output.to(total.dtype)).sum(-1)
         of_query = torch.zeros(query.shape, dtype=total.dtype, device=query.device)
-        # The gradients of a slice travel with it, and are home after the last round.
+        # The gradients of a slice travel with it, and are back on its rank after the last round.
         of_keys = of_query.new_zeros(*key.shape[:2], width + value.shape[-1])
         for number, keys, values in ring.rounds(torch.cat([key, value], -1), width):
             saved = (gradient, output, total, products)
@@ -169,9 +175,10 @@ class Rounds:
         self._state: list[Tensor] = []
 
     def rounds(self, rows: Tensor, width: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the number of the round, and keys and values of the slice that many ranks before this one.
+        """Yield (round n, keys, values), where keys and values are the slice of the rank n places before this one.
 
-        rows: keys, of ``width``, and values of this rank. The next slice travels meanwhile.
+        rows: this rank's keys (the first ``width`` columns) and values. The next slice is transferred while the caller
+        computes.
         """
         size = self.group.size()
         for number in range(size):
@@ -182,7 +189,8 @@ class Rounds:
             rows = arriving
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor] | None:
-        """Return outputs [tokens, heads, d] and logarithms of softmax sums [tokens, heads]; None: no key is visible."""
+        """Return outputs [tokens, heads, d] and logarithms of softmax sums [tokens, heads], or None if no key is
+        visible."""
         if not (parts := self._parts(number)):
             return None
         output = query.new_zeros(*query.shape[:2], values.shape[-1], dtype=self._dtype)
@@ -198,7 +206,7 @@ class Rounds:
             value = self._gathered(values, part)
             for block, within, scores in self._scores(query, keys, part):
                 total = scores.logsumexp(-1, keepdim=True)
-                # A window may hide all of the slice.
+                # A window may hide the whole slice, and the total is then -inf.
                 weights = (scores - total.clamp(min=torch.finfo(self._dtype).min)).exp()
                 output[block] = _by_token(weights @ value[:, None, within])
                 sums[block] = _by_token(total)[..., 0]
@@ -275,7 +283,8 @@ class Rounds:
             yield rows, slice(low, high), scores.masked_fill(hidden, -math.inf)
 
     def _flashes(self, number: int) -> bool:
-        # A kernel's window is aligned with the last key, which is the last query only in the rank's slice.
+        # A kernel aligns its window with the last key. This is the position of the last query only if the keys are this
+        # rank's slice.
         return self.operators is not None and (number == 0 or self.kind.window is None)
 
     def _call(self, number: int, device: torch.device) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:
@@ -307,7 +316,7 @@ def _by_token(rows: Tensor) -> Tensor:
 def _passed_on(rows: Tensor, group: ProcessGroup) -> tuple[Tensor, Any]:
     """Send ``rows`` to the next rank of the ring. Returns the rows of the previous one, and the work to wait for."""
     size, rank = group.size(), group.rank()
-    # An all-to-all, which every backend has over any group.
+    # Sent by an all-to-all, because every backend has it for any group.
     sent, received = ([len(rows) * (other == (rank + step) % size) for other in range(size)] for step in (1, -1))
     arriving, rows = torch.empty_like(rows), rows.contiguous()
     return arriving, dist.all_to_all_single(arriving, rows, received, sent, group=group, async_op=True)

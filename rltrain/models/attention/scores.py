@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Marks layers whose queries `tempered` scales.
+# Name of the attribute that marks layers whose queries `tempered` scales.
 _TEMPERED = "rltrain_tempered"
 
 
@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     """Properties of a layer's causal attention."""
 
     scaling: float | None = None
-    """Factor of the products. None: 1 / sqrt(d)."""
+    """Factor of the query-key products. None: 1 / sqrt(d)."""
     window: int | None = None
     """Number of keys that a token sees, including its own."""
     chunk: int | None = None
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
         return most
 
     def scale(self, head_size: int) -> float:
-        """Return the factor of the products."""
+        """Return the factor of the query-key products."""
         return head_size**-0.5 if self.scaling is None else self.scaling
 
 
@@ -104,7 +104,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: Kind) 
     if kind.softcap is None and kind.sinks is None:
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=kind.scaling)
     if torch.is_grad_enabled():
-        # Recomputed in the backward pass. Otherwise autograd would keep the scores of all blocks.
+        # The scores are recomputed in the backward pass. Otherwise autograd would keep them for all blocks.
         again: Any = {"use_reentrant": False, "preserve_rng_state": False}
         result: Tensor = checkpoint(_products, query, key, value, mask, kind, **again)
         return result

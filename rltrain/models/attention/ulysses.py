@@ -4,7 +4,8 @@ The activations of a long sequence may not fit on one rank. Therefore every rank
 tokens, and an all-to-all around attention exchanges tokens for heads: each rank attends over all tokens with its share
 of the heads. The log-probs of response tokens are computed on the ranks of their predictors and then gathered on every
 rank, so that all ranks compute the same loss. Each rank's gradient is its part of the group's gradient, and FSDP sums
-the parts. If the heads do not divide, ranks pass keys and values around instead (`models.attention.ring`).
+the parts. If the number of ranks does not divide the number of heads, ranks pass keys and values around instead
+(`models.attention.ring`).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def sequence_group(
 ) -> ProcessGroup | None:
     """Return the group of ``size`` ranks that share sequences, or None for size 1. A collective.
 
-    They are neighbours, or every ``tensor_size``-th rank: the neighbours of a tensor-parallel group share them too.
-    ring: size of the rings among them (`models.attention.ring`). Raises ConfigError, which names ``key``, if the model
-    cannot be split.
+    The ranks are neighbours. With tensor parallelism, they are every ``tensor_size``-th rank, because the neighbours of
+    a tensor-parallel group share the same sequences too. ring: size of the rings among these ranks
+    (`models.attention.ring`). Raises ConfigError, which names ``key``, if the model cannot be split.
     """
     if problem := heads_problem(config, size // ring * tensor_size, key, ring):
         raise ConfigError(problem)
@@ -47,7 +48,7 @@ def sequence_group(
 def heads_problem(config: PretrainedConfig, size: int, key: str, ring: int = 1) -> str | None:
     """Return why the model's attention cannot be split into ``size`` parts, as ``key`` requires, or None.
 
-    ring: size of the rings over such groups. Recurrent layers divide their heads among all ranks of a sequence.
+    ring: size of the rings that connect such groups. Recurrent layers divide their heads among all ranks of a sequence.
     """
     text = config.get_text_config()
     # The states of recurrent layers are per value head.
@@ -67,8 +68,8 @@ def heads_problem(config: PretrainedConfig, size: int, key: str, ring: int = 1) 
 
 @cache
 def _neighbours(world: ProcessGroup, size: int, stride: int) -> ProcessGroup:
-    """Return one group for all models of a process. ``world``: cache key, so that groups are created again for a new
-    world."""
+    """Create the sequence groups, once for all models of a process, and return this rank's group. ``world``: cache key,
+    so that groups are created again for a new world."""
     ranks = torch.arange(world.size()).view(-1, size, stride).mT.reshape(-1, size)
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), COLLECTIVE_TIMEOUT)
     return group
@@ -159,7 +160,7 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     images = None if inputs.images is None else inputs.images.within(start, length)
     # Padding tokens are routed to expert 0.
     experts = None if inputs.experts is None else slice_of_row(inputs.experts, group)
-    # Indices within the slice. Predictors of other ranks are outside of it.
+    # Make the indices relative to the slice. Predictors of other ranks are outside of it.
     predictors = inputs.host_predictors - start
     own_places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
     places = send(own_places, tokens.device)
@@ -171,7 +172,7 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
     num_answer_tokens = len(inputs.labels)
 
     def collect(values: Tensor) -> Tensor:
-        # Without response tokens in the row, all ranks of the group skip the collective.
+        # If the row has no response tokens, all ranks of the group skip the collective.
         return _Collect.apply(values, places, num_answer_tokens, group) if num_answer_tokens else values
 
     return share, collect
@@ -188,7 +189,7 @@ def slice_of_row(values: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def whole_sum(part: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum ``part`` over the group. The gradient is that of this rank's part."""
+    """Sum ``part`` over the group. Only this rank's part has a gradient."""
     if group is None:
         return part
     total = part.detach().clone()
@@ -200,7 +201,7 @@ def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
     """Gather values [total, ...] of all tokens of the row from the slices of the ranks, without a gradient."""
     if group is None:
         return values
-    # As bytes, because indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
+    # Gathered as bytes, because indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
     own = values.contiguous().view(torch.uint8)
     slices = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(slices, own, group=group)
@@ -208,7 +209,7 @@ def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
 
 
 class _Collect(torch.autograd.Function):
-    """Scatter of values [n here] to their indices among ``total``, on all ranks.
+    """Scatter of each rank's values to their indices in a vector of ``total`` values, which all ranks get.
 
     Each rank then computes the same loss, so the backward pass does not sum over ranks.
     """

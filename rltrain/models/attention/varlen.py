@@ -23,14 +23,15 @@ from rltrain.models.attention.scores import Kind
 _log = logging.getLogger(__name__)
 # npu_fusion_attention takes at most this many segments per call.
 _NPU_SEGMENTS = 1024
-# The largest head size of a flash kernel. torch's needs a multiple of 8.
+# The largest head size that a flash kernel supports. torch's kernel also needs a multiple of 8.
 _LARGEST_HEAD = 256
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionPlan, Kind], Tensor]
 
 
 def kernel_for(query: Tensor, kind: Kind) -> Kernel | None:
-    """Return the device's kernel for these queries, or None with a warning that is logged once."""
+    """Return the device's kernel for these queries, or None. If a device with a kernel cannot use it here, a warning is
+    logged once."""
     name = device_of(query).attention
     if name == "npu":
         return _slow("its kernel does not support soft-capped scores") if kind.softcap else _npu

@@ -25,7 +25,7 @@ def digest_of_model(folder: Path, pattern: str = "*") -> str:
     return digest.hexdigest()
 
 
-@functools.cache  # cached: later calls would read weights that were replaced after the run started
+@functools.cache  # cached, because a later call may read weights that were replaced after the run started
 def digest_of_weights(folder: str) -> str | None:
     """Return the digest of a model's weights when this process first read them; None for a hub name."""
     path = Path(folder).expanduser()

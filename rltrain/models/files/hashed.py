@@ -47,7 +47,7 @@ class HashedFile(io.IOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         # torch writes a tensor in forty pieces, most of them a few bytes. Writing each separately would hold the GIL
-        # for longer than everything else for a tensor.
+        # for longer than all other work on the tensor.
         if len(self._few) + len(view) <= _BUFFER:
             self._few += view
             return len(view)
@@ -122,7 +122,8 @@ class Planner(DefaultSavePlanner):
         self._copied = torch.empty(0)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return the next object for DCP, which writes sequentially (`HashingWriter`)."""
+        """Return the next object to write. The previous copy is freed, because DCP writes sequentially
+        (`HashingWriter`)."""
         payload = super().transform_object(write_item, object)
         if not isinstance(payload, torch.Tensor) or payload.is_cpu:
             return alone(payload) if isinstance(payload, torch.Tensor) else payload
@@ -131,15 +132,16 @@ class Planner(DefaultSavePlanner):
         return self._copied
 
     def drop(self) -> None:
-        """Free the copy, which has been written. If it had not, writing it would fail."""
+        """Free the memory of the last copy, which has been written by now. If it had not, its write would raise an
+        error."""
         self._copied.untyped_storage().resize_(0)
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory, with a storage of the tensor's size."""
+    """Return the tensor on the same memory, but with a storage that is not larger than the tensor."""
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
-    if not tensor.nbytes:  # numpy has no stride for it
+    if not tensor.nbytes:  # numpy cannot represent the strides of an empty tensor
         return torch.empty_like(tensor)
     data = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
     return data.view(tensor.dtype).view(tensor.shape)
@@ -149,11 +151,12 @@ class HashingWriter(FileSystemWriter):
     """DCP writer of the shards in ``folder``."""
 
     def __init__(self, folder: str) -> None:
-        # A single thread without copy-ahead requests a tensor from the planner after the previous one is written. Each
-        # file is synced when it is closed.
+        # With a single thread and no copy-ahead, DCP requests a tensor from the planner only after the previous one is
+        # written. It need not sync files, because `HashedFile` does.
         super().__init__(folder, thread_count=1, sync_files=False, per_thread_copy_ahead=0)
         self.fs: HashedFolder = HashedFolder()
-        # Disabled in the whole process, because the second checksum is unused and takes a quarter of the work.
+        # torch's CRC32 is disabled in the whole process: this second checksum is unused and takes a quarter of the
+        # work.
         set_crc32_options(False)
 
 
@@ -186,7 +189,7 @@ def write_weights(
     pieces(name): yields the rows of a weight in parts; ``weights`` may then be on the meta device.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Widest elements first, so that each tensor is aligned to its element size.
+    # Tensors with the widest elements come first, so that each tensor is aligned to its element size.
     order, end = sorted(weights, key=lambda name: (-weights[name].element_size(), name)), 0
     for name in order:
         start, end, tensor = end, end + weights[name].nbytes, weights[name]

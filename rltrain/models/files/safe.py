@@ -22,7 +22,8 @@ from rltrain.common.errors import CheckpointError, StorageError
 from rltrain.common.storage import patiently
 
 METADATA = ".metadata"
-# Errors of torch and safetensors for files that are damaged or contain anything but tensors. Neither runs code.
+# Errors that torch and safetensors raise for files that are damaged or contain anything but tensors. They run no code
+# from such files.
 UNREADABLE = (OSError, EOFError, pickle.UnpicklingError, SafetensorError)
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -47,7 +48,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
-    """Read the metadata of a sharded checkpoint, without running code. Raises CheckpointError for anything else."""
+    """Read the metadata of a sharded checkpoint, without running code. Raises CheckpointError if the file contains
+    anything else."""
     file = Path(folder) / METADATA
     try:
         metadata = _Unpickler(io.BytesIO(patiently(file, file.read_bytes))).load()
@@ -65,7 +67,7 @@ def _check(metadata: Any) -> None:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("it does not contain tensors")
     for name, described in metadata.state_dict_metadata.items():
-        # torch would unpickle anything else.
+        # Reject other entries, because torch would unpickle them.
         if not isinstance(described, TensorStorageMetadata):
             raise ValueError(f"{name} is no tensor")
     for place in metadata.storage_data.values():

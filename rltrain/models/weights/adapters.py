@@ -28,7 +28,7 @@ from rltrain.models.weights.lora import NOT_PLAIN, PLAIN_STARTS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _UNSET: tuple[Any, ...] = (None, False, "none", [], {})
-# Values of these settings with which a layer computes W + s B A.
+# Settings of peft, with the values for which a layer computes W + s B A.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     **dict.fromkeys((*NOT_PLAIN, "rank_pattern", "alpha_pattern"), _UNSET),
@@ -95,7 +95,8 @@ def write_mean(adapters: Sequence[Adapter], shares: Sequence[float], folder: Pat
         # An adapter without the layer contributes zeros.
         missing = rank - len(a)
         weights[layer + _A], weights[layer + _B] = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
-    # Full layer names, because the combined patterns of several adapters could match layers that no adapter has.
+    # Targets are full layer names, because the combined patterns of several adapters could match layers that no adapter
+    # has.
     targets = [layer.removeprefix("base_model.model.") for layer in layers]
     config = {**adapters[0].config, "r": rank, "lora_alpha": rank, "use_rslora": False, "target_modules": targets}
     # Other filters would exclude some of these layers.

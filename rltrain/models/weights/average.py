@@ -227,7 +227,7 @@ def _tokens(file: Path) -> dict[str, Any]:
     if file.name != "tokenizer.json":
         return {file.name: digest_of_files([file])}
     try:
-        # Read by the library, because the file's format depends on the library's version.
+        # The file is read by the library, because its format depends on the library's version.
         tokenizer = Tokenizer.from_file(str(file))
         return {**tokenizer.get_vocab(), "merges of BPE": json.loads(tokenizer.to_str())["model"].get("merges")}
     except Exception as error:

@@ -101,7 +101,7 @@ class Export:
             task = "image-text-to-text" if takes_images(self._config) else "text-generation"
             head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
             (folder / "README.md").write_text(head + card, encoding="utf-8")
-        # Skipped if nothing has changed, because loading a large tokenizer holds the GIL for a second.
+        # The check is skipped if nothing has changed, because loading a large tokenizer holds the GIL for a second.
         files = sorted(file for file in folder.iterdir() if file.suffix in COPIED_SUFFIXES)
         looked_at = [shapes, *((file.name, xxhash.xxh3_128(file.read_bytes()).digest()) for file in files)]
         problems = [] if looked_at == self._fine else find_problems(folder, encoder, shapes, sees=sees)
@@ -121,7 +121,7 @@ def _write(
         # The model's config may name an end token other than the one used in training.
         model.generation_config.eos_token_id = encoder.eos_token_ids
     disable_progress_bar()  # invisible here, and its thread hangs forever when memory runs out
-    model.save_pretrained(folder, state_dict={})  # everything except the weights
+    model.save_pretrained(folder, state_dict={})  # writes everything except the weights
     write_shards(CheckpointNames(model)(weights), folder, digests)
     copy_small_files(source, folder)
     if encoder.chat_template is not None:
@@ -185,7 +185,8 @@ def _changed(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: bool = False) -> list[str]:
-    """Load an exported folder except the numbers, compare it with the training, and return the problems by file.
+    """Load an exported folder (except the values of its weights), compare it with the training, and return the problems
+    by file.
 
     encoder: the encoder of the training prompts. shapes: shapes of the exported weights. sees: whether prompts had
     images.
@@ -242,8 +243,8 @@ def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
         with safe_open(file, "pt") as weights:
             names = weights.keys()
             stored_shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-    # transformers may write weights under older names and split differently, so then only the number of elements must
-    # match.
+    # transformers may write weights under older names and split them differently. In that case only the total number of
+    # elements must match.
     if stored_shapes != shapes and sum(map(prod, stored_shapes.values())) != sum(map(prod, shapes.values())):
         wrong = next(name for name in sorted(stored_shapes | shapes) if stored_shapes.get(name) != shapes.get(name))
         yield f"model.safetensors: {wrong} has shape {stored_shapes.get(wrong)} instead of {shapes.get(wrong)}"

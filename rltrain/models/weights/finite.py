@@ -28,8 +28,8 @@ def all_finite(values: Tensor) -> bool:
 def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, files: Callable[[str], str]) -> None:
     """Raise NonFiniteError on all ranks if any rank has a weight that is not finite (a collective).
 
-    compute_dtype: dtype to which weights are cast. key: names the checkpoint, ``key=path``. files(name): the files of a
-    weight.
+    compute_dtype: dtype to which weights are cast. key: name of the checkpoint in messages (``key=path``). files(name):
+    the files of a weight.
     """
     damaged, too_large = [], []
     for name, parameter in packed.named_parameters():
@@ -39,7 +39,7 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
             damaged.append(short)
         elif compute_dtype == torch.float16 != local.dtype and not all_finite(local.to(compute_dtype)):
             too_large.append(short)
-    # Infinite bounds in buffers are valid.
+    # Buffers are checked for NaN only, because they may contain infinite bounds.
     buffers = (
         (huggingface_name(name), buffer) for name, buffer in packed.named_buffers() if buffer.is_floating_point()
     )

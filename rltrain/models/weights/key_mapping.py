@@ -38,7 +38,8 @@ class KeyMapping:
         self.parts: dict[str, list[tuple[str, str | None]]] = {}
         """Entries of each weight, with the pattern of their converter."""
         self.home: dict[str, str] = {}
-        """Name in ``parts`` for weights without entries there: later outputs of a converter, and tied weights."""
+        """For weights that are not in ``parts``: the name in ``parts`` under which their entries are. These are further
+        outputs of a converter, and tied weights."""
         self.left: list[str] = []
         """Unused entries, such as the head if a critic has another one."""
         for entry in sorted(empty, key=dot_natural_key):
@@ -115,8 +116,8 @@ class KeyMapping:
         return weight[0] if isinstance(weight, list) else weight
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight that is built from its entries. Raises any error of a rule for unexpected
-        shapes."""
+        """Return the shape of a weight that is built from its entries. If shapes are unexpected, a rule may raise any
+        error."""
         entry, pattern = self.entries(name)[0]
         # On the meta device, running a rule is free.
         return tuple((self.make(name, self._empty.__getitem__) if pattern else self._empty[entry]).shape)

@@ -247,7 +247,8 @@ def write_adapter(
 
 
 def _target_layers(model: PreTrainedModel, lora: Lora) -> list[str]:
-    """Return the linear layers that get adapters, without the head, because log-probs use only its weight."""
+    """Return the linear layers that get adapters, without the head, because log-probs use only the weight of the head,
+    not its adapters."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if lora.path:
@@ -293,7 +294,7 @@ def _stored_layers(lora: Lora, linear: list[str]) -> set[str]:
     fitting = {f"{_PEFT}{name}.lora_{kind}.weight": name for name in linear for kind in "AB"}
     stored = _stored_weights(lora)
     if _stored_config(lora).target_parameters:
-        # `_read_adapters` checks these.
+        # `_read_adapters` checks the adapters of experts.
         stored = {name: weight for name, weight in stored.items() if ".experts." not in name}
     text = f"{lora.section}.lora_adapter_path={lora.path} does not fit this model"
     for odd in sorted(stored.keys() - fitting):

@@ -19,14 +19,14 @@ from rltrain.common.logs import count
 from rltrain.models.files.entries import Entries
 from rltrain.models.weights.key_mapping import KeyMapping
 
-# Parts that wrappers add to names: anywhere, and at the beginning.
+# Parts that wrappers add to names. The patterns match them anywhere, and at the beginning.
 _WORDS = (
     r"(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module|base_model\.model|base_layer|"
     r"original_module|modules_to_save\.default|module)\."
 )
 _WRAPPERS, _WRAPPED = re.compile(rf"(?<![^.]){_WORDS}"), re.compile(rf"({_WORDS})+")
 _ADAPTER = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b")
-# A critic or reward model loads the first of these separately and does not have the others.
+# A critic or reward model loads the first of these heads separately and does not have the others.
 _HEADS = re.compile(r"^(score\.weight$|(.*\.)?(lm_head|embed_out|output_layer)\.)")
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|(^|\.)position_ids|\.masked_bias|attn\.bias)$")
 _NUM_SHOWN, _DEEPEST = 3, 3
@@ -35,7 +35,8 @@ _ROWS = 8
 
 
 def refuse(key: str, entries: Entries, key_mapping: KeyMapping) -> None:
-    """Raise ConfigError if a weight of the model is missing or wrong in the files. key: names the checkpoint."""
+    """Raise ConfigError if a weight of the model is missing or wrong in the files. key: config key of the checkpoint,
+    for the message."""
     for look in (_missing, _misfit, _adapters, _twice):
         if problem := look(entries, key_mapping):
             raise ConfigError(f"{key}={entries.path}: {problem}")
@@ -65,7 +66,7 @@ def _missing(entries: Entries, key_mapping: KeyMapping) -> str | None:
         shape, why = _shape(key_mapping, name)
         if why or shape != key_mapping.shapes[name]:  # an incomplete stack
             missing += [entry for entry in key_mapping.in_files([name]) if entry not in entries.empty]
-            # A rule with several ways to build a weight does not name each entry.
+            # A rule with several ways to build a weight does not name each entry, so `missing` may still be empty.
             short = [*short, name] if missing else short
     if not missing:
         return None
@@ -78,7 +79,7 @@ def _missing(entries: Entries, key_mapping: KeyMapping) -> str | None:
 
 
 def _instead(entries: Entries, key_mapping: KeyMapping) -> str:
-    """Return a probable cause and a fix."""
+    """Return a probable cause of missing weights, and a fix."""
     left, again = key_mapping.left, "Copy the model again, or give the folder whose config.json belongs to its weights."
     if not left:
         return again
@@ -94,7 +95,8 @@ def _instead(entries: Entries, key_mapping: KeyMapping) -> str:
 
 
 def _renamings(left: list[str]) -> Iterator[tuple[str, Callable[[str], str]]]:
-    """Yield (description of the names, function that undoes it) for prefixes and infixes, most likely first."""
+    """Yield prefixes and infixes that a wrapper may have added, most likely first: (description, function that removes
+    it)."""
     names = [name for name in left if not _ADAPTER.search(name)] or left
     starts = [Counter(match[0] for name in names if (match := _WRAPPED.match(name)))]
     parts = [name.split(".") for name in names]

@@ -38,9 +38,9 @@ Part = Literal["merged", "base", "adapters"]
 _PREFIX = "model."  # name of the Hugging Face model in `PackedModel`
 _BASE_LAYERS = re.compile(r"(\.base_layer)+\.")  # peft's infix in parameters of layers with adapters
 ADAPTER = ".lora_"  # follows the layer's name in all names of adapters
-# For an export. A sync uses rollout.update_weights_bucket_megabytes.
+# Bucket size of an export. A sync uses rollout.update_weights_bucket_megabytes.
 _BUCKET_BYTES = 512 << 20
-# Renamed in torch 2.13.
+# The function was renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -76,7 +76,7 @@ class CheckpointNames:
             conversions = [copy.deepcopy(each) for each in rules if type(each).__name__ != "PrefixChange"]
             _undo_turns(model, conversions)
             vars(model)["_weight_conversions"] = conversions
-        # Since transformers 5.6, the last conversion is undone first.
+        # Since transformers 5.6, conversions are undone in reverse order.
         self._order: dict[str, Any] = (
             {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
         )
@@ -85,7 +85,7 @@ class CheckpointNames:
         self._converters = [transform for transform in undone if isinstance(transform, WeightConverter)]
 
     def unit(self, name: str) -> str:
-        """Return a key that is equal for all weights in memory that form one weight in a checkpoint."""
+        """Return a key for grouping: weights in memory with the same key form one weight in a checkpoint."""
         return rename_source_key(name, self._renamings, self._converters, **self._order)[0]
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,9 +96,10 @@ class CheckpointNames:
 def _undo_turns(model: PreTrainedModel, conversions: Iterable[Any]) -> None:
     """Make shape-dependent transpositions of transformers reversible.
 
-    transformers transposes some weights only if their shape requires it, and undoing that would keep the layout in
-    memory. Engines know only the layout of published files. Therefore weights are transposed back unless they are
-    square, because a reader could not detect the layout of a square weight.
+    transformers transposes some weights only if their shape does not match the model. The reverse conversion has the
+    same check, finds a match, and would export them in the in-memory layout. Engines know only the layout of published
+    files. Therefore weights are transposed back unless they are square, because a reader could not detect the layout of
+    a square weight.
     """
     for conversion in conversions:
         for step in getattr(conversion, "operations", ()):
@@ -124,7 +125,7 @@ def whole_weights(
     """
     # state_dict makes FSDP2 free gathered weights, so the parameters are shards from here on.
     in_checkpoint = packed.state_dict().keys()
-    # Half a bucket is received; the other half is this rank's share, which is sent.
+    # Half of a bucket holds the received weights, the other half this rank's share, which is sent.
     for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names, part):
         weights = _gathered(bucket, dtype)
         yield from _renamed(weights, units, names) if names and part != "adapters" else weights
@@ -151,7 +152,8 @@ Bucket = list[tuple[str, Tensor]]
 def _buckets(
     packed: nn.Module, dtype: torch.dtype, most_bytes: int, names: CheckpointNames | None, part: Part
 ) -> Iterator[tuple[Bucket, list[int]]]:
-    """Yield buckets of at most ``most_bytes``, or with a single unit, and the number of weights in each unit."""
+    """Yield buckets of at most ``most_bytes`` (more only for a single larger unit), and the number of weights in each
+    unit."""
     layers = dict(lora_layers(packed)) if part == "adapters" else adapted_weights(packed)
     units: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in packed.named_parameters():
@@ -168,7 +170,7 @@ def _buckets(
         if bucket and (filled + size > most_bytes or _layout(unit[0][1]) != _layout(bucket[0][1])):
             yield bucket, sizes
             bucket, sizes, filled = [], [], 0
-        # Merged while the bucket is filled, so that merged copies never exceed a bucket.
+        # Adapters are merged while the bucket is filled, so that merged copies never exceed a bucket.
         bucket += [_handed_over(name, weight, layers, names, part) for name, weight in unit]
         sizes.append(len(unit))
         filled += size
@@ -186,7 +188,7 @@ def _handed_over(
         return f"{layer}{ADAPTER}{kind[0]}.weight", times_scale(layers[path], weight) if kind[0] == "B" else weight
     if part == "merged" and name in layers:
         weight = merged(layers[name], weight)
-    # A model in memory that receives weights and adapters has separate layers for both.
+    # A model in memory that gets base weights and adapters separately has peft's layers, so peft's names are kept.
     return name.removeprefix(_PREFIX) if part == "base" and not names else huggingface_name(name), weight.detach()
 
 
@@ -238,12 +240,13 @@ def _joined(parts: list[tuple[str, Tensor, Tensor]]) -> Iterator[Weight]:
 
 
 def _layout(weight: Tensor) -> tuple[bool, int]:
-    """Return a value that is equal for weights of a bucket, which are gathered over the same ranks."""
+    """Return a key for bucketing: weights with the same key are gathered over the same ranks and may share a bucket."""
     return _is_of_rank(weight), _num_shards(weight)
 
 
 def _is_of_rank(weight: Tensor) -> bool:
-    """Return whether the weight is of experts distributed by `models.experts`, sharded in two directions."""
+    """Return whether the weight belongs to experts that `models.experts` distributed, and is thus sharded in two
+    directions."""
     return isinstance(weight, DTensor) and "expert" in (weight.device_mesh.mesh_dim_names or ())
 
 
@@ -256,7 +259,7 @@ def _tensor_dim(weight: Tensor) -> int | None:
 
 
 def _part_shape(weight: Tensor) -> list[int]:
-    """Return the shape of the part that this rank's tensor-parallel neighbours do not have."""
+    """Return the shape of this rank's tensor-parallel part of a weight, before FSDP shards it."""
     shape = list(weight.shape)
     if isinstance(weight, DTensor) and (dim := _tensor_dim(weight)) is not None:
         shape[dim] //= weight.device_mesh.size(weight.device_mesh.ndim - 1)
@@ -268,8 +271,8 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _shard_dim(weight: DTensor) -> int:
-    """Return the mesh dimension over which rows are sharded: the last but that of tensor parallelism (with HSDP, the
-    first has the replicas)."""
+    """Return the mesh dimension over which rows are sharded: the last one, not counting the dimension of tensor
+    parallelism. With HSDP, the first dimension has the replicas."""
     return weight.device_mesh.ndim - (1 if _tensor_dim(weight) is None else 2)
 
 
@@ -278,6 +281,7 @@ def _num_shards(weight: Tensor) -> int:
 
 
 def _shard_size(weight: Tensor) -> int:
-    """Return the elements of the largest shard. FSDP2 shards like torch.chunk: full, one shorter, then empty ones."""
+    """Return the number of elements of the largest shard. FSDP2 shards like torch.chunk: full, one shorter, then empty
+    ones."""
     rows, *others = _part_shape(weight) or [1]
     return -(-rows // _num_shards(weight)) * math.prod(others)

@@ -159,7 +159,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
         _compile_layers(model)
     sizes = spec.fsdp.expert_parallel_size, spec.tensor_size
     spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size, *sizes))
-    # Sharded on the meta device, the model gets memory only for its shards.
+    # The model was sharded on the meta device, so memory is allocated only for its shards.
     packed.to_empty(device=device.torch_device)
     # to_empty allocates tied weights separately.
     model.tie_weights()
@@ -173,7 +173,7 @@ def _compile_layers(model: PreTrainedModel) -> None:
     for layer in decoder_layers(model):
         if net := getattr(layer, "linear_attn", None):
             net.forward = torch.compiler.disable(net.forward)
-        # Only the forward, because FSDP's hooks must not be compiled.
+        # Compile only the forward, because FSDP's hooks must not be compiled.
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
@@ -201,7 +201,8 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
             log.warning("note: ranks cannot read slices of %s (%s): rank 0 reads it whole, for all", spec.path, why)
             kinds: Any = {"trust_remote_code": spec.trust_remote_code, "decoder_only": isinstance(packed, ScalarModel)}
             model = read_weights(spec.path, config, spec.master_dtype, **kinds)
-            # Buffers too: `to_empty` also emptied buffers that are not in checkpoints, such as rotary frequencies.
+            # Broadcast buffers too: `to_empty` also emptied buffers that are not in checkpoints, such as rotary
+            # frequencies.
             weights |= dict([*model.named_parameters(), *model.named_buffers()]) | weights
         _hand_out(packed, weights if dist.get_rank() == 0 else None)
 
@@ -242,19 +243,20 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
     if mesh.experts:
         _spread_experts(packed, mesh, held)
-    # Outside of the expert exchange, so that only this rank's tokens are sent to the experts.
+    # Called after the expert exchange is set up: `split` then wraps the exchange, so that only this rank's share of the
+    # tokens is sent to the experts.
     shared = split(packed.model, mesh.tensor) if mesh.tensor else []
     packed.tensor_size = mesh.tensor.size() if mesh.tensor else 1
     for part in shared if not mesh.experts else ():
         group: Any = fully_shard(part, mesh=mesh.all_shards, **held)
-        # Each rank has the gradient of its tokens only, and the loss is scaled for whole gradients. `models.experts`
-        # divides by itself, because FSDP divides twice on a mesh of one rank.
+        # Each rank has only the gradient of its share of the tokens, but the loss is scaled for whole gradients.
+        # (`models.experts` divides gradients itself, because FSDP divides twice on a mesh of one rank.)
         group.set_gradient_divide_factor(dist.get_world_size() / packed.tensor_size)
         # Otherwise FSDP would ask for a reduction that multiplies, which only NCCL has.
         group.set_force_sum_reduction_for_comms(True)
     # A tower is not split by tensor parallelism, so it is sharded over all ranks.
     whole = {id(module) for part in tower(packed.model) for module in part.modules()} if mesh.tensor else set()
-    # Layers first, so that the root gets the remaining parameters.
+    # Layers are sharded first, so that the root gets the remaining parameters.
     for layer in decoder_layers(packed.model):
         fully_shard(layer, mesh=mesh.all_shards if id(layer) in whole else mesh.weights, **held)
     # Embedding and head stay gathered until the end of the backward pass, and in forward-only passes until `reshard`.
@@ -267,7 +269,7 @@ def _spread_experts(packed: PackedModel, mesh: Mesh, held: dict[str, Any]) -> No
     *others, _ = mesh.experts.mesh_dim_names or ()
     tensor_size = mesh.tensor.size() if mesh.tensor else 1
     for part in keep_experts(packed.model, mesh.experts["expert"], tensor_size):
-        # Rows within an expert, because there may be more ranks than experts.
+        # Shard the rows within an expert instead of the experts, because there may be more ranks than experts.
         fully_shard(part, mesh=mesh.experts[tuple(others)], shard_placement_fn=lambda _: Shard(1), **held)
 
 

@@ -28,7 +28,7 @@ class NotSliceable(Exception):
 class SlicedCheckpoint:
     """Weights of a folder or hub name under the names of ``plain``, an empty model on the meta device.
 
-    key: config key, for messages. Raises NotSliceable, and ConfigError for files that miss a weight.
+    key: config key, for messages. Raises NotSliceable, and ConfigError for files that lack a weight.
     """
 
     def __init__(self, path: str, plain: PreTrainedModel, key: str = "model.path") -> None:
@@ -72,7 +72,7 @@ class SlicedCheckpoint:
         """All buffers, on the CPU: from the files, or computed from the configuration, such as rotary frequencies."""
         plain, parts = self._key_mapping.plain, self._key_mapping.parts
         for module in plain.modules():
-            # Set when the model was built on the meta device, and not computed.
+            # The flag was set when the model was built on the meta device, although no buffer was computed there.
             module._is_hf_initialized = False  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 if buffer is not None:

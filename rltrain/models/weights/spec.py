@@ -74,7 +74,7 @@ class ModelSpec:
 
     @property
     def ulysses_and_ring(self) -> tuple[int, int]:
-        """Both sizes, whose product is ``sequence_parallel_size``."""
+        """Sizes of Ulysses and of the ring. Their product is ``sequence_parallel_size``."""
         return self.sequence_parallel_size // self.ring_size, self.ring_size
 
     def load_config(self) -> PretrainedConfig:

@@ -39,7 +39,7 @@ def load_training_state(
     *,
     texts_alone: bool = False,
 ) -> list[str]:
-    """Load weights, and unless ``optimizer`` is None its state and ``loss_scale``, into this run (a collective).
+    """Load the weights into this run, and with ``optimizer`` also its state and ``loss_scale`` (a collective).
 
     Without ``optimizer``, the checkpoint may lack the vision tower. The tower then keeps the weights of the model's
     folder, which a note reports. Another note reports a missing loss scale. texts_alone: nothing is trained and prompts
@@ -97,12 +97,14 @@ def _settle_tower(packed: PackedModel, state: dict[str, Any], folder: str) -> li
 def training_state(
     packed: PackedModel, optimizer: torch.optim.Optimizer | None, loss_scale: LossScale | None = None
 ) -> dict[str, Any]:
-    """Return the tensors themselves, not copies: loading writes into them. Missing moments are zeros."""
+    """Return the state to save or load: the tensors themselves, not copies, because loading writes into them. Missing
+    moments are zeros."""
     parameters = saved_weights(packed)
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     state: dict[str, Any] = {"model": weights | _biases(packed)}
     if optimizer is not None:
-        # Not stored, because in a save a weight and its new moments may be on different devices.
+        # The optimizer does not keep new moments, because in a save a weight and its new moments may be on different
+        # devices.
         state["optimizer"] = {name: moments(optimizer, parameter, keep=False) for name, parameter in parameters.items()}
         if loss_scale:
             state[_SCALE] = loss_scale.state

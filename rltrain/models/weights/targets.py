@@ -35,7 +35,7 @@ def matching(key: str, wanted: Any, linear: list[str], *, required: bool = True)
 
 
 def in_short(names: list[str], model: nn.Module) -> list[str]:
-    """Return the last parts of the names if they select the same layers, else the names."""
+    """Return only the last parts of the names if these select exactly the same layers, else the full names."""
     leaves = {name.rpartition(".")[2] for name in names}
     same = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in leaves} == set(names)
     return sorted(leaves) if same else names
@@ -44,7 +44,7 @@ def in_short(names: list[str], model: nn.Module) -> list[str]:
 def experts_among(weights: Iterable[str], wanted: Any) -> list[str]:
     """Return the expert ``weights`` that a name in ``wanted`` selects, such as experts.down_proj or experts.
 
-    down_proj alone means linear layers.
+    A name without ``experts``, such as down_proj, selects linear layers instead.
     """
     return [weight for weight in weights if any(is_of(wish, weight) for wish in names_of(wanted))]
 

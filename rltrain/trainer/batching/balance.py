@@ -111,7 +111,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: micro-batches (0: idle)."""
+    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: micro-batch sizes (0:
+    idle)."""
 
     # A sample is listed once per epoch over the batch, so ids may repeat.
     ids: list[Ids]
@@ -162,14 +163,15 @@ def spread(
         cost = _time(ranks, work)
         if cost < least:
             best, least = ranks, cost
-        # The fixed cost is excluded, because no split avoids it.
+        # The fixed cost of micro-batches is not compared, because no split avoids it.
         if size == 1 or least - _MICRO_BATCH * len(best[0]) <= _GOOD_ENOUGH * ideal:
             return best
         size = (size + 1) // 2
 
 
 def _time(ranks: list[list[Ids]], work: Workload) -> float:
-    """Return the total time. Ranks synchronise at every micro-batch, so each takes as long as its slowest rank."""
+    """Return the total time. Ranks synchronise at every micro-batch, so each micro-batch takes as long as on its
+    slowest rank."""
     return sum(max(map(work.cost, turn)) + _MICRO_BATCH for turn in zip(*ranks, strict=True))
 
 
@@ -205,7 +207,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
     for sample, *numbers in zip(ids.tolist(), *(column[ids].tolist() for column in columns), strict=True):
         key, owner, answer, prompt, answer_cost, prompt_cost, image_rows, image_cost, own_rows, node = numbers
         last = chunks[-1] if chunks else None
-        # A response too long to share its prompt's tokens adds them, even if it shares the images.
+        # A response that is too long to share its prompt's tokens adds these tokens, even if it shares the images.
         shares = key == owner
         if last is not None and key == last.key and len(last.ids) < size:
             pays = not (shares and last.prompt_tokens)
@@ -225,7 +227,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         numbers = [prompt + answer, whole, *shared, rows, image_rows, image_cost, node]
         chunks.append(_Chunk([sample], key, *numbers))
     if work.nodes is not None:
-        # The node that stores the most tokens of the chunk.
+        # A chunk prefers the node that stores most of its tokens.
         most = [int(np.bincount(nodes[chunk.ids], work.answers[chunk.ids]).argmax()) for chunk in chunks]
         chunks = [chunk._replace(node=node) for chunk, node in zip(chunks, most, strict=True)]
     # The greedy rule of `_fill` needs the costliest chunks first; the small ones then even out the differences.
@@ -239,8 +241,8 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
     least = math.ceil(work.tokens(together) / (num_ranks * budget.max_tokens)) if budget.max_tokens else 1
     least = max(least, math.ceil(len(together) / (num_ranks * budget.max_samples))) if budget.max_samples else least
     bins = _fewest(chunks, max(1, least), nodes, budget)
-    # Bins of similar cost run at the same time, because ranks synchronise at every micro-batch. Ties are broken by the
-    # first id, so that the order is deterministic.
+    # Sort by cost, so that bins of similar cost run at the same time, because ranks synchronise at every micro-batch.
+    # Ties are broken by the first id, so that the order is deterministic.
     bins.sort(key=lambda placed: (-work.cost(placed[1]), placed[1][0] if len(placed[1]) else -1))
     ranks: list[list[Ids]] = [[] for _ in nodes]
     for turn in range(len(bins) // num_ranks):
@@ -248,7 +250,7 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
         free_ranks = list(range(num_ranks)) if turn % 2 == 0 else list(range(num_ranks))[::-1]
         row, unplaced = bins[turn * num_ranks : (turn + 1) * num_ranks], []
         for node, ids in row:
-            # Prefer a rank of the bin's node: the time is the same on every rank.
+            # Prefer a rank on the bin's node. A bin takes the same time on any rank.
             near = next((rank for rank in free_ranks if nodes[rank] == node), None)
             if near is None:
                 unplaced.append(ids)
@@ -261,7 +263,7 @@ def _spread(chunks: list[_Chunk], work: Workload, nodes: Sequence[int], budget: 
 
 
 def _fewest(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBudget) -> list[tuple[int, Ids]]:
-    """Return the fewest bins per rank, at least ``count``, that hold all chunks: doubling strides, then bisection."""
+    """Fill as few bins per rank as possible (at least ``count``), by doubling strides and then bisection."""
     too_few, stride = count - 1, 1
     # This terminates, because with as many bins as chunks every chunk finds an empty bin, which accepts any chunk.
     while (filled := _fill(chunks, count, nodes, budget)) is None:
@@ -384,7 +386,7 @@ def cost_of(layout: Layout, work: Workload) -> LayoutCost:
     of_samples = sum(int(values[ids].sum()) for values in rows for ids in layout.ids)
     encoded = sum(work.rows(micro) for micros in ranks for micro in micros) if of_samples else 0
     alone = work.prompt_cost + work.answer_cost + (0 if work.image_cost is None else work.image_cost)
-    # All samples may have zero advantage; then nothing is computed.
+    # If all samples have zero advantage, nothing is computed and the mean cost is 0.
     mean = max(float(costs.sum(1).mean()), 1e-9)
     return LayoutCost(
         cost=float(costs.sum()),

@@ -2,7 +2,7 @@
 
 Problem: if every rank cut its local samples, the number of devices would change the optimizer steps. Choice: the driver
 cuts the whole batch by prompts before it is spread over ranks, and counts the denominators over the whole mini-batch.
-Left out: micro-batches, which change no number (`balance`).
+Left out: micro-batches (`balance`), because they do not change the result of a step.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def num_tokens(samples: Samples) -> Ids:
 
 
 def per_rank(layout: Layout, counts: Sequence[Denominators], num_waiting: int = 0) -> list[list[MiniBatch]]:
-    """Return the mini-batches of every rank. num_waiting: number of first mini-batches without old log-probs."""
+    """Return the mini-batches of every rank. num_waiting: number of mini-batches, counted from the first, that have no
+    old log-probs yet."""
     have = [number >= num_waiting for number in range(len(counts))]
     return [[MiniBatch(*part) for part in zip(sizes, counts, have, strict=True)] for sizes in layout.micro_sizes]

@@ -8,7 +8,7 @@ from rltrain.config.step_passes import StepPasses
 
 def old_log_probs(passes: StepPasses) -> str:
     """Return the column name of the old policy's log-probs."""
-    # With bypass the engine is the old policy, and no other column exists.
+    # With bypass, the engine's policy is the old policy, and the other column does not exist.
     return c.ROLLOUT_LOG_PROBS if passes.bypass else c.OLD_LOG_PROBS
 
 
@@ -46,6 +46,7 @@ def columns_of_update(passes: StepPasses, *, waits: bool) -> tuple[list[str], tu
     columns = [name for name in columns if name not in optional]
     if waits or (passes.reads_engine and not passes.bypass):
         columns += [c.ROLLOUT_LOG_PROBS]
-    # Optional: a first mini-batch without old log-probs runs on unchanged weights, with the same routing.
+    # Optional, because a first mini-batch without old log-probs may have no recorded routing. It runs on unchanged
+    # weights, so its routing is the same.
     optional += [c.ROUTED_EXPERTS] if passes.router_replay != "disabled" else []
     return columns, tuple(optional)

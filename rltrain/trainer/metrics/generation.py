@@ -45,8 +45,8 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
     - perf/rollout_tail_s: time from the end of 90 % of the responses to the end of the last, summed over rounds.
     - perf/rollout_idle_share: idle share of the replicas' time, from the start of a round to the end of its last
       response.
-    - perf/decode_steps: fewest decode steps for these tokens with ``at_once`` responses at a time, summed over
-      replicas.
+    - perf/decode_steps: minimum number of decode steps for these tokens with ``at_once`` responses at a time, summed
+      over replicas.
     - perf/decode_context_tokens: context tokens that attention reads for each generated token, summed over all.
     """
     tail = busy = total = steps = context = 0.0

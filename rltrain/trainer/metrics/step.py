@@ -186,7 +186,7 @@ def _named(prefix: str, name: str) -> str:
 
 def _over_ranks(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     names = dict.fromkeys(name for part in parts for name in part)
-    # A rank without samples in every step returns only the loss.
+    # A rank that has no samples in any step returns only the loss.
     return {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
 
 
@@ -226,7 +226,8 @@ def mismatch_metrics(moments: dict[str, Moments]) -> Metrics:
     metrics = {metric: moments[name].mean for name, metric in _MEANS.items() if name in moments}
     train_log_ppl, engine_log_ppl = moments["train_log_ppl"], moments["engine_log_ppl"]
     metrics |= {
-        # A gap is never negative. 0 if all responses were carried over without a token of this step.
+        # If all responses were carried over without a token of this step, the maximum of no gaps is -inf. It is logged
+        # as 0.
         "rollout/log_prob_gap/max": max(moments["gap"].largest, 0.0),
         "training/rollout_probs_diff_max": moments["prob_gap"].largest,
         "training/rollout_probs_diff_std": math.sqrt(moments["prob_gap"].variance),
@@ -280,8 +281,8 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
     total = response + int(samples[c.PROMPT_LENGTH].sum())
     step = timing["timing_s/step"]
     thrown_away = timing.get("filter_groups/tokens_thrown_away", 0.0)
-    # With `rollout.tail` the batch includes tokens of earlier steps and lacks some of this one, so it does not measure
-    # the engines.
+    # With `rollout.tail` the batch includes tokens of earlier steps and lacks some of this step, so its size does not
+    # measure the speed of the engines.
     sampled = int(samples[c.POLICY_TOKENS].sum())
     generated = timing.get("rollout/tail/tokens_generated", sampled + thrown_away)
     metrics = {

@@ -35,7 +35,7 @@ class StepTimer:
         started = time.perf_counter()
         try:
             yield
-        # Recorded even after an error. Summed, because dynamic sampling repeats phases.
+        # Seconds are recorded even after an error. They are summed, because dynamic sampling repeats phases.
         finally:
             seconds = time.perf_counter() - started
             self._open.pop()
@@ -65,7 +65,7 @@ def flops_metrics(
         name, owner = PASSES[phase].rate, PASSES[phase].role + "_"
         if name is None:
             continue
-        # The reference may be the actor without its adapters.
+        # If the reference is the actor without its adapters, it has no sizes under its name, and the actor's apply.
         owner = owner if f"{owner}matmul_parameters" in sizes else ""
         weights, width = sizes[f"{owner}matmul_parameters"], sizes.get(f"{owner}attention_width", 1)
         # Forward FLOPs per unit of the cost of attention and images.
@@ -89,7 +89,7 @@ def decode_metrics(metrics: Metrics, sizes: Mapping[str, float], num_devices: in
     """Return ``perf/mbu/rollout``: bytes that decoding must read / (generate_sequences x devices x device bandwidth).
 
     These bytes are the weights once per decode step of a replica, and keys and values of the context once per token.
-    That is a lower bound, so the share is one too. Empty if the bandwidth is unknown.
+    That is a lower bound, so the metric is a lower bound too. Empty if the bandwidth is unknown.
     """
     if not (bandwidth := sizes.get("peak_bandwidth")):
         return {}

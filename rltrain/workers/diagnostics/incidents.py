@@ -38,7 +38,7 @@ def write_incident(
 ) -> str:
     """Write the dump below ``run``/incidents (a collective). Returns a sentence for the error message that names the
     folder and the page on loading it."""
-    # Named by the clock of one rank, because step numbers repeat after a resume.
+    # The folder is named by the clock of one rank, because step numbers repeat after a resume.
     named = gather_json(f"nonfinite_{role}_{time.strftime('%Y%m%d_%H%M%S')}")
     folder = run / "incidents" / named[0]
     try:

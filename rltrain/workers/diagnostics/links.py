@@ -36,7 +36,10 @@ class LinksWorker(Links):
         return dist.get_world_size()
 
     def computes(self, size: int) -> float:
-        """Return TFLOP/s of a matrix product [size, size], a power of two, in the compute dtype; 0 if it is wrong."""
+        """Return TFLOP/s of a product of two [size, size] matrices in the compute dtype, or 0 if the result is wrong.
+
+        size: a power of two.
+        """
         self._device.activate()
         ones = torch.ones(size, size, device=self._device.torch_device, dtype=self._device.compute_dtype)
         ones @ ones
@@ -47,7 +50,7 @@ class LinksWorker(Links):
         return 2 * size**3 / seconds / 1e12 if bool((product == size).all()) else 0.0
 
     def collectives(self, num_bytes: int) -> dict[str, float]:
-        """Return GB/s of an all-reduce and an all-gather (the second run). Raises WorkerError if a result is wrong."""
+        """Return GB/s of an all-reduce and an all-gather, after a warm-up. Raises WorkerError if a result is wrong."""
         self._device.activate()
         size = max(num_bytes // 4 // self._world, 1) * self._world
         for _ in range(2):
@@ -66,12 +69,16 @@ class LinksWorker(Links):
                 f"rank {self._rank}: a collective returned wrong values. Do not train on these devices: python -m "
                 "rltrain.doctor tests them pair by pair."
             )
-        # Bytes that each rank sends in a ring, so the result is the link bandwidth for any number of ranks.
+        # Count the bytes that each rank sends in a ring, so that the result is the link bandwidth for any number of
+        # ranks.
         share = 4 * size * (self._world - 1) / max(self._world, 1) / 1e9
         return {"all-reduce": 2 * share / reduced, "all-gather": share / seconds}
 
     def p2p_bandwidth(self, num_bytes: int, turn: int) -> Array:
-        """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
+        """Return GB/s to this rank's peer of the round, in an array [world] over ranks.
+
+        The peer's entry is 0 if the received data is wrong. All other entries are nan.
+        """
         self._device.activate()
         speeds = np.full(self._world, np.nan)
         peer = _partner(self._rank, turn, self._world + self._world % 2)
@@ -106,7 +113,7 @@ def _partner(rank: int, turn: int, players: int) -> int:
     """Return the peer of ``rank`` in a round, by the circle method: the last rank is fixed, the others rotate."""
     last = players - 1
     if rank == last:
-        # The rank that would be its own peer: 2 i = turn (mod last); last is odd.
+        # The last rank's peer is the rank i that would otherwise be its own peer: 2 i = turn (mod last); last is odd.
         return turn * (last + 1) // 2 % last
     peer = (turn - rank) % last
     return last if peer == rank else peer

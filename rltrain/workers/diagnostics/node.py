@@ -27,7 +27,7 @@ from rltrain.common.storage import patiently
 from rltrain.common.versions import fingerprint
 from rltrain.models.files.source import model_problem
 
-# Seconds to wait for a file from another node: caches may show it late, as with NFS.
+# Seconds to wait for a file from another node, because caches (as with NFS) may show it late.
 SEEN_S, _POLL_S = 10.0, 0.1
 _CONNECT_S, _THREADS = 5.0, 32
 _READ_BYTES = 2**20
@@ -57,7 +57,7 @@ class NodeProbe:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Results; only the device fields for a rank that is not the first of its node."""
+    """Results of a probe. A rank that is not the first of its node sets only the device fields."""
 
     rank: int
     name: str
@@ -84,7 +84,7 @@ def probe_node(probe: NodeProbe) -> NodeReport:
     device = NodeReport(probe.rank, probe.name, *_device(probe.device))
     if not probe.is_first:
         return device
-    # Kept open until `close`: clients can connect without an accept.
+    # The socket stays open until `close`. Clients can connect to it although nothing calls accept.
     open_ports.append(socket.create_server(("", 0), backlog=1024))
     lacking = [problem for key, path in probe.models if (problem := model_problem(key, path))]
     lacking += [f"{key}={path} does not exist." for key, path in probe.folders if not Path(path).exists()]
@@ -113,8 +113,9 @@ def close(_: None = None) -> float:
 
 
 def missing_files(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:
-    """Wait for files that contain their folder's name. Returns a reason per missing file, else ""."""
-    # A single wait for all, because separate waits for a hundred missing files would add up.
+    """Wait until files exist and contain their folder's name. Returns the reason why a file is missing, or "", for
+    each."""
+    # Wait for all files at once, because separate waits for a hundred missing files would add up.
     clock.poll(lambda: not any(map(_missing, files)), SEEN_S, _POLL_S)
     return [_missing(file) for file in files]
 

@@ -30,20 +30,22 @@ class Models(Protocol):
     """All models of a process: `HybridWorker`."""
 
     def init_models(self, passes: StepPasses) -> dict[str, Any]:
-        """Load the models of ``passes.roles`` and the rollout engine. Returns sizes."""
+        """Load the models of ``passes.roles`` and the rollout engine. Returns sizes of the models and rates of the
+        device."""
 
 
 class Links(Protocol):
     """Tests of a device and of the links between devices: `LinksWorker`."""
 
     def computes(self, size: int) -> float:
-        """Return TFLOP/s of a matrix product [size, size], a power of two, in the compute dtype; 0 if it is wrong."""
+        """Return TFLOP/s of a product of [size, size] matrices in the compute dtype, or 0 if the result is wrong."""
 
     def collectives(self, num_bytes: int) -> dict[str, float]:
-        """Return GB/s of an all-reduce and an all-gather (the second run). Raises WorkerError if a result is wrong."""
+        """Return GB/s of an all-reduce and an all-gather, after a warm-up. Raises WorkerError if a result is wrong."""
 
     def p2p_bandwidth(self, num_bytes: int, turn: int) -> Array:
-        """Return GB/s to and from this rank's peer of the round [world]: 0 if the data is wrong; nan for others."""
+        """Return GB/s to this rank's peer of the round, in an array [world]: 0 if the data is wrong, nan for other
+        ranks."""
 
 
 class Profiled(Protocol):
@@ -129,7 +131,7 @@ class Rollout(Protocol):
         """Load responses that `save_answers` wrote. Returns payload columns, texts, and numbers."""
 
     def abort(self) -> None:
-        """Abort `generate` on all ranks, now and from now on. Runs concurrently with it."""
+        """Abort `generate` on all ranks: the current call and all later ones. Runs concurrently with it."""
 
 
 class Advantages(Protocol):

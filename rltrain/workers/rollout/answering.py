@@ -96,7 +96,7 @@ class Answering:
     ) -> None:
         self.max_model_len = max_model_len
         self._cfg, self._encoder, self._format = cfg, encoder, call_format
-        # Without state a turn without calls is the last, and no tool has to be notified.
+        # If neither tools nor environment have state, a turn without calls is the last, and nothing has to be notified.
         self._stateless = not (cfg.environment or cfg.tool_config_path)
         self._replica, self._executors = replica, executors
         self._turn_delta = TurnDelta(encoder, encoder.tools, call_format)
@@ -104,15 +104,15 @@ class Answering:
         """All tokens that end a turn."""
         self._row: Callable[[int], PromptRow]
         self._seeds: NDArray[np.uint64]
-        # By trajectory: its number at the executors, and its last turn if that waits for a reply.
+        # Mappings between trajectories and their numbers at the executors, and the last turns that wait for a reply.
         self._numbers: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._open: dict[Key, _Open] = {}
         self._num_looks = 0
 
     def begin(self, row: Callable[[int], PromptRow], seeds: NDArray[np.uint64]) -> None:
-        """Start a task. row: by prompt index; seeds [prompts]: for random numbers of environments."""
-        # Cached: building a row took longer than parsing a turn, and every turn needs it.
+        """Start a task. row: returns the row of a prompt index. seeds [prompts]: seeds for environments."""
+        # Rows are cached, because every turn needs one, and building a row took longer than parsing a turn.
         self._row, self._seeds = cache(row), seeds
         self.reset()
 
@@ -178,7 +178,8 @@ class Answering:
             self._numbers[key], self._keys[number] = number, key
 
     def end_without_room(self, key: Key) -> bool:
-        """Handle a reply without room for another turn. Returns True if the trajectory must still report its end."""
+        """Handle a reply that leaves no room for another turn. Returns True if the trajectory must still report its
+        end."""
         if self._ends_by_itself(self._encoder.row_tools.agent_of(self._row(key[0]))):
             self.discard(key)
             return False

@@ -2,7 +2,7 @@
 
 Engines differ in process model, batching and memory, and the trainer must not depend on this. So an engine pulls jobs
 from a `Source` when it has room, gets full weights, and reports when its memory is free; worker and trainer need
-nothing more. Text is left out: nothing is decoded and encoded again in between.
+nothing more. The interface has no text, so tokens are not decoded and encoded again between engine and trainer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Job:
     images: PromptImages | None = None
     """Images of the prompt as the trainer processed them, so that no engine scales or crops them differently."""
     given_images: PromptImages | None = None
-    """Images of the given tokens, likewise; only in jobs of one sample."""
+    """Images of the given tokens, as the trainer processed them. Only jobs of one sample have any."""
     begins_turn: bool = False
     """True if the given tokens end with a reply to the policy. Otherwise they are the beginning of the same turn."""
 
@@ -116,7 +116,7 @@ class Source(Protocol):
     """Work queue of an engine. The processes of a replica call every method in the same order."""
 
     def next_jobs(self, most: int) -> list[Job]:
-        """Return jobs of at most ``most`` samples in total; none if no work is available, or if the next is larger.
+        """Return jobs of at most ``most`` samples in total; none if no work is available, or if the next job is larger.
 
         No job has more samples than the engine's ``max_num_seqs``.
         """

@@ -6,7 +6,7 @@ decides if another turn follows. Without tools a conversation ends with its firs
 `Conversations.on_turn_end` requests the reply, `next_jobs` returns next turns before the jobs of the queue (a `Job` of
 one sample, ``given`` all its tokens so far), and `wait` waits for replies.
 
-A response carried over from an earlier step (``carry_over``) is a conversation with tokens.
+A response carried over from an earlier step (``carry_over``) is a conversation that already has tokens.
 """
 
 from __future__ import annotations
@@ -174,13 +174,14 @@ class Conversations:
         self._images = images
         self._answering = answering[0] if answering else None
         self._max_tokens = answering[1] if answering else 0
-        # Conversations that wait for a tool, and those among them with a reply, in order of arrival.
+        # Conversations that wait for a tool, and the keys of conversations whose reply has arrived, in order of
+        # arrival.
         self._waiting: dict[Key, tuple[_Started, Conversation]] = {}
         self._ready: list[Key] = []
         self._running: dict[Key, tuple[_Started, Conversation]] = {}
 
     def next_jobs(self, most: int) -> list[Job]:
-        """Return next turns of conversations, then jobs as `JobQueue.next_jobs`."""
+        """Return next turns of conversations, then new jobs from `JobQueue.next_jobs`."""
         self._listen()
         ready, self._ready = self._ready[:most], self._ready[most:]
         return [*map(self._next_turn, ready), *self._take_new(most - len(ready))]
@@ -239,7 +240,7 @@ class Conversations:
                 conversation.add_context(EncodedPrompt(reply.tokens, reply.images), reply.messages)
                 self._ready.append(key)
                 continue
-            # A response ends with a token of the policy.
+            # The reply is dropped, because a response must end with a token of the policy.
             conversation.truncated |= reply.tokens is not None
             if reply.tokens is None or not self._answering.end_without_room(key):  # type: ignore[union-attr]
                 del self._waiting[key]
@@ -249,7 +250,7 @@ class Conversations:
     def is_pending(self, prompt_index: int, sample: int) -> bool:
         """Return True if a conversation waits for its next turn."""
         _, conversation = self._waiting.get((prompt_index, sample), (None, None))
-        # After a truncated turn, or a reply that leaves no room, only the end is pending.
+        # After a truncated turn, or a reply that leaves no room, the conversation only waits for the report of its end.
         return conversation is not None and not conversation.truncated
 
     def _room(self, conversation: Conversation) -> int:
@@ -274,7 +275,7 @@ class Conversations:
                 self._finished(started.job, started.conversations)
 
     def wait(self) -> bool:
-        """Return True if conversations wait for tools, after waiting up to _WAIT_S."""
+        """Wait up to _WAIT_S for a reply. Returns True if conversations wait for tools."""
         if not self._waiting or self._queue.stopped():
             return False
         if not self._ready:

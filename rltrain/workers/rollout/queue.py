@@ -56,8 +56,8 @@ class Replica:
 def make_replica(size: int) -> Replica:
     """Return the replica of this rank (a collective over all ranks)."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    # torch requires every rank to create every group. gloo, because small Python objects are sent. If only the leader
-    # serves requests, the other members wait until it has generated.
+    # torch requires every rank to create every group. gloo, because small Python objects are sent. The timeout is long:
+    # if only the leader serves requests, the other members wait until it has finished generating.
     groups = [
         dist.new_group(list(range(first, first + size)), COLLECTIVE_TIMEOUT, "gloo") if size > 1 else None
         for first in range(0, world, size)
@@ -126,18 +126,18 @@ class JobQueue:
         self._empty = False
 
     def next_jobs(self, most: int) -> list[Job]:
-        """Return jobs of at most ``most`` samples in total; none if none is left or the largest does not fit."""
+        """Return jobs of at most ``most`` samples in total; no job if none is left or the largest would not fit."""
         if self._empty or most < self._largest or self.stopped():
             return []
         numbers, self._empty = self._replica.agree(self._draw(most) if self._replica.is_leader else None)
         jobs = [self._jobs[number] for number in numbers]
-        self.taken += jobs  # without preparation, because prepared jobs may be large
+        self.taken += jobs  # before preparation, because prepared jobs may be large
         return self._prepare(jobs)
 
     def _draw(self, most: int) -> tuple[list[int], bool]:
         """Return numbers of jobs, and True if no more follow."""
         numbers: list[int] = []
-        # A number drawn from the counter cannot be returned, so none is drawn unless any job would fit.
+        # A number drawn from the counter cannot be given back, so it is drawn only if even the largest job would fit.
         while most >= self._largest:
             number = self._mine.pop(0) if self._mine else self._num_dealt + self._store.add(self._key + "/next", 1) - 1
             if number >= len(self._jobs):
@@ -154,7 +154,7 @@ class JobQueue:
         if num_jobs > 1:
             if self._store.add(key, 1) < num_jobs:
                 return
-            # Otherwise the store would keep a key for every prompt of the run.
+            # Delete the counter, because otherwise the store would keep a key for every prompt of the run.
             self._store.delete_key(key)
         # Count required prompts first, so that no replica sees the total without them.
         if job.prompt_index < self._num_required:

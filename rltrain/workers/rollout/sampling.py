@@ -19,7 +19,7 @@ from rltrain.workers.rollout.contract import Sampling
 
 # Tokens per block in the two-level search.
 _BLOCK = 256
-# Top-p searches its threshold among this many of the likeliest tokens before it sorts the whole vocabulary.
+# Top-p searches for its threshold among this many of the most likely tokens before it sorts the whole vocabulary.
 _NUCLEUS = 1024
 _BELOW_ONE = 1 - 2.0**-23
 
@@ -50,7 +50,7 @@ def choose(
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive logits of seen tokens by the penalty, multiply negative ones by it (Keskar et al. 2019, CTRL,
-    section 4.1, in today's form). A temperature may be applied before or after."""
+    section 4.1, in the form that is common today). A temperature may be applied before or after."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -64,10 +64,10 @@ def _choose(
         return tokens[:, 0], (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True))[:, 0]
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)
-    # A copy: the log-probs exclude the penalty.
+    # A copy, because the log-probs are computed from the logits without the penalty.
     drawn = None if seen is None else penalised(logits, seen, sampling.repetition_penalty)
     weights = _weights(logits)
-    # Before top_k, top_p and min_p, because the log-probs refer to the full softmax.
+    # The total is computed before top_k, top_p and min_p, because the log-probs refer to the full softmax.
     sums = _block_sums(weights)
     total = sums.sum(-1, keepdim=True)
     limited = 0 < sampling.top_k < weights.shape[-1] or sampling.top_p < 1 or sampling.min_p > 0
@@ -90,7 +90,7 @@ def _weights(logits: Tensor) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Return [n, vocabulary] -> [n, blocks]; the last block is the remainder, possibly empty."""
+    """Sum weights [n, vocabulary] over blocks: [n, blocks]. The last block is the remainder, possibly empty."""
     whole = weights.shape[-1] // _BLOCK * _BLOCK
     sums = weights[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
     return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
@@ -112,22 +112,24 @@ def _search(weights: Tensor, sums: Tensor, noise: Tensor) -> Tensor:
 
 
 def _first_above(totals: Tensor, target: Tensor) -> Tensor:
-    """Return the first index at which increasing totals [n, m] exceed the target [n, 1]; never one without mass."""
+    """Return the first index at which increasing totals [n, m] exceed the target [n, 1]; never a token with probability
+    0."""
     if device_of(totals).searches:
         return torch.searchsorted(totals, target, right=True)
-    # Exact up to 2^24 columns. Sums of bool are no faster there than a search.
+    # A sum of float32 is exact up to 2^24 columns. On such devices, a sum of bool is no faster than a search.
     return (totals <= target).float().sum(-1, keepdim=True).long()
 
 
 def restrict(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero the weights [n, vocabulary] of tokens outside the ``top_k`` likeliest, then outside the likeliest of these
-    with a total of ``top_p``. Ties with the last token are kept, so the result depends only on the weights.
+    """Zero the weights [n, vocabulary] of tokens outside the ``top_k`` most likely, then outside the most likely of
+    these that have a total of ``top_p``. Ties with the last token are kept, so the result depends only on the weights.
     """
     vocabulary = weights.shape[-1]
     limited = 0 < top_k < vocabulary
     if not limited and top_p >= 1:
         return weights
-    # On a device, checking if a part suffices would make the host wait at every token.
+    # Without top_k, an accelerator sorts the whole vocabulary: checking if a part suffices would make the host wait at
+    # every token.
     most = min(top_k if limited else _NUCLEUS if device_of(weights).is_cpu else vocabulary, vocabulary)
     ordered = weights.topk(most, -1).values if most < vocabulary else weights.sort(-1, descending=True).values
     if top_p >= 1:

@@ -42,7 +42,7 @@ class EngineSettings:
     max_pixels: int | None = None
     section: str = "actor_rollout_ref.rollout"
     longest: str = "max_model_len"
-    """section, longest: for messages: the section of the keys, and the key that limits the length of a text."""
+    """section and longest are for messages: the section of the keys, and the key that limits the length of a text."""
     adapted: Mapping[str, int] = field(default_factory=dict)
     """Ranks, by layer, of adapters that the engine applies itself; empty without adapters or with merged ones."""
     with_experts: bool = False

@@ -21,7 +21,7 @@ class StopTexts:
 
     def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._stops, self._decode = stops, decode
-        # A token has at least one byte.
+        # A token has at least one byte, so a stop text spans at most as many tokens as it has bytes.
         self._window = max((len(stop.encode()) for stop in stops), default=0) + _MORE
 
     def __bool__(self) -> bool:

@@ -36,7 +36,7 @@ def per_turn(answers: Sequence[Conversation]) -> dict[str, NDArray[np.object_]]:
     for place, answer in enumerate(answers):
         edges = _edges(answer) or [0, 0]
         turns = list(pairwise(edges))[::2]
-        # The first turn follows the prompt, which all samples of a group share.
+        # The context of the first turn is empty: the turn follows the prompt, which all samples of a group share.
         contexts = [b"", *(_shown(answer, start, end) for start, end in list(pairwise(edges))[1::2])]
         numbers[c.TURN_TOKENS][place] = np.array([end - start for start, end in turns])
         numbers[c.TURN_STATES][place] = np.array([_hash(context) for context in contexts])
@@ -46,7 +46,8 @@ def per_turn(answers: Sequence[Conversation]) -> dict[str, NDArray[np.object_]]:
 
 
 def _shown(answer: Conversation, start: int, end: int) -> bytes:
-    """Return the tokens of a context with its pixels: images of equal size have equal tokens."""
+    """Return the bytes of a context's tokens and pixels. Images of equal size have equal tokens, so the pixels are
+    needed."""
     tokens, images = answer.tokens[start:end].tobytes(), answer.images
     if images is None:
         return tokens

@@ -55,14 +55,14 @@ class OffloadManager:
     def add_model(self, role: Role, model: nn.Module, *phases: str, offload: bool) -> None:
         """Register a sharded model that ``phases`` need; with ``offload`` it is on the host in all other phases."""
         known = {id(weight) for other in self.models.values() for weight in other.parameters()}
-        # Measured now, because a forward pass may replace shards by full weights.
+        # Bytes are measured now, because a forward pass may replace shards by full weights.
         self._weight_bytes[role] = sum(local(weight).nbytes for weight in model.parameters() if id(weight) not in known)
         self.models[role] = model
         if offload and self._queue is not None:
             self._offloadables.append((frozenset(phases), _OffloadableModel(model, self.device, self._queue)))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: str, offload: bool) -> None:
-        """Register the state of an optimizer in the same way."""
+        """Register an optimizer's state; with ``offload`` it is on the host in all phases other than ``phases``."""
         self.optimizers.append(optimizer)
         self._not_offloaded += [] if offload else [optimizer]
         if offload and self._queue is not None:
@@ -110,7 +110,8 @@ class OffloadManager:
                 self.device.current_stream().wait_stream(self._queue)
 
     def memory_gb(self) -> dict[str, float]:
-        """Return ``perf/*memory*`` in GiB: of the host, and peaks of the device since the start, total and by phase."""
+        """Return ``perf/*memory*`` in GiB: memory of the host, and peaks of the device since the start, in total and by
+        phase."""
         memory = self.device.host_memory_gb()
         if self._queue is not None:
             self._measure()
@@ -197,12 +198,12 @@ class _Offloadable:
     def onload(self) -> None:
         """Queue the copies to the device, part by part."""
         parts, device = self.parts(), self.device.torch_device
-        # Memory is allocated on the compute stream, where freed memory may still be in use.
+        # Memory is allocated on the compute stream, because kernels there may still use memory that was just freed.
         on_device = {name: torch.empty_like(self._host_copies[name], device=device) for part in parts for name in part}
         self.queue.wait_stream(self.device.current_stream())
         for number, part in enumerate(parts):
             for name, tensor in part.items():
-                # FSDP copies a shard that needs padding on the compute stream.
+                # FSDP copies a shard that needs padding on the compute stream, so the shard is onloaded on that stream.
                 stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
                 with self.device.on_stream(stream):
                     on_device[name].copy_(self._host_copies[name], non_blocking=True)
@@ -233,7 +234,7 @@ class _OffloadableModel(_Offloadable):
         for name, parameter in model.named_parameters():
             self._names[unit_of[id(parameter)]].append(name)
         for number, unit in enumerate(units):
-            # Before FSDP's hook, which gathers the weights.
+            # Prepended, so that it runs before FSDP's hook, which gathers the weights.
             unit.register_forward_pre_hook(lambda *_, part=number: self.wait_onloaded(part), prepend=True)
 
     def start_offload(self) -> None:
@@ -256,7 +257,7 @@ class _OffloadableModel(_Offloadable):
 
 
 class _OffloadableState(_Offloadable):
-    """Moments of an optimizer. Step counters are not moved: they are scalars, with fused AdamW on the device."""
+    """Moments of an optimizer. Step counters are not moved: they are scalars, which fused AdamW needs on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, queue: Any) -> None:
         super().__init__(optimizer, device, queue)

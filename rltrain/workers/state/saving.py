@@ -115,7 +115,8 @@ class StateWriter:
 
     def _copy(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self._hosts:
-            # The kept memory is already mapped, because allocating new pages takes longer than the copy.
+            # Host memory is kept for later saves, so that its pages are already mapped: allocating new pages takes
+            # longer than the copy.
             tensors = [local(value) for value in state.values()]
             self._hosts = dict(zip(state, host_memory(tensors, not self._device.is_cpu), strict=True))
         for name, tensor in state.items():

@@ -69,7 +69,8 @@ class ExpertBalance:
         self._policy.balance(balance_weights(load, int(chosen)).float().to(self._device.torch_device))
 
     def _choices(self, micros: Sequence[Batch]) -> Tensor:
-        """Return the routing [tokens, layers, experts per token]. Without samples it is empty, of any shape."""
+        """Return the routing [tokens, layers, experts per token]. If there are no samples, it is empty and its shape is
+        arbitrary."""
         if self._replayed:
             parts = [micro.ragged(c.ROUTED_EXPERTS).values for micro in micros if len(micro)]
             return torch.cat(parts) if parts else torch.zeros(0)

@@ -60,11 +60,11 @@ def _add_tokens(micros: Sequence[Batch], name: str, tokens: Ragged) -> None:
 
 
 def select(inputs: PolicyLossInputs, noise: Tensor, selection: Selection, num_tokens: int, cfg: ActorConfig) -> Tensor:
-    """Return a mask of this rank's tokens that are selected over all ranks (a collective).
+    """Return a mask of this rank's tokens, selected among the tokens of all ranks (a collective).
 
-    Ties at the threshold are all selected by a share, and all excluded by a largest mean. inputs: all tokens of this
-    rank's part of the mini-batch; ranks that share sequences or matrices have the same part. num_tokens: tokens of the
-    global mini-batch.
+    With a share, all ties at the threshold are selected. With a largest mean, all are excluded. inputs: all tokens of
+    this rank's part of the mini-batch; ranks that share sequences or matrices have the same part. num_tokens: tokens of
+    the global mini-batch.
     """
     copies = cfg.ranks_per_sample
     mask = inputs.mask.values
@@ -106,7 +106,7 @@ def _everyones(rows: Tensor, copies: int) -> tuple[Tensor, slice]:
     size = torch.tensor([len(rows)])
     sizes = [torch.empty_like(size) for _ in ranks]
     dist.all_gather(sizes, size)
-    # Padded, because an all-gather needs equal sizes.
+    # Rows are padded, because an all-gather needs equal sizes.
     padded = rows.new_zeros((int(torch.cat(sizes).max()), rows.shape[1]))
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in ranks]
@@ -122,7 +122,7 @@ def weigh(
     """Return the weights of this rank's responses [n] (a collective); 0 for responses without a loss token.
 
     The loss is a mean over responses; the weights turn it into a mean over groups. Responses without a gradient may be
-    missing. inputs: as for `select`. groups: prompt group of every response [n].
+    missing in ``inputs``. inputs: as for `select`. groups: prompt group of every response [n].
     """
     mask = inputs.mask
     counts = mask.sum()
@@ -136,8 +136,8 @@ def weigh(
 
 
 def _border_of_mean(keys: Tensor, largest: float) -> float:
-    """Return the smallest excluded key: with it the mean of the smallest keys exceeds ``largest``. keys: sorted
-    keys."""
+    """Return the threshold for a largest mean: the smallest excluded key, with which the mean of the smallest keys
+    would exceed ``largest``. keys: sorted keys."""
     means = keys.cumsum(0) / torch.arange(1, len(keys) + 1)
     over = keys[means > largest]
     return float(over[0]) if len(over) else math.inf

@@ -191,7 +191,7 @@ def _stacked(steps: Sequence[dict[str, Tensor]]) -> dict[str, Array]:
     names = dict.fromkeys(name for step in steps for name in step)
     non_empty = [(name, step) for name in names for step in steps]
     tensors = [step[name] for name, step in non_empty if name in step]
-    # As one tensor, so that a single copy from the device suffices.
+    # The values are stacked into one tensor, so that a single copy from the device suffices.
     values = iter(torch.stack(tensors).tolist() if tensors else ())
     numbers = [next(values) if name in step else 0.0 for name, step in non_empty]
     return {name: np.array(numbers[i * len(steps) : (i + 1) * len(steps)]) for i, name in enumerate(names)}

@@ -123,7 +123,7 @@ class HFRollout:
     def generate(self, source: Source, sampling: Sampling) -> None:
         kv, offloaded = KeyValues(self._device.torch_device, self._block), OffloadedRows()
         turns = RunningTurns(sampling.max_tokens, self._max_model_len, source, self._stop_texts(sampling.stop))
-        # Context tokens per row, for a repetition penalty.
+        # Mask of the tokens in each row's context, for a repetition penalty.
         seen = self._seen_of([]) if sampling.repetition_penalty != 1 else None
         rows = np.zeros(0, dtype=np.int64)
         hidden = torch.empty(0, self.model.config.get_text_config().hidden_size, dtype=self._dtype)
@@ -230,7 +230,7 @@ class HFRollout:
         texts: list[EncodedPrompt] = []
         counts, begun = [], []
         for job in jobs:
-            # Samples with given tokens have different texts.
+            # Samples with given tokens have different texts, which are computed separately.
             parts = job.begun or [job.asked]
             texts += parts
             counts += [1] * len(parts) if job.given else [len(job.samples)]
@@ -371,7 +371,7 @@ def _register() -> None:
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of keys and values of one token, over all layers that have them."""
     text = config.get_text_config()
-    # Gemma 4 has several head sizes, and raises when asked for one.
+    # Gemma 4's config has several head sizes, and reading a single one raises an error.
     layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
     recurrent = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ()]
     return dtype.itemsize * sum(_numbers_per_token(layer) for layer in layers[sum(recurrent) :])

@@ -30,7 +30,8 @@ from rltrain.workers.rollout.embedded.state import RowStates
 Ints = NDArray[np.int64]
 # (layer, call): some layers call attention more than once per forward pass.
 Call = tuple[int, int]
-# Memory of `KeyValues` relative to its rows at full length, for growth and for rows of ended responses.
+# Maximum memory of `KeyValues` relative to its rows at full length: it grows in steps, and keeps rows of ended
+# responses for some time.
 ROOM = 1.3
 # Prompt width grows in steps of this many tokens, because each change copies the existing prompts.
 _PROMPT_STEP = 32
@@ -105,8 +106,8 @@ class KeyValues:
         return self._states.num_bytes + sum(tensor.nbytes for pair in pairs for tensor in pair)
 
     def call_of(self, layer: int) -> Call:
-        """Count an attention call of ``layer``. Some layers make several calls per forward pass, with different
-        keys."""
+        """Count an attention call of ``layer`` and return its cache key: some layers make several calls per forward
+        pass, with different keys."""
         self._calls[layer] += 1
         return layer, self._calls[layer]
 
@@ -219,7 +220,8 @@ class KeyValues:
         return any(chunk.start for chunk in self._chunks)
 
     def state_before(self, layer: int) -> State | None:
-        """Return a recurrent layer's initial states of the rows or announced chunks; None if all chunks are starts."""
+        """Return a recurrent layer's initial states of the rows or announced chunks; None if every chunk starts its
+        prompt."""
         if not self.is_prefill:
             return self._states.of_rows(layer)
         if not self.continues:
@@ -241,13 +243,13 @@ class KeyValues:
         return self._padded_rows.prompt_lengths + self._column - self._padded_rows.born
 
     def prefill_rest(self, layer: Call, query: Tensor, kind: Kind) -> Tensor:
-        """Compute attention of prompt chunks, each to all of its prompt up to itself.
+        """Compute attention of prompt chunks. Tokens of a chunk see their prompt up to themselves.
 
         query [1, heads, n, d] -> [1, n, heads, d'].
         """
         queries = query.split([chunk.length for chunk in self._chunks], 2)
         outputs = [self._rest(layer, *part, kind) for part in zip(self._chunks, queries, strict=True)]
-        # Contiguous, because some models call view on it.
+        # The result must be contiguous, because some models call view on it.
         return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
     def _rest(self, layer: Call, chunk: PromptChunk, query: Tensor, kind: Kind) -> Tensor:
@@ -294,7 +296,8 @@ class KeyValues:
         return output.reshape(rows, 1, -1, value.shape[3])
 
     def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """Return the mask: 0 where a row attends to a column (the prompt's first), else -inf: [rows, 1, 1, columns]."""
+        """Return the mask [rows, 1, 1, columns]: 0 where a row attends to a column, else -inf. The prompt's columns are
+        first."""
         # Built once per step for all layers with the same window.
         name = kind.window, kind.chunk
         if name not in self._masks:
@@ -369,7 +372,7 @@ def _enlarged(pair: Pair, count: int, width: int) -> Pair:
     have, _, columns, _ = pair.keys.shape
     if have >= count and columns >= width:
         return pair
-    # A quarter more, so that not every added prompt requires a copy.
+    # Allocate a quarter more, so that not every added prompt requires a copy.
     count = have if have >= count else max(count, have + have // 4)
     larger = Pair(*(tensor.new_zeros(count, tensor.shape[1], max(columns, width), tensor.shape[3]) for tensor in pair))
     for new, old in zip(larger, pair, strict=True):

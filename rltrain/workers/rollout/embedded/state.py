@@ -37,7 +37,7 @@ class RowStates:
         return sum(value.nbytes for state in self._rows.values() for value in state)
 
     def of_prompts(self, layer: int, places: Sequence[int | None]) -> State:
-        """Return the states after the computed part of prompts (at least one); zeros for None."""
+        """Return the states after the computed parts of prompts (None: zeros). At least one place is not None."""
         read = self._prompts[layer]
         nothing = State(
             *(torch.zeros_like(value) for value in read[next(place for place in places if place is not None)])

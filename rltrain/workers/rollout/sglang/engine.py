@@ -52,7 +52,7 @@ class SGLangRollout:
     """Engine of a replica. Members other than the leader only send weights and wait.
 
     On the CPU the engine uses an unseeded generator, so responses are not reproducible (its seeded sampling needs
-    Triton). If both are set, top_p is relative to all tokens, not to the ``top_k`` likeliest.
+    Triton). If both are set, top_p is relative to all tokens, not to the ``top_k`` most likely.
     """
 
     names_in_memory = False
@@ -79,7 +79,7 @@ class SGLangRollout:
             "dtype": str(settings.dtype).removeprefix("torch."),
             "device": device.kind,
             "tp_size": settings.replica.size,
-            # Otherwise each of its processes keeps a core busy between generations.
+            # Without this, each of the engine's processes keeps a core busy between generations.
             "sleep_on_idle": True,
             # Without seeds per request (on the CPU), replicas must not use the same random numbers.
             "random_seed": settings.replica.number,
@@ -166,7 +166,8 @@ class SGLangRollout:
             )
 
     def _send(self, named: list[tuple[str, Tensor]], loader: str) -> None:
-        # A CPU tensor would be moved into shared memory; on an accelerator the engine reads it in place.
+        # On a CPU, a clone is sent, because sending moves a tensor into shared memory. On an accelerator the engine
+        # reads the tensor in place.
         handed: Any = [(name, values.clone() if self._device.is_cpu else values) for name, values in named]
         # The engine reads in another process, which does not wait for kernels of this one.
         self._device.synchronize()
@@ -244,7 +245,7 @@ class SGLangRollout:
 
 
 def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of names and values up to ``most_bytes``: every call to the engine costs it milliseconds."""
+    """Yield weights in lists of up to ``most_bytes``, because every call to the engine costs milliseconds."""
     handful: list[tuple[str, Tensor]] = []
     for name, values, in_checkpoint in weights:
         if handful and sum(tensor.nbytes for _, tensor in handful) + values.nbytes > most_bytes:
@@ -284,14 +285,14 @@ def _handle(values: Tensor) -> bytes:
 
 
 def _by_device(handles: Sequence[bytes]) -> Any:
-    """Return a weight for all processes of an engine, each of which uses one handle."""
+    """Combine the members' handles of a weight for the engine. Each of its processes uses one handle."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 
     return LocalSerializedTensor(values=list(handles))
 
 
 def _start(arguments: Mapping[str, Any], device: str, devices: Sequence[str]) -> Any:
-    """Start an engine. devices: for its processes, in order ([""]: this process's device)."""
+    """Start an engine. devices: device ids for its processes, in order ([""]: this process's device)."""
     prepare_sglang(len(devices))
     try:
         from sglang import Engine

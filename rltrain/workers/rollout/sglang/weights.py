@@ -28,7 +28,7 @@ _REFUSED: dict[str, str] = {}
 def load_weights(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Load weights with the model's loader: together, or one by one if it rejects them.
 
-    So rejected weights can be reported by name and do not block others.
+    One by one, rejected weights can be reported by name and do not block others.
     """
     stacks.offer()
     if len(named_tensors) > 1 and not _refused(model, named_tensors):

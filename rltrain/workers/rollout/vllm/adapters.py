@@ -33,7 +33,7 @@ def slot_rank(adapted: Mapping[str, int]) -> int:
 
 
 def adapter_arguments(adapted: Mapping[str, int]) -> dict[str, Any]:
-    """Return arguments of vLLM's LLM for a slot with these layers, by name, with their ranks."""
+    """Return the arguments of vLLM's LLM for an adapter slot. adapted: ranks of the adapters by layer name."""
     return {
         "enable_lora": True,
         "max_lora_rank": slot_rank(adapted),
@@ -64,7 +64,7 @@ def refuse_adapters(adapted: Mapping[str, int], beyond: Sequence[str], config: A
 
 
 def set_aside(weights: Iterable[Weight], adapters: list[Weight]) -> Iterator[Weight]:
-    """Yield weights without adapters, which are appended to ``adapters``."""
+    """Yield the weights that are not adapters, and append the adapters to ``adapters``."""
     for weight in weights:
         if ADAPTER in weight.name:
             adapters.append(weight)
@@ -81,7 +81,7 @@ class AdapterSlot:
 
         if not hasattr(BaseLayerWithLoRA, "load_weights"):
             raise ConfigError(f"{_KEY}: this vLLM cannot update weights under adapters; vLLM 0.32 can. {_MERGE}")
-        # A path that does not exist, so that a missing adapter is an error and is not searched on the hub.
+        # The path does not exist, so that a missing adapter is an error and is not searched for on the hub.
         self.request = LoRARequest("policy", _NUMBER, "/in memory")
         self._runner = runner
         self._manager = runner.lora_manager._adapter_manager

@@ -76,12 +76,12 @@ class VLLMRollout:
             "skip_tokenizer_init": not sees,
             "load_format": "dummy",  # the trainer's weights are synced before the first response
             "dtype": str(settings.dtype).removeprefix("torch."),
-            # Unused: `CountedSampler` computes its random numbers.
+            # The seed is unused, because `CountedSampler` computes the random numbers.
             "seed": 0,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
             "enable_expert_parallel": rollout.expert_parallel_size > 1,
-            # It would check the devices of other ranks, but every worker sees only one device.
+            # Disabled, because it would check the devices of other ranks, but every worker sees only one device.
             "disable_custom_all_reduce": True,
             # NCCL's default of ten minutes would kill a process that waits for a late rank, before the late rank can be
             # reported.
@@ -96,8 +96,8 @@ class VLLMRollout:
             "gpu_memory_utilization": rollout.gpu_memory_utilization,
             "disable_log_stats": True,
             "enable_sleep_mode": self._sleeps,
-            # By default vLLM returns log-probs before applying the temperature; these are from `CountedSampler`, after
-            # it.
+            # By default vLLM returns log-probs before applying the temperature. In this mode it returns the log-probs
+            # of `CountedSampler`, after applying it.
             "logprobs_mode": "processed_logprobs",
             "speculative_config": rollout.prompt_lookup,
             "hf_overrides": split_by_owner(config, settings.model.override)
@@ -150,7 +150,7 @@ class VLLMRollout:
             self.llm.wake_up(tags=["kv_cache"])
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
-        # Image features were also computed with earlier weights.
+        # Reset the caches of image features too, because they were computed with earlier weights.
         for name in ("reset_mm_cache", "reset_encoder_cache"):
             if hasattr(self.llm.llm_engine, name):
                 getattr(self.llm.llm_engine, name)()
@@ -189,7 +189,8 @@ class VLLMRollout:
         step = 0
         while True:
             for job in source.next_jobs(self._max_num_seqs - len(running)):
-                # The same index is a different prompt in the next call.
+                # The name contains the number of the call, because the same index is a different prompt in the next
+                # call.
                 prompt = f"{self._num_calls}/{job.prompt_index}"
                 names = [f"{prompt}/{number}" for number in range(len(job.images or ()))]
                 images = self._images_of(job.asked, names)

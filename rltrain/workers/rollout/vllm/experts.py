@@ -1,8 +1,8 @@
 """Routing of vLLM's tokens, recorded per request.
 
-vLLM can return it, but only from its second model runner and with prefix caching, whereas the sampler here is in the
-first. So the routers' choices are recorded in place of vLLM's capturer, and split by the requests of the step. CUDA
-graphs would skip the recording.
+vLLM can return the routing, but only from its second model runner and with prefix caching, whereas rltrain's sampler
+runs in the first. So the routers' choices are recorded here instead of by vLLM's capturer, and split by the requests of
+the step. CUDA graphs would skip the recording.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExpertNotes:
         self._dtype = np.uint8 if num_experts(config) <= 256 else np.int16
         # Choices of the last forward pass, by layer.
         self._chosen: dict[int, Any] = {}
-        # By random stream, because vLLM renames requests.
+        # Routing of each request by its random stream, because vLLM renames requests.
         self._parts: dict[Hashable, list[tuple[int, Experts]]] = defaultdict(list)
         module.bind_routed_experts_capturer(runner.get_model(), self)
 

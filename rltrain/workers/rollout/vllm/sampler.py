@@ -48,7 +48,7 @@ class CountedSampler(nn.Module):
         self._experts = experts
         self._runner = weakref.ref(
             runner
-        )  # it holds a reference to this, and an engine must be freed with its last reference
+        )  # weak, because the runner refers to this sampler, and an engine must be freed with its last reference
         self._never = never
         # One setting for all requests of a call; vLLM's top_k and top_p per request are unused.
         self._sampling = Sampling(1)
@@ -70,7 +70,7 @@ class CountedSampler(nn.Module):
         sampler.greedy_sample = lambda logits: greedy(counted._without_never(counted._noted(logits)))
         penalise, log_probs_of = sampler.apply_penalties, sampler.compute_logprobs
         sampler.apply_penalties = lambda logits, *rest: penalise(counted._remembered(logits), *rest)
-        # Still used for greedy responses.
+        # vLLM still calls this for greedy responses.
         sampler.compute_logprobs = lambda logits: log_probs_of(counted._unpenalised(logits))
         # vllm-ascend ignores the requested mode, and would compute unused log-probs.
         sampler.logprobs_mode = "processed_logprobs"
@@ -107,9 +107,9 @@ class CountedSampler(nn.Module):
         """Accept a draft token if it equals the token that would have been sampled. Replaces vLLM's rejection sampler.
 
         The acceptance rate equals that of rejection sampling with a deterministic draft (Leviathan et al. 2023), and
-        the response is the same as without drafts. logits [per request its drafts and one more, vocabulary], not
-        divided by the temperature. Returns vLLM's SamplerOutput: -1 after the accepted drafts and the first rejected
-        token.
+        the response is the same as without drafts. logits [rows, vocabulary], not divided by the temperature: each
+        request has a row per draft token, and one more. Returns vLLM's SamplerOutput: -1 after the accepted drafts and
+        the first rejected token.
         """
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
@@ -137,7 +137,8 @@ class CountedSampler(nn.Module):
     def _draw(self, logits: Tensor, requests: Any = slice(None), steps: NDArray[np.int64] | int = 0) -> Tensor:
         """Sample: logits [rows, vocabulary] divided by temperature -> token ids [rows]. Overwrites the logits.
 
-        requests: the request of each row, if it has several rows. steps: number of its tokens before this row's.
+        requests: the request of each row, if it has several rows. steps: number of tokens of the request before the
+        token of the row.
         """
         self._noted(logits)
         runner = self._runner()
@@ -160,7 +161,7 @@ class CountedSampler(nn.Module):
         runner = self._runner()
         assert runner is not None
         names = runner.input_batch.req_ids
-        if names != self._names:  # otherwise every request has one row
+        if names != self._names:  # unchanged: every request keeps its row
             self._names = list(names)
             self._streams = [RandomStream.of(runner.requests[name].sampling_params) for name in self._names]
             self._seeds = np.array([stream.seed for stream in self._streams], dtype=np.uint64)

@@ -148,6 +148,8 @@ def as_json(where: str, schema: Any) -> dict[str, Any]:
 
 
 def _ordered(values: dict[str, Any], *names: str, others: bool = True) -> dict[str, Any]:
-    """Return names in verl's order, because chat templates keep the order; then the others, if wanted."""
+    """Return ``values`` with the keys ``names`` first, in verl's order, because chat templates keep the order. others:
+    append the remaining keys.
+    """
     first = {name: values[name] for name in names if name in values}
     return first | ({name: value for name, value in values.items() if name not in first} if others else {})

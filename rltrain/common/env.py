@@ -23,7 +23,8 @@ from rltrain.common.secrets import masked
 # Ascend settings from the documentation of vllm-ascend and HCCL for reinforcement learning. Not verified on hardware.
 _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
-    # Longer than the driver's deadline, whose message names the late ranks (trainer.hang_floor_s).
+    # Longer than the driver's deadline (trainer.hang_floor_s), so that the driver, whose message names the late ranks,
+    # reports a hang first.
     "HCCL_EXEC_TIMEOUT": "17340",
     # A fixed port would collide between processes of a node, and Linux may assign ports of a fixed range to others.
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
@@ -35,7 +36,7 @@ _NPU = {
 }
 # Ray session of a worker: part of the name of shared memory that may outlive the worker.
 SESSION = "RLTRAIN_SESSION"
-# Activations are allocated repeatedly, so malloc should keep the memory. Waiting OpenMP threads must not spin.
+# malloc keeps freed memory, because activations are allocated repeatedly. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
 # Prefixes of variables that are copied from the driver to the workers of all nodes,
 _PASSED_ON = (
@@ -59,7 +60,7 @@ _MEMORY_FILES = {
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 _BY_DEVICE = {"npu": _NPU, "cuda": {}, "cpu": _CPU}
-# Micro-batches differ in length, so fixed segments would become fragmented.
+# Segments can grow, because micro-batches differ in length, which would fragment fixed segments.
 _GROWING = "expandable_segments:True"
 
 
@@ -125,9 +126,9 @@ def chosen_threads() -> int | None:
 def use_interface(address: str, num_nodes: int) -> None:
     """Make gloo, NCCL and HCCL use the network card with this address, unless the user has set another.
 
-    By default, gloo uses the address of the host's name, which is 127.0.1.1 in many /etc/hosts files and unreachable
-    from other nodes. NCCL and HCCL use the first card, which may be a container bridge. On a single node with a local
-    Ray, only gloo is configured, for the loopback.
+    By default, gloo uses the address of the host's name. In many /etc/hosts files this is 127.0.1.1, which other nodes
+    cannot reach. NCCL and HCCL use the first card, which may be a container bridge. On a single node with a local Ray,
+    only gloo is configured, for the loopback.
     """
     for name, card_address in _interfaces():
         if card_address == address:
@@ -274,7 +275,7 @@ def memory_left(root: Path = Path("/sys/fs/cgroup"), cgroup: Path = Path("/proc/
 
 def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
     try:
-        # Page cache counts as used, but the kernel can reclaim it.
+        # Inactive page cache counts as used, but is added here, because the kernel can reclaim it.
         stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
         return int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8")) + int(stat[files])
     except (OSError, ValueError, KeyError):  # no such file, or "max"
@@ -282,8 +283,10 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
 
 
 def slot_environment() -> dict[str, str]:
-    """Return the environment of a process for user functions. More threads or arenas would waste address space."""
-    # User variables take precedence, except that this machine's address never uses a proxy.
+    """Return the environment of a process for user functions. Threads and malloc arenas are limited to one, because
+    more would waste address space.
+    """
+    # User variables take precedence, except that connections to this machine never use a proxy.
     own = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
     return few | os.environ | dict.fromkeys(("no_proxy", "NO_PROXY"), own)
@@ -361,7 +364,7 @@ def prepare_sglang(num_devices: int) -> None:
 
 def work_offline() -> None:
     """Disable hub access in this process and the workers, because the hub is unreachable."""
-    # Set for the driver, and thereby for the workers, which get all HF_ variables.
+    # The variable is set for the driver, and workers get all HF_ variables of the driver.
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 

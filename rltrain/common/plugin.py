@@ -158,7 +158,8 @@ def _imported(named: str, place: str | Path) -> ModuleType:
 
 
 def _import_module(place: str) -> ModuleType:
-    # As with python -m, for any command that started the process; last, as in `_import_file`.
+    # The working directory is importable, as with python -m, for any command that started the process. It is last, as
+    # in `_import_file`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return importlib.import_module(place.removeprefix(_PACKAGE).replace("/", "."))
@@ -180,7 +181,7 @@ def _import_file(path: Path) -> ModuleType:
 def user_traceback(error: BaseException) -> str:
     """Return the traceback from the first frame of user code on, truncated. Syntax errors include their location."""
     first = error.__traceback__
-    # Frames are identified by package; a user's file has none.
+    # Frames are identified by their package, which a user's file does not have.
     while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
         first = first.tb_next
     return "".join(traceback.format_exception(type(error), error, first))[-_MAX_TRACEBACK_CHARS:].rstrip()

@@ -167,7 +167,7 @@ class StepPasses:
     def needs(self, role: Role) -> tuple[str, ...]:
         """Return the phases of a step that need the model of ``role`` on the device."""
         phases = (*ROLES[role].phases, *passes_of(role)) if role in self.roles else ()
-        # Without its adapters it is the reference. An exact KL needs the policy's distribution.
+        # Without its adapters, the actor is the reference. An exact KL needs the policy's distribution.
         if role == "actor":
             is_reference = self.trains and self.reference and "ref" not in self.roles
             phases = (
@@ -276,7 +276,7 @@ def _reinforces(config: Config) -> bool:
 def _policy_loss(config: Config) -> str:
     if config.distillation.is_alone:
         return TEACHER_LOSS
-    # Also for supervised fine-tuning: with an advantage of 1 it is the negative log-likelihood.
+    # Supervised fine-tuning uses REINFORCE too, because with an advantage of 1 it is the negative log-likelihood.
     return (
         REINFORCE_LOSS
         if _reinforces(config) or config.sft.enabled

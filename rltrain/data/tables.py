@@ -51,8 +51,8 @@ class PickledTable(Table):
     ) -> PickledTable:
         """Store the columns of ``keys`` from rows of plain values.
 
-        numbers [rows]: ascending; None: 0, 1, …. path: for messages. place: file whose folder relative image paths are
-        relative to ("": path). Images in the rows stay in memory.
+        numbers [rows]: ascending; None: 0, 1, …. path: for messages. place: the file to whose folder relative image
+        paths refer ("": ``path``). Images in the rows stay in memory.
         """
         columns: dict[str, list[bytes]] = {
             column: [] for column in (*keys.required(), *keys.optional(), VIDEOS, keys.image)

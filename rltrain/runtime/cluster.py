@@ -41,7 +41,8 @@ _CONNECT_S = 5
 # Minimum size of the object store; Ray does not report a smaller one.
 _LEAST_FILE_BYTES = 80 << 20
 _TRIES = 3
-# The last two are raised if a client's server died while Ray inspected it.
+# Texts of errors after which joining or starting Ray is retried. The last two are raised if a client's server died
+# while Ray inspected it.
 _TOO_SLOW = (
     "timed out during startup", "Starting Ray client server failed", "Proxy failed to Connect", "psutil.ZombieProcess",
     "psutil.NoSuchProcess",

@@ -91,7 +91,8 @@ def explain(
 def _host_memory(error: Exception) -> str:
     """Return a message if a host (not a device) is out of memory; else "".
 
-    By the text, because Ray, which kills workers before the kernel does, may also report this as the death of an actor.
+    It is recognised by the error's text, because Ray kills workers before the kernel does, and may report this as the
+    death of an actor.
     """
     cause = getattr(error, "cause", None) or error
     text = str(cause)

@@ -68,14 +68,14 @@ class _Connection:
             connection.close()
             raise
         connection.setblocking(False)
-        if self._family != socket.AF_UNIX:  # a host without power does not close connections
+        if self._family != socket.AF_UNIX:  # keepalive, because a host without power does not close connections
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         return connection
 
     def broken(self) -> bool:
-        """Return Return True if the connection is broken: the peer is dead, or has closed an idle connection."""
+        """Return True if the connection is broken: the peer is dead, or has closed an idle connection."""
         try:
             while self.socket.recv(4096):
                 pass

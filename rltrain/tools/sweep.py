@@ -112,7 +112,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
     for name, words in combined:
         try:
             plain = load_config(words, arguments.config, arguments.problems).config.trainer
-            # The first run's default, because the default may depend on a swept key.
+            # The common folder is the first run's default, because the default may depend on a swept key.
             out = out or Path(plain.default_local_dir).expanduser()
             own = [f"{_FOLDER}={out / name}", f"{_EXPERIMENT}={plain.experiment_name}-{name}"]
             loaded = load_config([*words, *own], arguments.config)

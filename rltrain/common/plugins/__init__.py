@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 __path__ = []  # no file in this folder is a plug-in
-# Loggers of user files are not below rltrain's, which log more than warnings. In this order, because a new logger
-# becomes the parent of existing ones below it.
+# Loggers of user files must not have rltrain's logger as parent, because it logs more than warnings. Its logger is
+# created first, because a new logger becomes the parent of existing ones below it.
 logging.getLogger("rltrain")
 logging.getLogger(__name__).parent = logging.getLogger()
 

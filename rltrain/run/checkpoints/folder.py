@@ -111,7 +111,7 @@ class RunFolder(Checkpoints):
             raise write_error(f"trainer.default_local_dir={path} cannot be created: {error}", error) from error
         self.pruned_at = -math.inf  # time of the last removal of a checkpoint
         self._lock = self._take_lock()
-        # Only with the lock, because otherwise the folder might be a save of a live run.
+        # They are removed only after the lock is taken. Otherwise they might be the running save of a live run.
         for leftover in self.path.glob(".tmp_*"):
             log.warning("removing %s, left by a save that was interrupted", leftover)
             try:

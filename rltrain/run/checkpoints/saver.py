@@ -42,7 +42,7 @@ from rltrain.workers.interface.tasks import SaveTask, Written
 log = logging.getLogger(__name__)
 # Seconds that the driver waits at a time; it checks the cluster in between.
 _LOOK_S = 1.0
-# Time limit for the sample files of its steps, once the rest of a checkpoint is written.
+# Seconds to wait for the sample files of a checkpoint's steps after the rest of the checkpoint is written.
 _ANSWERS_S = 60.0
 # Some storage frees the space of removed files with this delay.
 _FREED_S = 60.0
@@ -98,7 +98,7 @@ class Saver(Callback):
         named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
         self._roles: dict[str, Policy | Critic | Reference] = {name: role for name, role in named.items() if role}
         self._fingerprint = dataset_fingerprint
-        self._bytes_needed = num_bytes  # as large as the last one
+        self._bytes_needed = num_bytes  # estimated first, then the size of the last one
         self.last_step = 0
         self.best = Best(cfg.trainer)
         self._saved_at = self._clock.monotonic()  # start of the last save, or of training
@@ -167,7 +167,7 @@ class Saver(Callback):
         timer = StepTimer()
         with timer("save_checkpoint"):
             self.finish()
-            # A late result of the disk space check refers to the time before this save.
+            # A running check of the disk space is discarded, because it refers to the time before this save.
             self._saved_at, self._by_time[step], self._room = self._clock.monotonic(), by_time, None
             in_background = self._begin(step, progress)
             if not in_background:
@@ -205,7 +205,7 @@ class Saver(Callback):
         self._go_on(waits=True)
 
     def _go_on(self, waits: bool) -> None:
-        # Taken first, because waiting for workers polls this method.
+        # Cleared first, because this method is called again while it waits for workers.
         pending, self._pending = self._pending, None
         if not pending:
             return
@@ -252,8 +252,8 @@ class Saver(Callback):
         """Complete the checkpoint, then remove older ones."""
         digests = {name: digest for part in written for name, digest in part.digests.items()}
         size = size_of(self._folder.commit(pending.folder, pending.step, digests))
-        # After the new one is in place. The checkpoint of trainer.resume_from_path is kept, because a rerun starts from
-        # it again.
+        # Older checkpoints are removed only after the new one is in place. The checkpoint of trainer.resume_from_path
+        # is kept, because a rerun starts from it again.
         try:
             self._folder.prune(self._superfluous, self._cfg.trainer.resume_from_path)
         except (OSError, StorageError) as error:

@@ -4,8 +4,8 @@ A formula for activations would be wrong as soon as the forward changes. So here
 over a fake process group, runs forward, backward and optimizer step on fake tensors, and a ledger sums the live
 storages. Memory is linear in the number of equal layers, so a short model, and a longer one for each layer type, give
 the memory of a long one. torch's FSDPMemTracker finds the same total for one micro-batch, but supports no second one,
-and cannot distinguish gathered weights from gradients in a backward. Not counted: workspaces of kernels, and
-fragmentation.
+and cannot distinguish gathered weights from gradients in a backward. Workspaces of kernels and fragmentation are not
+counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rltrain.models.weights.state import moments
 
 # Longer models are run with this many layers and with twice as many. With only two layers, FSDP gathers both at once.
 _LAYERS = 3
-# It needs as much memory as its input, which inner operators do not show.
+# This operator needs as much extra memory as its input, which its inner operators do not show.
 _TAKES_AS_MUCH = torch.ops.aten.logsumexp.default
 Owners = Counter[str]
 
@@ -217,7 +217,9 @@ def fake_model(
 
 
 def _elsewhere(**_: Any) -> saved_tensors_hooks:
-    """Replace torch's save_on_cpu, because the device is a CPU here: saved tensors take no memory."""
+    """Replace torch's save_on_cpu. The device is a fake CPU here, so saved tensors are moved to the meta device, where
+    they take no memory.
+    """
     return saved_tensors_hooks(
         lambda tensor: torch.empty_like(tensor, device="meta"), lambda saved: torch.empty_like(saved, device="cpu")
     )

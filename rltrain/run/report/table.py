@@ -17,7 +17,7 @@ from rltrain.common.storage import json_lines
 from rltrain.config.passes import step_phases
 
 METRICS = "metrics.jsonl"
-# Increase of the truncated share that is not due to chance in a few steps.
+# Increase of the truncated share that is too large to be chance in a few steps.
 _RISE = 0.1
 PHASES = ("generate_sequences", "reshard", "judge", *step_phases(), "step")
 ROWS = [

@@ -105,7 +105,7 @@ class WandB(Sink):
         named["settings"] = wandb.Settings(console="off")
         why = ""
         if wandb.setup().settings.mode == "online":
-            # Retried entries would arrive out of order.
+            # If earlier attempts have unsent offline files, this one writes offline too, to keep the entries in order.
             waits = run.run_id and any(folder.name.endswith(f"-{run.run_id}") for folder in unsent_wandb(run.folder))
             why = "earlier steps of this run are not sent yet" if waits else wandb_refusal()
         if not why:

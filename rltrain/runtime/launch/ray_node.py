@@ -34,7 +34,8 @@ def ray_start(launch: Launch, address: str, *arguments: str) -> None:
         )  # fmt: skip
         output.seek(0)
         if process.returncode:
-            # It also fails if the head is restarting. Exit code 2: wrong arguments.
+            # Exit code 2 means wrong arguments. Other failures may be temporary, for example while the head is
+            # restarting.
             kind = ConfigError if process.returncode == 2 else NodesMissing
             raise kind(f"ray start {' '.join(options)} failed:\n{output.read().strip()}")
 

@@ -47,7 +47,8 @@ _SAY_EVERY_S = 10
 _POLL_S = 0.5
 # Seconds without a response after which the head counts as lost; Ray has a timeout of a minute.
 _SILENT_S = 45
-# The head's Ray outlives its script; a suspended script is not lost.
+# Seconds without a heartbeat after which the head's script counts as killed, although the head's Ray is still running.
+# It is long, because a script that is only suspended is not lost.
 _GONE_S = 180
 _LEAVE_S = 20
 _SAME_SIGNAL_S = 4
@@ -212,7 +213,7 @@ def _finish(store: KVStore | None, code: int) -> None:
     with suppress(ConnectionError):
         if store:
             store.put(END, code)
-            # Except the head itself.
+            # Until only the head itself is left.
             SYSTEM.poll(lambda: sum(node.is_in for node in store.nodes()) <= 1, _LEAVE_S, _POLL_S)
 
 
@@ -252,7 +253,7 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
         # Excludes processes of an earlier head with the same address.
         if here.address in store.alive() and any(program_of(pid) == "raylet" for pid in left):
             raise ConfigError(f"this node has already joined {mark}. Remove it with `ray_start.sh stop`.")
-        # Ray was killed here, and its helper processes would remain.
+        # The raylet of this node was killed, but its helper processes are still running.
         end_processes(mark)
     here.stranger = False
     # Ray would also reject the node, but the head would not know why it is missing. Packages and code are compared when
@@ -268,7 +269,7 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
 
 def join(store: KVStore, head: dict[str, Any], here: Node, launch: Launch, signals: list[int]) -> int:
     """Join, and stay while the command runs."""
-    # Independent of the name that this node uses for the head.
+    # Use the address that the head has published, whatever name this node uses for the head.
     mark = head.get("address", store.address)
     try:
         ray_start(launch, mark, f"--address={store.address}", f"--node-ip-address={here.address}")

@@ -262,7 +262,7 @@ def _jailed(
         json.dump(job, spec)
         spec.seek(0)
         command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
-        # This timeout is for a jail that exceeds its own.
+        # A second timeout, for a jail that exceeds its own.
         try:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=3 * most_seconds, pass_fds=[spec.fileno()], cwd="/"

@@ -269,7 +269,7 @@ class Endpoint:
         try:
             message, finish = await conversation.reply(fields, again=again)
         except Over as over:
-            # In text and code, because libraries show one or the other.
+            # The reason is in the text and in the code, because libraries show one or the other.
             text = f"{_OVER}: no turn follows: no tokens are left, or max_assistant_turns is reached."
             raise HttpError(400, _OVER, text) from over
         except TrajectoryFailed as broken:

@@ -41,7 +41,7 @@ class ToolFunction:
         """The name that the model sees."""
         mark = mark_of(self.function) or Mark(None, None)
         written = self._written(mark.schema)["function"]["name"] if mark.schema is not None else None
-        # Not the function's __name__, which for a wrapped function may be the wrapper's.
+        # The function's __name__ is not used, because for a wrapped function it may be the wrapper's.
         return mark.name or written or self.own_name
 
     @cached_property

@@ -38,12 +38,12 @@ _NPU = {
 SESSION = "RLTRAIN_SESSION"
 # malloc keeps freed memory, because activations are allocated repeatedly. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
-# Prefixes of variables that are copied from the driver to the workers of all nodes,
+# Prefixes of variables that are copied from the driver to the workers of all nodes.
 _PASSED_ON = (
     *("ASCEND_", "GLOO_", "HCCL_", "HF_", "NCCL_", "PYTORCH_", "SGLANG_", "TORCH_", "VLLM_"),
     *("CLEARML_", "MLFLOW_", "SWANLAB_", "TRACKIO_", "WANDB_"),
 )
-# except variables that differ between nodes or workers.
+# Suffixes of variables that are not copied, because they differ between nodes or workers.
 _EACH_ITS_OWN = ("_VISIBLE_DEVICES", "_IP")
 # Names of user variables for workers that Ray must not log.
 _SECRETS: set[str] = set()
@@ -93,8 +93,8 @@ def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs:
     if device == "npu":
         # Level 2 launches fastest, but torch_npu cannot capture graphs with it.
         variables["TASK_QUEUE_ENABLE"] = "1" if graphs else "2"
-    # SGLang's memory saver is incompatible with it. vLLM disables it around its own memory. vllm-ascend rejects the
-    # variable, so there it is set after the engine has started (`Device.grow_segments`).
+    # SGLang's memory saver is incompatible with expandable segments. vLLM disables them around its own memory.
+    # vllm-ascend rejects the variable, so there they are enabled after the engine has started (`Device.grow_segments`).
     if (device, engine) in (("cuda", "hf"), ("cuda", "vllm"), ("npu", "hf")):
         names = [f"PYTORCH_{device.upper()}_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
         variables |= {names[0]: _GROWING} if not any(name in os.environ for name in names) else {}
@@ -301,9 +301,10 @@ def prepare_driver(**of_workers: str) -> dict[str, str]:
     secret = {name for name, value in of_workers.items() if masked(value, name) != value}
     _SECRETS.update(secret)
     if job := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        # Started by `ray job submit`. The command's settings for workers override the job's,
+        # The program was started by `ray job submit`. The command's settings for workers override the job's.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-        # and a single thread is Ray's default for a process without CPU slots, unless the job has requested it.
+        # A single thread is Ray's default for a process without CPU slots, so it is unset unless the job has requested
+        # it.
         variables = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
         if "OMP_NUM_THREADS" not in variables | of_workers and os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
@@ -355,7 +356,7 @@ def prepare_sglang(num_devices: int) -> None:
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # Trainers use slightly different memory per device, but SGLang rejects differences above a tenth.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-        # On the CPU, it would require a socket (NUMA node) for each of several processes.
+        # On the CPU, SGLang would otherwise require a socket (NUMA node) for each of several processes.
         **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_devices)} if num_devices > 1 else {}),
     }
     for name, value in variables.items():

@@ -36,7 +36,8 @@ _NO_ANSWER = {
     errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENXIO, errno.ENODEV,
     *(getattr(errno, name) for name in ("EREMOTEIO", "ECOMM", "ENOLINK") if hasattr(errno, name)),  # not on macOS
 }  # fmt: skip
-# Only file operations raise these. The next ones concern a file if the error has a file name.
+# Error numbers that only file operations raise (`_FULL`). The numbers in `_NOT_GIVEN` concern a file if the error has a
+# file name.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NOT_GIVEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
 # Messages of Ray, the C library, torch, Python, C++, the library loader and Pillow.

@@ -44,7 +44,7 @@ class SanitizedConsole(Console):
         )
 
 
-# Shared by bars, tables and log lines of this process, so that lines appear above the bar.
+# One console is shared by bars, tables and log lines of this process, so that lines appear above the bar.
 console = SanitizedConsole(highlight=False, markup=False, emoji=False)
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
 

@@ -88,7 +88,7 @@ def save_object(key: str, value: Any, folder: Path) -> str:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    # Named by its content, so that a changed function gets a new name.
+    # The file is named by its content, so that a changed function gets a new name.
     file = folder / f"{name}-{zlib.crc32(data):08x}.pkl"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_bytes(data)
@@ -102,7 +102,7 @@ def _is_installed(module: ModuleType) -> bool:
     return file is None or any(Path(file).is_relative_to(place) for place in places)
 
 
-# Cached, because a second import would create different classes with the same names.
+# The result is cached, because a second import would create different classes with the same names.
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """Return the function or class that ``key=name`` names (see `is_plugin`).

@@ -369,7 +369,7 @@ def needs_all_old_log_probs(config: Config) -> list[str]:
         f"{_A}adaptive_entropy.target_entropy": actor.adaptive_entropy.enabled,
         # Load balancing with replayed experts.
         f"{_A}router_aux_loss_coef": bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2",
-        # In the second epoch a sample may be on another rank.
+        # In the second epoch a sample may be on another rank than the one that has its old log-probs.
         f"{_A}ppo_epochs": actor.ppo_epochs > 1,
         # The alarm stops the run before the update.
         "actor_rollout_ref.rollout.on_log_prob_gap": config.actor_rollout_ref.rollout.on_log_prob_gap == "stop",

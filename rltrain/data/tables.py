@@ -132,7 +132,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
             f"data file {path!r} is a csv table, whose cells cannot hold messages. Convert it: "
             f"python -m rltrain.data_preprocess.jsonl --input {path} --output FOLDER (see its --help)."
         )
-    # Absolute, because other processes that read the images may have another working directory.
+    # The path is absolute, because other processes that read the images may have another working directory.
     place = str(file.absolute())
     if kind == "json":
         replaced: list[int] = []

@@ -100,7 +100,7 @@ def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, resul
     Returns a line on the checkpoint, if there is one. rows: the rows of the run; empty if not all were read.
     """
     cfg = loaded.config
-    # Not a `RunFolder`, which would create the folder and take its lock.
+    # `Checkpoints` instead of `RunFolder`, which would create the folder and take its lock.
     run, start = Checkpoints(cfg.trainer.default_local_dir), ResumePoint()
     refusal = run.problem()
     try:
@@ -144,7 +144,7 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
         if sizes[split] > MOST_ROWS:
             result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
         try:
-            # For `scan_rows`, 0 means all rows.
+            # At least one row is read, because `scan_rows` takes 0 as all rows.
             _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, result)
         except RltrainError as error:
             result.problems.append(str(error))

@@ -106,7 +106,7 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
     owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
     reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
-        # Only the data is large enough to be shared; a Config would arrive as a reference too.
+        # Only the data is large enough to be shared through references.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if reads_rows else None})
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path

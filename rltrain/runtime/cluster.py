@@ -268,7 +268,7 @@ def num_nodes(cfg: ClusterConfig, device: Device) -> int:
 
 def first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
     """Log the first sentence of Ray's message, without its advice."""
-    # For a traceback, use its last line.
+    # Of a traceback, only the last line is logged.
     log.warning("Ray: %s", re.split(r"\. |\n", re.sub(r"(?s)^Traceback.*\n(?=\S+:)", "", " ".join(data["lines"])))[0])
 
 

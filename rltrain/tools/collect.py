@@ -20,7 +20,8 @@ from rltrain.common.logs import TRAIN_LOG
 from rltrain.common.secrets import MASK, is_secret, masked_text
 from rltrain.common.storage import read_json
 
-# Patterns in the run folder, the most useful first, because the archive has a size limit. Only the newest samples.
+# Patterns in the run folder, the most useful first, because the archive has a size limit. Of the samples, only the
+# newest are included.
 _WANTED = (
     "config*.yaml", "plan*.json", "env*.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
     "incidents/*", "incidents/*/*", "global_step_*/manifest.json", "global_step_*/progress.json",

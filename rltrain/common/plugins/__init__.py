@@ -40,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             raise ImportError(f"attempted relative import with no known parent package: write import {name}", name=name)
         folder = os.path.dirname(file)
         if folder not in sys.path:
-            # Last, so that a neighbouring file does not replace an installed package of the same name.
+            # The folder is last, so that a neighbouring file does not replace an installed package of the same name.
             sys.path.append(folder)
         spec = importlib.util.spec_from_file_location(fullname, file) if os.path.isfile(file) else None
         if spec:

@@ -267,5 +267,5 @@ def _merge(tree: Tree, other: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
             _merge(tree[key], value)
         else:
-            # Copied, because later files are merged into it.
+            # The value is copied, because later files are merged into it.
             tree[key] = OmegaConf.to_container(OmegaConf.create(dict(value))) if isinstance(value, Mapping) else value

@@ -72,7 +72,7 @@ class Notice(Callback):
         needs_s = max(whole - (self._clock.monotonic() - self._began), updates)
         save_s = _FIRST_SAVE * notice_s if self._save_s is None else self._save_s
         saving_s = self._saving_s()
-        # A running save continues during the step, so only the time that it takes after the step counts.
+        # A running save continues during the step, so only the time that it still takes after the step is added.
         if saving_s is not None:
             save_s += max(save_s - saving_s - needs_s, 0.0)
         if needs_s + save_s <= left_s:

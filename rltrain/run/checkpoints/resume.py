@@ -190,7 +190,7 @@ def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
 
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     try:
-        # No pickle, which could run code of the checkpoint's author.
+        # Pickles are refused, because they could run code of the checkpoint's author.
         with np.load(io.BytesIO(patiently(file, file.read_bytes)), allow_pickle=False) as arrays:
             return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:

@@ -63,7 +63,7 @@ class _Writing:
     per_prompt: int = 1
     """Responses that share a prompt."""
     per_job: int = 1
-    """Responses that are added together."""
+    """Responses of a job, which are added to the batch together."""
 
     @classmethod
     def of_policy(cls, cfg: Config, plan: Plan, device: Device) -> _Writing:

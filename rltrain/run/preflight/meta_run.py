@@ -104,7 +104,7 @@ class Ledger(TorchDispatchMode):
         self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             self._stack.enter_context(patch.object(FSDPParamGroup, name, self._told(getattr(FSDPParamGroup, name))))
-        # DTensor infers the shape of a result by computing all of it on fake tensors.
+        # Not counted: DTensor infers the shape of a result by computing all of it on fake tensors.
         meta = "_propagate_tensor_meta_non_cached"
         self._stack.enter_context(
             patch.object(ShardingPropagator, meta, self._unseen(getattr(ShardingPropagator, meta)))
@@ -117,7 +117,7 @@ class Ledger(TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The operation on the local shard is dispatched here separately.
+        # Not counted, because the operation on the local shard is dispatched here separately.
         if DTensor in types:
             return NotImplemented
         if func is _TAKES_AS_MUCH and isinstance(args[0], FakeTensor):

@@ -23,7 +23,7 @@ PHASES = ("generate_sequences", "reshard", "judge", *step_phases(), "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),
-    # Only the waiting time, because a save is written during the next steps.
+    # Only the waiting time is shown, because a save is written during the next steps.
     ("save_checkpoint", "timing_s/save_checkpoint", "seconds that steps wait for a save"),
     ("testing", "timing_s/testing", "seconds"),
     ("throughput", "perf/throughput", "tokens/s/device, prompt and response, whole step"),

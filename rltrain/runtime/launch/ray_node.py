@@ -61,7 +61,7 @@ def own_address(launch: Launch, head: str = "") -> str:
             "reach this node by that address, set NODE_IP to the address of this node."
         )
     address = first_set("NODE_IP") or address_towards(host or None)
-    # On the head, its host name may resolve to 127.0.1.1.
+    # On the head, its own host name may resolve to 127.0.1.1, which other nodes cannot use.
     if address and address.startswith("127.") and not first_set("NODE_IP") and not head:
         address = address_towards(None)
     if not address:

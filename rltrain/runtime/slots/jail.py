@@ -341,7 +341,8 @@ def _doorkeeper(folder: str, library: str) -> Any:
 
 
 def _inside(folder: str, roots: tuple[str, ...]) -> Any:
-    # By text only, without os.path, which the program may have replaced. It cannot create links, so text suffices.
+    # Paths are compared as text, without os.path, which the program may have replaced. Text is enough, because the
+    # program cannot create links.
     kind, text, number, raw, prefixes = type, str, int, bytes, tuple(root + "/" for root in roots)
 
     def inside(path: Any) -> bool:

@@ -229,7 +229,7 @@ def _jailed(
     most_seconds: float,
 ) -> dict[str, Any]:
     inside = f"{_HERE}/{script.name}"
-    # Absolute paths of interpreters, which may not exist on this machine.
+    # Absolute paths of interpreters get stubs too, because they may not exist on this machine.
     named = re.findall(r"(?<![\w.$}])((?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|ray|uv|accelerate))\b", text)
     stubs = {
         *(f"/bin/{name}" for name in _STUBS),

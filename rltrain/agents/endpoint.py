@@ -1,8 +1,8 @@
 """A local server that offers the policy under OpenAI's API, for agents of any library.
 
 A library sends the whole conversation with every request. But a trajectory is one append-only conversation. So the
-beginning of a request is compared with the previous messages, and the rest is appended. Not included: several
-conversations per trajectory, and sampling parameters, which the run sets.
+beginning of a request is compared with the previous messages, and the rest is appended. It does not support several
+conversations per trajectory, or sampling parameters, which the run sets.
 """
 
 from __future__ import annotations

@@ -105,8 +105,9 @@ class Device:
             self._module().empty_cache()
 
     def grow_segments(self) -> None:
-        """Enable expandable segments from now on. For NPUs after vLLM has started, because vllm-ascend rejects them
-        earlier; on other devices the environment enables them (`rltrain.common.env`). Not run on hardware.
+        """Enable expandable segments from now on. It is called for NPUs after vLLM has started, because vllm-ascend
+        rejects expandable segments earlier. On other devices the environment enables them (`rltrain.common.env`). Not
+        run on hardware.
         """
         change = getattr(self._module().memory, "_set_allocator_settings", None) if self.kind == "npu" else None
         if change:

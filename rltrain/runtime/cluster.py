@@ -1,8 +1,8 @@
 """Ray cluster: start or join it, and reserve the devices of a run.
 
 Ray waits long and silently for unreachable addresses, dead nodes and busy devices. So everything possible is checked in
-advance, and while the run waits for devices, missing ones are logged. Left out: starting Ray on other nodes
-(scripts/ray_start.sh does it), and resizing the reservation of a run.
+advance, and while the run waits for devices, missing ones are logged. It does not start Ray on other nodes
+(scripts/ray_start.sh does), and the reservation of a run cannot be resized.
 """
 
 from __future__ import annotations

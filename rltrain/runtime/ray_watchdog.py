@@ -6,8 +6,8 @@ when the peer dies. The driver checks for a loss while it waits (`raise_if_lost`
 (`unless_lost`). If the main thread is stuck in native code, the watchdog's thread ends the process. The same thread
 ends a driver that hangs in storage or in user code. Ray's library may still end the process, so an error is reported
 before any part of Ray is shut down, and another process repeats the report after this process has ended
-(`cleanup_after_exit`). Left out: Ray on other nodes, whose loss Ray reports; the Ray of a client driver (ray://); and a
-driver that hangs while it holds the GIL.
+(`cleanup_after_exit`). It does not watch Ray on other nodes, whose loss Ray reports, or the Ray of a client driver
+(ray://). It does not detect a driver that hangs while it holds the GIL.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Give the settings of the planned run. The checks are the functions that run at the start of a training
 (`run.preflight.health`), on the same devices and network. Then every device computes, all exchange data, and every pair
-of devices is timed. Not included: hours of load, which would find devices that fail when hot.
+of devices is timed. It does not load the devices for hours, which would find devices that fail when hot.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A failed run must not end a sweep, and an interrupted sweep must not start over. So all settings are checked before the
 first run; each run has a separate folder, named by the swept values, in which it resumes like any run; sweep.json lists
-the finished runs. All runs use this process and one Ray. Not included: concurrent runs, because a run uses all devices,
-and choosing the next settings by results. Slow imports are inside functions.
+the finished runs. All runs use this process and one Ray. Runs are not concurrent, because a run uses all devices, and
+results do not determine the next settings. Slow imports are inside functions.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Problem: a model that is trained on a rendered conversation may learn other tokens than it samples later, because a
 template may render past turns differently (it drops their reasoning, or ends them otherwise). Choice: the tokens equal
 a rollout in which the policy writes the assistant's turns. Each turn is rendered after the generation prompt and ends
-with its end token, and `TurnDelta` writes the tokens between turns. Left out: videos, images after the prompt, and
-token ids or masks from the data.
+with its end token, and `TurnDelta` writes the tokens between turns. Videos, images after the prompt, and token ids or
+masks from the data are not supported.
 """
 
 from __future__ import annotations

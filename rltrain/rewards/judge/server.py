@@ -32,7 +32,7 @@ JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "s
 
 
 class JudgeUnavailable(Exception):
-    """No reply, and a retry would fail now; the text is the reason."""
+    """The judge did not reply, and a retry would fail now. The text is the reason."""
 
     def __init__(self, sentence: str, is_refused: bool) -> None:
         super().__init__(sentence)

@@ -67,7 +67,7 @@ class _Pending:
 
 
 def _over(work: BackgroundJob[Any], waits: bool) -> bool:
-    """Return whether ``work`` is done. With ``waits``, wait until it is."""
+    """Return whether ``work`` is done. If ``waits``, wait until it is done."""
     while waits and not work.ready(_LOOK_S):
         raise_if_lost()
     return work.ready()
@@ -159,7 +159,8 @@ class Saver(Callback):
         return self._by_time[step]
 
     def save(self, step: int, progress: Progress, *, by_time: bool = False) -> dict[str, float]:
-        """Begin to save ``step``. Without background writing, return after the checkpoint is complete.
+        """Begin to save ``step``. If writing in the background is not possible, return after the checkpoint is
+        complete.
 
         by_time: only `overdue` requires this save. Returns its timing, and the metrics of callbacks on finished saves.
         Raises DiskError with the needed and the free space.

@@ -292,7 +292,7 @@ Work = Callable[[Any, Ledger, PackedInputs], list[Owners]]
 def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, batch: Batch, work: Work) -> Owners:
     """Return the bytes by owner at the peak of ``work`` on ``batch``.
 
-    ``work`` returns the peaks of its stretches. In each stretch memory is linear in the number of layers of a type, so
+    ``work`` returns the peaks of its stretches. In each stretch, memory is linear in the number of layers of a type. So
     for many layers it is extrapolated from a short and a longer model.
     """
     kinds = [_kinds(layers) for layers in layer_lists(empty_packed(kind, spec, spec.load_config()))]

@@ -69,7 +69,7 @@ class SampleJob:
     """File for all prompts, in verl's format."""
 
     def column(self, name: str) -> Array:
-        """Return one number per response. Without rewards, the scores are used."""
+        """Return one number per response. If there are no rewards, the scores are used."""
         values = self.numbers[name if name in self.numbers else c.SCORE]
         values = values.astype(_WIDE.get(values.dtype.kind, values.dtype))
         return np.broadcast_to(values, len(self.rows) * self.each)

@@ -89,7 +89,8 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases tracker. Without a login or server, it writes files of offline mode for `wandb sync`.
+    """Weights & Biases tracker. If there is no login or the server does not respond, it writes offline files for `wandb
+    sync`.
 
     wandb silently drops entries whose step is below an earlier one, as in a resumed run or after a retry. So wandb's
     own step counts entries, and the training step is the axis of all plots.

@@ -2,8 +2,8 @@
 
 Typical reasons why nodes do not join: a token that only one node has, an unreachable address, a stale file of an
 earlier run, code that one node lacks, a driver on every node. So everything that a node knows before it joins is
-compared first, and missing nodes are logged during every wait. Left out: starting processes on other nodes (the
-scheduler or the user runs the script there), and nodes that join or leave during a run.
+compared first, and missing nodes are logged during every wait. It does not start processes on other nodes (the
+scheduler or the user runs the script there), and nodes cannot join or leave during a run.
 
 `ray symmetric-run` also starts Ray and waits, but it does not report missing nodes, does not forward signals, always
 returns 0 on nodes other than the head, and ends with `ray stop`, which stops all clusters of the node.

@@ -2,8 +2,8 @@
 
 It is a small parent process that uses only the standard library and is not part of the run, so that errors of the run
 cannot end it. It adopts and ends leftover processes of the command, because Ray's processes may still hold devices. The
-run reports its pid, its folder and its error through a file (`common.attempt.report_to_supervisor`). Not included:
-monitoring a live run, which has deadlines, and processes on other nodes.
+run reports its pid, its folder and its error through a file (`common.attempt.report_to_supervisor`). It does not
+monitor a live run, which has deadlines, or processes on other nodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parent of a slot's process, which ends all processes that functions have started, and reaps orphans. Only the
 ancestor that adopts a process whose parent has died can find it (a subreaper in Linux). The process that runs the
 functions cannot be that ancestor, because it may die itself, and waiting for any child would take away exit codes of a
-function's processes. Not covered: processes in another session survive if the subreaper itself is killed (SIGKILL); the
-other processes of the slot and programs of models do not.
+function's processes. If the subreaper itself is killed (SIGKILL), processes in another session survive. The other
+processes of the slot and programs of models do not.
 """
 
 import ctypes

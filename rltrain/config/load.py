@@ -78,7 +78,7 @@ def _further(loaded: LoadedConfig, wrong: Set[str]) -> list[str]:
 
     wrong: keys with invalid values. They have their defaults, so rules about them are not reported.
     """
-    from rltrain.config.check import broken_rules  # imports this module
+    from rltrain.config.check import broken_rules  # here, because it imports this module
 
     if loaded.config is None:
         return []

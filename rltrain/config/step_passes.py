@@ -142,7 +142,7 @@ class StepPasses:
 
     @property
     def reads_policy_ahead(self) -> bool:
-        """True if that information depends on the current policy."""
+        """True if the information that `looks_ahead` needs depends on the current policy."""
         return self.selects or self.weighs_groups
 
     @property

@@ -200,7 +200,7 @@ def _values(content: Iterator[str]) -> Iterator[tuple[str, Any]]:
         first = json.loads(text, object_pairs_hook=_object) if text else None
     except (ValueError, RecursionError):
         first = None
-    if not isinstance(first, dict):  # not one record per line
+    if not isinstance(first, dict):  # the file does not have one record per line
         text = "".join([text, *(line for _, line in lines)])
         source_text = text if _SURROGATE.search(text) else ""
         yield from ((source_text, record) for value in _documents(text, number) for record in _of_document(value))

@@ -231,7 +231,7 @@ def _to_8_bits(image: Any, kind: str | None) -> Any:
         return image
     values = np.asarray(image)
     greys = np.round(values / 257)
-    greys[values == image.info.get("transparency")] = 255  # transparent
+    greys[values == image.info.get("transparency")] = 255  # transparent pixels become white
     return _pillow().fromarray(greys.astype(np.uint8))
 
 

@@ -60,7 +60,7 @@ def greedy_soup(
         raise ConfigError(f"{taken[0]}: with --greedy, DATA, MODEL and OUT set this key. Remove it.")
     if averager.are_adapters:
         raise ConfigError("--greedy scores models, and these are adapters. Merge them, or average without --greedy.")
-    from rltrain.api import evaluate  # takes seconds
+    from rltrain.api import evaluate  # here, because it takes seconds
 
     def score(numbers: list[int]) -> float:
         # Only one candidate is on disk at a time, because models are large.

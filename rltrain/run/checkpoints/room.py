@@ -51,7 +51,7 @@ def superfluous(cfg: TrainerConfig, whole: Sequence[int], by_time: Callable[[int
     by_time(step): whether it was saved by time only.
     """
     keep = max(cfg.max_actor_ckpt_to_keep or 0, 0)
-    if keep and not cfg.saves_regularly:  # then checkpoints saved by time count as requested
+    if keep and not cfg.saves_regularly:  # then checkpoints saved by time count as regular ones
         return list(whole[:-keep])
     newest = whole[-min(_BY_TIME, keep or _BY_TIME) :]
     by_steps = [step for step in whole if not by_time(step)]

@@ -175,7 +175,7 @@ def forecast(
     phases = device_phases() if phases is None else phases
     if not plan.passes.trains:
         phases = [phase for phase in ("sync", "gen", JUDGE_PHASE, "reward") if phase in phases]
-    if plan.passes.supervised:  # without an engine
+    if plan.passes.supervised:  # supervised fine-tuning has no engine
         phases = [phase for phase in PASSES if phase in phases]
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:

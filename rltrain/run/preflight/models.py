@@ -107,7 +107,7 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
     if passes.images:
         result.problems += _image_problems(cfg, "prompts have images" if result.images else f"{_SHOWN}=True")
         if passes.images_between_turns and (problem := _problem_between_turns(cfg)):
-            # Unless the user enabled images of tools, there may be none.
+            # It is only a note unless the user enabled images of tools, because there may be none.
             asked = cfg.actor_rollout_ref.rollout.multi_turn.images
             (result.problems if asked else result.notes).append(problem)
         if cfg.distillation.enabled and passes.images_in_training:

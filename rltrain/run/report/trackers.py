@@ -196,7 +196,7 @@ class SwanLab(Sink):
         self._table = lambda columns, rows: swanlab.echarts.Table().add(columns, rows)
         named = {"project": run.project, "name": run.name, "config": run.config, "log_dir": str(run.folder / "swanlog")}
         resume = "allow" if run.run_id else "never"
-        # It must neither prompt on the terminal nor capture it.
+        # SwanLab must neither prompt on the terminal nor capture it.
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         self._run = swanlab.init(**named, id=run.run_id, resume=resume, settings=quiet)
         self.run_id = self._run.id

@@ -213,7 +213,7 @@ def _finish(store: KVStore | None, code: int) -> None:
     with suppress(ConnectionError):
         if store:
             store.put(END, code)
-            # Until only the head itself is left.
+            # Wait until only the head itself is left.
             SYSTEM.poll(lambda: sum(node.is_in for node in store.nodes()) <= 1, _LEAVE_S, _POLL_S)
 
 

@@ -43,7 +43,7 @@ def fork_below(parent: int, channel: int) -> None:
     remove_folder(os.environ.get(PROGRAMS_FOLDER, ""))
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has already written its core dump
-        if code != -signal.SIGKILL:  # it has no handler
+        if code != -signal.SIGKILL:  # SIGKILL has no handler to reset
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(own, -code)

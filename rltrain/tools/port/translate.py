@@ -120,7 +120,7 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
 
 def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:
     if _is_total(key) or key.endswith(".optim.min_lr"):
-        return  # later, when all settings are known
+        return  # translated later, when all settings are known
     rule = rule_of(key)
     if rule is None or is_known(rename(key)):
         _try(ported, key, text, {}, _compared_with(key, written))

@@ -188,7 +188,7 @@ class _Turn:
                 _, self._place = reading.read_json(text, start)
                 calls, _ = self._family.block(text, start, self._tools)
         except Unreadable as problem:
-            if problem.place == len(text) and self._looks_like_call(text[start:]):  # cut off
+            if problem.place == len(text) and self._looks_like_call(text[start:]):  # the call was cut off
                 return self._refuse(str(problem), problem.place)
         has_arguments = _ARGUMENTS.search(text, start, self._place)
         known = [call for call in calls if call.name in self._tools]

@@ -144,7 +144,7 @@ class NewMessages:
 
     messages: list[Message] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """`columns.OF_TURNS`, and ``tool_ms``: of the slowest call."""
+    """`columns.OF_TURNS`, and ``tool_ms``: milliseconds of the slowest call."""
     rewards: list[float] = field(default_factory=list)
 
 

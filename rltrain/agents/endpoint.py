@@ -1,8 +1,8 @@
 """A local server that offers the policy under OpenAI's API, for agents of any library.
 
 A library sends the whole conversation with every request. But a trajectory is one append-only conversation. So the
-beginning of a request is compared with the previous messages, and the rest is appended. Not included: several
-conversations per trajectory, and sampling parameters, which the run sets.
+beginning of a request is compared with the previous messages, and the rest is appended. It does not support several
+conversations per trajectory, or sampling parameters, which the run sets.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _PlainMessage:
         except (AttributeError, KeyError, TypeError, ValueError):
             text = f"{message!r:.200} is not a text message: role, content, tool_calls, tool_call_id."
             raise HttpError(400, "no_message", text) from None
-        # Libraries strip the model's text.
+        # Stripped for the comparison, because libraries strip the model's text.
         content = content.strip() if role == "assistant" else content
         return cls(str(role), content, calls, message.get("tool_call_id") or "")
 
@@ -116,7 +116,7 @@ class _Conversation:
             results = self._results(added)
             self._messages, self._last_request = normalised, normalised
             self._reply = asyncio.ensure_future(self._next(added, results))
-        # A disconnect does not cancel the turn.
+        # Shielded, so that a disconnect does not cancel the turn.
         return await asyncio.shield(self._reply)
 
     def _check_tools(self, tools: Sequence[Any]) -> None:
@@ -215,7 +215,7 @@ class Endpoint:
         self._loop, self._lock = loop, Lock()
         self._base_url = ""
         self._server: Future[asyncio.Server] | None = None
-        # By unguessable keys.
+        # Conversations by their unguessable keys.
         self._conversations: dict[str, _Conversation] = {}
         self._keys: dict[Chat, str] = {}
 
@@ -269,7 +269,7 @@ class Endpoint:
         try:
             message, finish = await conversation.reply(fields, again=again)
         except Over as over:
-            # In text and code, because libraries show one or the other.
+            # The reason is in the text and in the code, because libraries show one or the other.
             text = f"{_OVER}: no turn follows: no tokens are left, or max_assistant_turns is reached."
             raise HttpError(400, _OVER, text) from over
         except TrajectoryFailed as broken:

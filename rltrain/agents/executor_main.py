@@ -78,7 +78,7 @@ class _Trajectories:
     turn_limits: TurnLimits
     _by_number: dict[int, _Trajectory] = field(default_factory=dict)
     _endpoint: Endpoint = field(init=False)
-    # The event loop keeps no strong reference to a task.
+    # Tasks are kept here, because the event loop has no strong reference to a task.
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def serve(self, requests: BinaryIO) -> None:

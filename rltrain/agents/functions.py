@@ -41,7 +41,7 @@ class ToolFunction:
         """The name that the model sees."""
         mark = mark_of(self.function) or Mark(None, None)
         written = self._written(mark.schema)["function"]["name"] if mark.schema is not None else None
-        # Not the function's __name__, which for a wrapped function may be the wrapper's.
+        # The function's __name__ is not used, because for a wrapped function it may be the wrapper's.
         return mark.name or written or self.own_name
 
     @cached_property
@@ -148,6 +148,8 @@ def as_json(where: str, schema: Any) -> dict[str, Any]:
 
 
 def _ordered(values: dict[str, Any], *names: str, others: bool = True) -> dict[str, Any]:
-    """Return names in verl's order, because chat templates keep the order; then the others, if wanted."""
+    """Return ``values`` with the keys ``names`` first, in verl's order, because chat templates keep the order. others:
+    append the remaining keys.
+    """
     first = {name: values[name] for name in names if name in values}
     return first | ({name: value for name, value in values.items() if name not in first} if others else {})

@@ -18,8 +18,8 @@ NO_REPORT = "the program ended without a report (exit code 1)"
 def report_to_supervisor(**facts: Any) -> None:
     """Report to the supervisor, if there is one.
 
-    ``pid``, ``folder``, ``error``, and whether waiting may resolve it (``passing``); the exit code after its cleanup
-    (``ends``), the final exit code (``ended``), and whether a request from another node ``stopped`` this node.
+    Facts are ``pid``, ``folder``, ``error``, ``passing`` (waiting may resolve the error), ``ends`` (the exit code after
+    the program's cleanup), ``ended`` (its final exit code) and ``stopped`` (another node has requested the stop).
     """
     if file := os.environ.get(ATTEMPT):
         with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
@@ -46,7 +46,8 @@ def shell_code(returncode: int) -> int:
 def interpret_exit(code: int, report: dict[str, Any]) -> tuple[int, str]:
     """Return exit code and cause of a program that ended with ``code``.
 
-    A library may have ended it with a different code than the program's, as Ray does when its processes are gone.
+    They are read from the report if a library has ended the program with another code, as Ray does when its processes
+    are gone.
     """
     cause = str(report.get("error", ""))
     if code != 1 or not report["pids"] or "ended" in report:

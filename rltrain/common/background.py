@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from rltrain.common.clock import SYSTEM, Clock
 
 T = TypeVar("T")
-# Maximum seconds that a caller waits when it adds a line and storage is responsive.
+# Maximum seconds that `add` waits for a write. It does not wait while an earlier write is still blocked.
 PATIENCE_S = 1.0
 _running: set[BackgroundJob[Any]] = set()
 
@@ -54,7 +54,8 @@ class BackgroundJob(Generic[T]):
         self.ident: int | None = None  # of the thread, once it has started
         self._found: list[T] = []
         self._error: BaseException | None = None
-        # Instead of `join`, because if a signal handler raises in it, Python 3.11 treats a running thread as finished.
+        # An event instead of `join`, because if a signal handler raises during `join`, Python 3.11 treats the running
+        # thread as finished.
         self._over = threading.Event()
         self.beat = clock.monotonic()
         _running.add(self)
@@ -141,8 +142,8 @@ class Appender:
 
     def _write(self) -> OSError | None:
         try:
-            # Unbuffered, so that the written length is known; reopened, because handles are lost if a file server
-            # restarts.
+            # The file is unbuffered, so that the written length is known. It is reopened for every write, because
+            # handles are lost if a file server restarts.
             with open(self._file, "ab", buffering=0) as file:
                 while self._late:
                     self._late[0] = self._late[0][file.write(self._late[0]) :]

@@ -105,8 +105,9 @@ class Device:
             self._module().empty_cache()
 
     def grow_segments(self) -> None:
-        """Enable expandable segments from now on. For NPUs after vLLM has started, because vllm-ascend rejects them
-        earlier; on other devices the environment enables them (`rltrain.common.env`). Not run on hardware.
+        """Enable expandable segments from now on. It is called for NPUs after vLLM has started, because vllm-ascend
+        rejects expandable segments earlier. On other devices the environment enables them (`rltrain.common.env`). Not
+        run on hardware.
         """
         change = getattr(self._module().memory, "_set_allocator_settings", None) if self.kind == "npu" else None
         if change:
@@ -116,7 +117,7 @@ class Device:
         """Return the free memory of the device, or the available memory of the operating system."""
         if self.is_cpu:
             return _machine_memory()["MemAvailable"]
-        # The device counts blocks cached by torch as used.
+        # Torch's cached blocks are released first, because the device counts them as used.
         self.empty_cache()
         return int(self._module().mem_get_info()[0])
 
@@ -140,7 +141,7 @@ class Device:
 
     def host_memory_gb(self) -> dict[str, float]:
         """Return ``perf/cpu_memory_*`` in GiB: the peak of this process, and the current use of the machine."""
-        # Linux gives ru_maxrss in KiB.
+        # On Linux, ru_maxrss is in KiB.
         memory = {"perf/cpu_memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         machine = _machine_memory()
         return memory | {"perf/cpu_memory_used_gb": (machine["MemTotal"] - machine["MemAvailable"]) / 2**30}
@@ -287,7 +288,7 @@ def host_memory(tensors: Sequence[torch.Tensor], locked: bool = True) -> list[to
     left, block, host_tensors = sum(sizes), torch.empty(0, dtype=torch.uint8), []
     for tensor, size in zip(tensors, sizes, strict=True):
         if size > len(block):
-            # Blocks of 2^k bytes, because torch would round up each tensor separately.
+            # Tensors share blocks of 2^k bytes, because torch would round up the size of each tensor separately.
             exponent = max(left.bit_length() - 1, (size - 1).bit_length())
             block = torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=locked)
         host_tensors.append(block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))

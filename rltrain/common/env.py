@@ -23,7 +23,8 @@ from rltrain.common.secrets import masked
 # Ascend settings from the documentation of vllm-ascend and HCCL for reinforcement learning. Not verified on hardware.
 _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
-    # Longer than the driver's deadline, whose message names the late ranks (trainer.hang_floor_s).
+    # Longer than the driver's deadline (trainer.hang_floor_s), so that the driver, whose message names the late ranks,
+    # reports a hang first.
     "HCCL_EXEC_TIMEOUT": "17340",
     # A fixed port would collide between processes of a node, and Linux may assign ports of a fixed range to others.
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
@@ -35,14 +36,14 @@ _NPU = {
 }
 # Ray session of a worker: part of the name of shared memory that may outlive the worker.
 SESSION = "RLTRAIN_SESSION"
-# Activations are allocated repeatedly, so malloc should keep the memory. Waiting OpenMP threads must not spin.
+# malloc keeps freed memory, because activations are allocated repeatedly. Waiting OpenMP threads must not spin.
 _CPU = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_WAIT_POLICY": "PASSIVE"}
-# Prefixes of variables that are copied from the driver to the workers of all nodes,
+# Prefixes of variables that are copied from the driver to the workers of all nodes.
 _PASSED_ON = (
     *("ASCEND_", "GLOO_", "HCCL_", "HF_", "NCCL_", "PYTORCH_", "SGLANG_", "TORCH_", "VLLM_"),
     *("CLEARML_", "MLFLOW_", "SWANLAB_", "TRACKIO_", "WANDB_"),
 )
-# except variables that differ between nodes or workers.
+# Suffixes of variables that are not copied, because they differ between nodes or workers.
 _EACH_ITS_OWN = ("_VISIBLE_DEVICES", "_IP")
 # Names of user variables for workers that Ray must not log.
 _SECRETS: set[str] = set()
@@ -59,7 +60,7 @@ _MEMORY_FILES = {
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 _BY_DEVICE = {"npu": _NPU, "cuda": {}, "cpu": _CPU}
-# Micro-batches differ in length, so fixed segments would become fragmented.
+# Segments can grow, because micro-batches differ in length, which would fragment fixed segments.
 _GROWING = "expandable_segments:True"
 
 
@@ -92,8 +93,8 @@ def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs:
     if device == "npu":
         # Level 2 launches fastest, but torch_npu cannot capture graphs with it.
         variables["TASK_QUEUE_ENABLE"] = "1" if graphs else "2"
-    # SGLang's memory saver is incompatible with it. vLLM disables it around its own memory. vllm-ascend rejects the
-    # variable, so there it is set after the engine has started (`Device.grow_segments`).
+    # SGLang's memory saver is incompatible with expandable segments. vLLM disables them around its own memory.
+    # vllm-ascend rejects the variable, so there they are enabled after the engine has started (`Device.grow_segments`).
     if (device, engine) in (("cuda", "hf"), ("cuda", "vllm"), ("npu", "hf")):
         names = [f"PYTORCH_{device.upper()}_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
         variables |= {names[0]: _GROWING} if not any(name in os.environ for name in names) else {}
@@ -125,9 +126,9 @@ def chosen_threads() -> int | None:
 def use_interface(address: str, num_nodes: int) -> None:
     """Make gloo, NCCL and HCCL use the network card with this address, unless the user has set another.
 
-    By default, gloo uses the address of the host's name, which is 127.0.1.1 in many /etc/hosts files and unreachable
-    from other nodes. NCCL and HCCL use the first card, which may be a container bridge. On a single node with a local
-    Ray, only gloo is configured, for the loopback.
+    By default, gloo uses the address of the host's name. In many /etc/hosts files this is 127.0.1.1, which other nodes
+    cannot reach. NCCL and HCCL use the first card, which may be a container bridge. On a single node with a local Ray,
+    only gloo is configured, for the loopback.
     """
     for name, card_address in _interfaces():
         if card_address == address:
@@ -274,7 +275,7 @@ def memory_left(root: Path = Path("/sys/fs/cgroup"), cgroup: Path = Path("/proc/
 
 def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
     try:
-        # Page cache counts as used, but the kernel can reclaim it.
+        # Inactive page cache counts as used, but is added here, because the kernel can reclaim it.
         stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
         return int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8")) + int(stat[files])
     except (OSError, ValueError, KeyError):  # no such file, or "max"
@@ -282,8 +283,10 @@ def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
 
 
 def slot_environment() -> dict[str, str]:
-    """Return the environment of a process for user functions. More threads or arenas would waste address space."""
-    # User variables take precedence, except that this machine's address never uses a proxy.
+    """Return the environment of a process for user functions. Threads and malloc arenas are limited to one, because
+    more would waste address space.
+    """
+    # User variables take precedence, except that connections to this machine never use a proxy.
     own = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
     return few | os.environ | dict.fromkeys(("no_proxy", "NO_PROXY"), own)
@@ -298,9 +301,10 @@ def prepare_driver(**of_workers: str) -> dict[str, str]:
     secret = {name for name, value in of_workers.items() if masked(value, name) != value}
     _SECRETS.update(secret)
     if job := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        # Started by `ray job submit`. The command's settings for workers override the job's,
+        # The program was started by `ray job submit`. The command's settings for workers override the job's.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-        # and a single thread is Ray's default for a process without CPU slots, unless the job has requested it.
+        # A single thread is Ray's default for a process without CPU slots, so it is unset unless the job has requested
+        # it.
         variables = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
         if "OMP_NUM_THREADS" not in variables | of_workers and os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
@@ -352,7 +356,7 @@ def prepare_sglang(num_devices: int) -> None:
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # Trainers use slightly different memory per device, but SGLang rejects differences above a tenth.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-        # On the CPU, it would require a socket (NUMA node) for each of several processes.
+        # On the CPU, SGLang would otherwise require a socket (NUMA node) for each of several processes.
         **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_devices)} if num_devices > 1 else {}),
     }
     for name, value in variables.items():
@@ -361,7 +365,7 @@ def prepare_sglang(num_devices: int) -> None:
 
 def work_offline() -> None:
     """Disable hub access in this process and the workers, because the hub is unreachable."""
-    # Set for the driver, and thereby for the workers, which get all HF_ variables.
+    # The variable is set for the driver, and workers get all HF_ variables of the driver.
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 

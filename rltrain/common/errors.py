@@ -36,7 +36,8 @@ _NO_ANSWER = {
     errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENXIO, errno.ENODEV,
     *(getattr(errno, name) for name in ("EREMOTEIO", "ECOMM", "ENOLINK") if hasattr(errno, name)),  # not on macOS
 }  # fmt: skip
-# Only file operations raise these. The next ones concern a file if the error has a file name.
+# Error numbers that only file operations raise (`_FULL`). The numbers in `_NOT_GIVEN` concern a file if the error has a
+# file name.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NOT_GIVEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
 # Messages of Ray, the C library, torch, Python, C++, the library loader and Pillow.
@@ -44,7 +45,7 @@ _NO_HOST_MEMORY = (
     "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
     "mmap error", "failed to map segment", "out of memory error when reading",
 )  # fmt: skip
-# The last line explains the effect (`Stop.kept`).
+# Advice in messages. The last line of a run's error explains what a rerun does (`Stop.kept`).
 AGAIN = "Run the same command again."
 # C0 and C1 except tab and line feed; line and paragraph separators; direction embeddings, overrides and isolates.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -197,7 +198,7 @@ def lenient_output() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # Without `reconfigure`, the stream was replaced by the program.
+        # A stream without `reconfigure` has been replaced by the program.
         if isinstance(stream, SanitizedOutput) or not hasattr(stream, "reconfigure"):
             continue
         try:
@@ -210,7 +211,8 @@ def lenient_output() -> None:
 
 
 def write_error(text: str, cause: BaseException, way_out: Callable[[], str] | None = None) -> DiskError | StorageError:
-    """Return the error for a file that could not be written: StorageError if storage is unreachable, else DiskError.
+    """Return the error for a file that could not be written: StorageError if the storage is unreachable, else
+    DiskError.
 
     text: the message. way_out(): returns the fix for a full disk.
     """
@@ -221,7 +223,7 @@ def write_error(text: str, cause: BaseException, way_out: Callable[[], str] | No
 
 
 def lacks_memory(error: BaseException, details: str = "") -> bool:
-    """Return whether the host, not a device, ran out of memory. said: additional text about the failure."""
+    """Return whether the host, not a device, ran out of memory. details: additional text about the failure."""
     text = f"{error} {details}".lower()
     return isinstance(error, MemoryError) or any(words in text for words in _NO_HOST_MEMORY)
 

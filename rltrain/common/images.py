@@ -123,7 +123,7 @@ def file_bytes(image: Any) -> bytes:
 
 def _read(path: Path) -> bytes:
     try:
-        # Without O_NONBLOCK, opening a pipe would block.
+        # O_NONBLOCK, because opening a pipe would otherwise block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -150,7 +150,7 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def reading(*errors: type[Exception]) -> Iterator[None]:
-    """Convert errors of reading a file, or ``errors``, to DataError or `host_error` inside the context."""
+    """Convert OSError, ValueError and ``errors`` raised inside the context to `host_error` or DataError."""
     unreadable: tuple[type[Exception], ...] = (OSError, ValueError, *errors)
     try:
         yield

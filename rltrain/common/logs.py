@@ -44,7 +44,7 @@ class SanitizedConsole(Console):
         )
 
 
-# Shared by bars, tables and log lines of this process, so that lines appear above the bar.
+# One console is shared by bars, tables and log lines of this process, so that lines appear above the bar.
 console = SanitizedConsole(highlight=False, markup=False, emoji=False)
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red"}
 
@@ -64,7 +64,8 @@ class _ConsoleLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.shows_steps or record.name != STEPS.name:
-            # Looked up per line, because a program may redirect standard output at any time, as tests do.
+            # The format is chosen for each line, because a program may redirect standard output at any time, as tests
+            # do.
             self.setFormatter(_Stamped(datefmt="%H:%M:%S" if console.is_terminal else "%Y-%m-%d %H:%M:%S"))
             console.print(self.format(record), style=_STYLES.get(record.levelno), markup=False, soft_wrap=True)
 
@@ -174,8 +175,8 @@ def session() -> Iterator[None]:
     except BaseException as error:
         trace = None if isinstance(error, Interrupted) else sys.exc_info()
         text = str(error) or type(error).__name__
-        # Only to the file, because the caller that ends the program prints the error on the terminal. A stop by signal
-        # needs no traceback.
+        # The error is written only to the file, because the caller that ends the program prints it on the terminal. A
+        # stop by signal needs no traceback.
         log_session.file.handle(logging.LogRecord("rltrain", logging.ERROR, "", 0, text, None, trace))
         raise
     finally:

@@ -88,7 +88,7 @@ def save_object(key: str, value: Any, folder: Path) -> str:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    # Named by its content, so that a changed function gets a new name.
+    # The file is named by its content, so that a changed function gets a new name.
     file = folder / f"{name}-{zlib.crc32(data):08x}.pkl"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_bytes(data)
@@ -102,7 +102,7 @@ def _is_installed(module: ModuleType) -> bool:
     return file is None or any(Path(file).is_relative_to(place) for place in places)
 
 
-# Cached, because a second import would create different classes with the same names.
+# The result is cached, because a second import would create different classes with the same names.
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """Return the function or class that ``key=name`` names (see `is_plugin`).
@@ -158,7 +158,8 @@ def _imported(named: str, place: str | Path) -> ModuleType:
 
 
 def _import_module(place: str) -> ModuleType:
-    # As with python -m, for any command that started the process; last, as in `_import_file`.
+    # The working directory is importable, as with python -m, for any command that started the process. It is last, as
+    # in `_import_file`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return importlib.import_module(place.removeprefix(_PACKAGE).replace("/", "."))
@@ -180,7 +181,7 @@ def _import_file(path: Path) -> ModuleType:
 def user_traceback(error: BaseException) -> str:
     """Return the traceback from the first frame of user code on, truncated. Syntax errors include their location."""
     first = error.__traceback__
-    # Frames are identified by package; a user's file has none.
+    # Frames are identified by their package, which a user's file does not have.
     while first and first.tb_frame.f_globals.get("__package__") in _MACHINERY:
         first = first.tb_next
     return "".join(traceback.format_exception(type(error), error, first))[-_MAX_TRACEBACK_CHARS:].rstrip()

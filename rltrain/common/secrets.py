@@ -18,14 +18,14 @@ _SECRET = re.compile(
     r"|BYTES|MODE|TYPE|TTL|RATE)$)[A-Z0-9_]+$)",
     re.IGNORECASE,
 )
-# Names of columns and of keys in data files, of tokens of a tokenizer, and of numbers of tokens.
+# Names that are not secrets: columns and keys of data files, special tokens of a tokenizer, and numbers of tokens.
 _COLUMNS = re.compile(
     r"(prompt|image|images|video|videos|audio|reward_fn|reward|answer|response|label|input|output|messages|group|sort"
     r"|own|tools|gdpo_reward|chosen|rejected)_keys?|(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_tokens?"
     r"|(\w+_)?(max|min|num|draft|new)(_\w+)?_tokens",
     re.IGNORECASE,
 )
-# Variables with the suffix of a password.
+# Variables whose name ends like a password's, but that hold a folder.
 _FOLDERS = ("PWD", "OLDPWD")
 # A password may contain "/" and "@", except without a scheme. Bounds keep the search linear.
 _CREDENTIALS = re.compile(
@@ -39,7 +39,7 @@ _VALUE = re.compile(
     rf"\"{_SCHEME}(?:[^\"\\\n]|\\.)*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"']*", re.IGNORECASE
 )
 _FLAG = re.compile(r"--([\w-]+)[ \t]+(?=[^\s$-])(\"[^\"\n]*\"|'[^'\n]*'|\S+)")
-# Words of ordinary text, before a colon.
+# Words that occur in ordinary text before a colon.
 _WORDS = re.compile(r"keys?|tokens?|secrets?|auth|pass|sig|signature", re.IGNORECASE)
 _NUMBER = re.compile(r"[\d.,_eE+-]+")
 _BEARER = re.compile(r"\b(bearer|basic)[ \t]+[\w.~+/=-]{8,}", re.IGNORECASE)
@@ -67,7 +67,7 @@ def masked(value: Any, name: str = "") -> Any:
     # Any header may contain a token, whatever its name.
     secret = is_secret(name) or name == "url_headers"
     if isinstance(value, dict):
-        # A header or variable whose name is a value.
+        # A header or variable given as a mapping, in which the name is a value: {name: TOKEN, value: …}.
         names = (str(item) for key, item in value.items() if str(key).lower() in ("name", "key", "header"))
         inside = ("value", "val", "content", "default") if any(map(is_secret, names)) else ()
         return {

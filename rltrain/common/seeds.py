@@ -2,8 +2,8 @@
 
 A resumed run, a different number of ranks or a different engine must draw the same numbers. Therefore nothing is drawn
 from shared state. Bulk draws of the driver use Philox. Numbers per sample and token are counter-based, from SplitMix64
-at a position. No two purposes share a stream. Not covered: streams inside libraries, such as torch's initialization of
-a new head.
+at a position. No two purposes share a stream. Streams inside libraries are not covered, such as torch's initialization
+of a new head.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Stop:
 
     @property
     def _kept_s(self) -> float:
-        """End of the notice, in seconds, reserved for ending the workers."""
+        """Seconds at the end of the notice that are reserved for ending the workers."""
         return min(_CLEAN_UP_S, _KEPT_SHARE * (self.notice_s or math.inf))
 
     def says(self, kept: str) -> None:
@@ -124,7 +124,7 @@ class Stop:
         step, total, saved = self._reached
         then = "the same command resumes" if saved else "nothing is saved yet, so the same command starts over"
         then += f" after step {saved}, the newest that is saved" if saved and self.loses else ""
-        # If everything is saved, the reason for a slightly early stop is irrelevant.
+        # If everything is saved, the reason for the early stop does not matter.
         why = self._expired if self.loses else ""
         return Interrupted(f"stopped after step {step} of {total}; {then}{why}", self.exit_code)
 
@@ -186,7 +186,7 @@ class Stop:
 
     def _expire(self) -> None:
         self._expired = f" (trainer.stop_notice_s={self.notice_s:g} is over)"
-        # A thread cannot raise in the main thread, but a second signal can.
+        # A second signal is sent, because a thread cannot raise in the main thread, but a signal's handler can.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(self) -> None:
@@ -215,7 +215,7 @@ class Stop:
             signal.signal, self.finishing = real, ""
             if saves:
                 signal.signal(signal.SIGUSR1, self.ask_to_save)
-            # Ray has replaced our handlers below Python anyway.
+            # Handlers are set again, because Ray has replaced them below Python anyway.
             for number in _SIGNALS:
                 if signal.getsignal(number) == self.handle:
                     signal.signal(number, self.handle)

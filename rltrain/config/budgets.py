@@ -2,9 +2,9 @@
 
 A pass over samples is cut into micro-batches by tokens or by a number of samples, per device. Padded micro-batches of
 ``…micro_batch_size_per_gpu`` samples hold as many tokens as that many longest sequences. If ``…use_dynamic_bsz`` is not
-set, such a size is read as this many tokens. With packing they hold more samples and need no more memory than the size
-was tuned for. Totals over all ranks, which verl also has, are refused, because their meaning would change with the
-number of devices.
+set, such a size is read as this many tokens. Packed micro-batches then hold more samples, but need no more memory than
+the size was tuned for. Totals over all ranks, which verl also has, are refused, because their meaning would change with
+the number of devices.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class PassBudget:
         return f"{self.max_tokens:,} tokens{images}{size}"
 
     def with_images(self, most_rows: int) -> PassBudget:
-        """Return this budget if the images of a prompt have up to ``most_rows`` patches (or tiles).
+        """Return this budget with a bound on the patches (or tiles) of images, if a prompt has up to ``most_rows`` of
+        them.
 
-        A number of longest sequences was tuned for as many prompts with their images. A number of tokens needs no
-        separate bound, because no micro-batch can have more images than one that encodes them per response.
+        If the tokens come from a number of longest sequences, that size was tuned for as many prompts with their
+        images, so their patches are the bound. A number of tokens needs no separate bound, because no micro-batch has
+        more images than if every response encoded its own.
         """
         return replace(self, max_rows=self.num_longest * most_rows) if self.num_longest and most_rows else self
 
@@ -141,8 +143,8 @@ def _used(config: Config) -> dict[str, BudgetKeys]:
 def share_of_rank(key: str, total: int, value: Callable[[str], Any]) -> tuple[int, int]:
     """Return (size per rank, ranks) of ``key``, whose ``total`` counts samples over all ranks as in older verl.
 
-    value: returns the value of a key. The size is rounded down and at least 1, as in verl: the samples of a forward do
-    not change the result.
+    value: returns the value of a key. The size is rounded down and at least 1, as in verl. Rounding is safe, because
+    the number of samples per forward does not change the result.
     """
     keys = next((step_pass.keys for step_pass in PASSES.values() if step_pass.keys.samples == f"{key}_per_gpu"), None)
     names = ("ulysses_sequence_parallel_size", "ring_attention_size")

@@ -101,7 +101,7 @@ def missing_files(config: Config) -> list[str]:
     code = [("custom_reward_function.path", path) for path in as_list(config.custom_reward_function.path)]
     code += [(key, name.rpartition(":")[0]) for key in plugin_keys() if is_plugin(name := get(config, key) or "")]
     code += [("trainer.callbacks", name.rpartition(":")[0]) for name in config.trainer.callbacks]
-    # A module is looked up when it is imported.
+    # Plugins given as modules are not checked here: they are resolved when they are imported.
     named += [(key, file) for key, place in code if (file := plugin_file(place)) is not None]
     # Anything else may be a hub name.
     if (adapter := config.actor_rollout_ref.model.lora_adapter_path or "").startswith(("/", ".", "~")):
@@ -142,7 +142,7 @@ def _each_key(config: Config) -> Iterator[str]:
                 yield f"{key.name}={as_text(value)}: '{item}' is not known; use one of {', '.join(rules.among)}{own}."
             elif rules.plugin:
                 yield f"{key.name}={item}: give the file and the name in it, FILE.py:NAME."
-        # Scripts write 0 for unused keys, such as lora_alpha without adapters.
+        # 0 is accepted for unused keys, because scripts write it, for example lora_alpha=0 without adapters.
         section = key.name.rpartition(".")[0]
         unused = not value and not all(is_met(config, section, condition) for condition in rules.only_with)
         if isinstance(value, int | float) and not rules.within(value) and not unused:
@@ -223,7 +223,7 @@ def uneven(config: Config) -> Iterator[str]:
         if not spanning or (not trains and key.startswith(_TRAINED)):
             continue
         size = get(config, key) or 0
-        # Both keys of a section together, reported once.
+        # The two keys of a section are checked as a product and reported once.
         if key.endswith("ring_attention_size") and size > 1:
             section = key.rpartition(".")[0]
             size = get(config, f"{section}.ranks_per_sequence")
@@ -276,7 +276,7 @@ def _comparison(config: Config) -> Iterator[str]:
 
 
 def _entropy(config: Config) -> Iterator[str]:
-    """Yield errors for settings that need the entropy of the old_log_prob pass, without that pass."""
+    """Yield errors for settings that need the entropy of the old_log_prob pass if that pass is skipped."""
     actor = config.actor_rollout_ref.actor
     control, share = actor.adaptive_entropy, actor.top_entropy_quantile
     readers = {

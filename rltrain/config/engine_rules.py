@@ -237,8 +237,8 @@ def supervised_problems(config: Config) -> Iterator[str]:
 
 
 def position_problems(cfg: Config, limit: int | None, notes: list[str]) -> Iterator[str]:
-    """Yield problems of sequences longer than the model's positions. For engines other than vLLM this is only added to
-    ``notes``. limit: the positions of the model.
+    """Yield problems of sequences longer than the model's positions. Only vLLM refuses them; for other engines the
+    problem is added to ``notes``. limit: the positions of the model.
     """
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.max_model_len or longest_text(cfg)

@@ -59,7 +59,7 @@ def help_text(topic: str = "") -> str:
     matches = [topic] if topic in names else [name for name in names if name.endswith(f".{topic}")]
     # The common prefix of a model's keys is often omitted.
     for key in (topic, f"actor_rollout_ref.{topic}") if not matches else ():
-        # `...` does not occur as a value.
+        # Only the key matters, so the value is `...`, which a configuration cannot contain.
         if ruling := verdict(key, ...):
             return f"{key}: {'refused' if ruling.forbids else 'accepted, and has no effect'}: {ruling.why}\n"
     if not matches and (found := _search(topic)):
@@ -76,7 +76,7 @@ def help_text(topic: str = "") -> str:
 
 def _search(topic: str) -> list[Key]:
     """Return the keys whose names and help texts contain all words of ``topic``, matching names first."""
-    # Without endings, so that "stopping" finds "stops".
+    # Word endings are removed, so that "stopping" finds "stops".
     words = [
         re.sub(r"(?:(?<=([a-z]))\1)?(?:ing|ed|e|s)$", "", word) for word in re.split(r"[\W_]+", topic.lower()) if word
     ]
@@ -107,8 +107,8 @@ def _entry(key: Key, name: str = "") -> str:
 
 
 def _rules(key: Key) -> Iterator[str]:
-    """Yield the allowed values of a key as sentences after its help text."""
-    # Most help texts explain each value, and a list would only repeat them.
+    """Yield sentences to append to a key's help text: its choices, its bounds, and the engines that ignore it."""
+    # The choices are listed only if the help text does not name all of them.
     if any(as_text(choice) not in key.help for choice in key.choices):
         yield f"One of {', '.join(map(as_text, key.choices))}."
     if bounds := key.rules.bounds():
@@ -134,7 +134,7 @@ def _keys_of(section: str) -> list[Key]:
 
 
 def _wrapped(line: str, indent: int) -> str:
-    # On a narrower terminal, a line would have only a word or two.
+    # At least 40 columns are used, because on a narrower terminal a line would have only a word or two.
     width = max(shutil.get_terminal_size().columns, 40)
     if len(line) <= width:
         return line

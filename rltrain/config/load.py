@@ -78,7 +78,7 @@ def _further(loaded: LoadedConfig, wrong: Set[str]) -> list[str]:
 
     wrong: keys with invalid values. They have their defaults, so rules about them are not reported.
     """
-    from rltrain.config.check import broken_rules  # imports this module
+    from rltrain.config.check import broken_rules  # here, because it imports this module
 
     if loaded.config is None:
         return []
@@ -120,8 +120,7 @@ def masked_command(words: Sequence[str]) -> str:
             continue
         follows_secret = False
         try:
-            # A mapping in flow syntax may contain secrets next to plain values, which only its parsed form can
-            # distinguish.
+            # A YAML flow mapping ({a: b}) may mix secrets and plain values. It must be parsed to mask only the secrets.
             value = safe_load(flow(text))
         except (YAMLError, ValueError, RecursionError):  # reported by the reader
             value = text

@@ -1,7 +1,7 @@
 """Keys that reduce the memory of a device, by phase and owner.
 
-The dry run suggests them for a phase that does not fit, and so does the out-of-memory error. No search for values that
-fit: rerun the dry run with the changed key.
+The dry run suggests them for a phase that does not fit, and so does the out-of-memory error. They do not search for
+values that fit; rerun the dry run with the changed key.
 """
 
 from __future__ import annotations

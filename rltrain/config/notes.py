@@ -54,9 +54,10 @@ def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
-        # The first reason wins, so general reasons are last. A deciding size matters only in a pass that runs.
+        # The first reason wins, so general reasons are last. `unused_sizes` is the last one, because a size matters
+        # only in a pass that runs.
         for key, why in source(loaded):
-            # No note for 0, because scripts disable a KL in all places.
+            # No note for 0, because scripts that disable a KL set all its keys to 0.
             off = key.endswith(_OFF_AT_ZERO) and get(loaded.config, key) == 0
             if (key in loaded.explicit or free_form_parent(key) in loaded.explicit) and not off:
                 notes.setdefault(key, f"{key}{_WITHOUT}{why}")

@@ -142,7 +142,7 @@ class StepPasses:
 
     @property
     def reads_policy_ahead(self) -> bool:
-        """True if that information depends on the current policy."""
+        """True if the information that `looks_ahead` needs depends on the current policy."""
         return self.selects or self.weighs_groups
 
     @property
@@ -167,7 +167,7 @@ class StepPasses:
     def needs(self, role: Role) -> tuple[str, ...]:
         """Return the phases of a step that need the model of ``role`` on the device."""
         phases = (*ROLES[role].phases, *passes_of(role)) if role in self.roles else ()
-        # Without its adapters it is the reference. An exact KL needs the policy's distribution.
+        # Without its adapters, the actor is the reference. An exact KL needs the policy's distribution.
         if role == "actor":
             is_reference = self.trains and self.reference and "ref" not in self.roles
             phases = (
@@ -276,7 +276,7 @@ def _reinforces(config: Config) -> bool:
 def _policy_loss(config: Config) -> str:
     if config.distillation.is_alone:
         return TEACHER_LOSS
-    # Also for supervised fine-tuning: with an advantage of 1 it is the negative log-likelihood.
+    # Supervised fine-tuning uses REINFORCE too, because with an advantage of 1 it is the negative log-likelihood.
     return (
         REINFORCE_LOSS
         if _reinforces(config) or config.sft.enabled
@@ -369,7 +369,7 @@ def needs_all_old_log_probs(config: Config) -> list[str]:
         f"{_A}adaptive_entropy.target_entropy": actor.adaptive_entropy.enabled,
         # Load balancing with replayed experts.
         f"{_A}router_aux_loss_coef": bool(actor.router_aux_loss_coef) and actor.router_replay.mode == "R2",
-        # In the second epoch a sample may be on another rank.
+        # In the second epoch a sample may be on another rank than the one that has its old log-probs.
         f"{_A}ppo_epochs": actor.ppo_epochs > 1,
         # The alarm stops the run before the update.
         "actor_rollout_ref.rollout.on_log_prob_gap": config.actor_rollout_ref.rollout.on_log_prob_gap == "stop",

@@ -63,6 +63,6 @@ class BatchOrder:
             return np.arange(self.num_rows)
         if self._cached is None or self._cached[0] != epoch:
             stream = order_stream(self.seed, epoch)
-            # Stable, so that the order of equal keys does not depend on NumPy's default sort.
+            # The sort is stable, so that the order of equal keys does not depend on NumPy's default sort.
             self._cached = (epoch, np.argsort(stream.random_raw(self.num_rows), kind="stable"))
         return self._cached[1]

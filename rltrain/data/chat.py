@@ -114,8 +114,8 @@ class ChatEncoder:
     ) -> None:
         """Raise DataError if the chat template hangs or exhausts memory on these conversations.
 
-        num_images: per conversation. The template runs in a fork of this process, so the driver calls it before it
-        starts anything.
+        num_images: number of images of each conversation. The template runs in a fork of this process, so the driver
+        calls it before it starts anything.
         """
         _ = self.tokenizer
         numbers = num_images or [0] * len(conversations)
@@ -131,8 +131,9 @@ class ChatEncoder:
                 f"the chat template {whose} {problem} on a conversation of the data. Set "
                 "actor_rollout_ref.model.custom_chat_template to another template, or use a model that you trust."
             )
-        # Compiled once for all conversations, because Jinja evaluates constants then, except constants that exceed the
-        # memory.
+        # The template is compiled here, within the memory limit, because Jinja evaluates constant expressions when it
+        # compiles. Constants that exceed the memory are not evaluated then. Later conversations use the compiled
+        # template.
         with memory_bound(), suppress(DataError):
             self._templated(conversations[:1], tokenize=False)
 

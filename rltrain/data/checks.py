@@ -123,7 +123,7 @@ def _fields_of_tools(extra: dict[str, Any]) -> Iterator[tuple[str, Any, Any, str
 
 def _prompt_problem(prompt: Any, name: str) -> str | None:
     if isinstance(prompt, str):
-        # Not wrapped silently, because such a string has often been formatted by a chat template already.
+        # A string is not silently wrapped in a message, because it has often been formatted by a chat template already.
         wanted = "a list of messages: [{'role': 'user', 'content': the text}]"
         return f"field {name!r} is a plain string; it must be {wanted}."
     if not isinstance(prompt, list) or not prompt:

@@ -56,7 +56,7 @@ def custom_rows(data: DataConfig, files: Any, tokenizer: Any, max_rows: int) -> 
     """
     name = f"data.custom_cls={data.custom_cls} of {', '.join(as_list(files))}"
     dataset, count = _dataset(data, files, tokenizer, max_rows)
-    # For a class that does not take max_samples. Other classes have already limited their rows.
+    # Limits the rows of a class that does not take max_samples. Other classes have already limited their rows.
     numbers = draw_rows(count, max_rows, data.seed if data.shuffle else None)
     folder = Path((as_list(files) or ["."])[0]).expanduser().absolute().parent
     records = (_record(dataset, row, data, name, folder) for row in numbers.tolist())
@@ -138,7 +138,7 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
             "Messages are needed, because prompts are tokenised here; token ids of the class are not used."
         )
     media = item.get("multi_modal_data") or {}
-    # Not by truth value, which is undefined for an array of several elements.
+    # Compared with None, because the truth value of an array of several elements is undefined.
     foreign = {medium: item.get(medium) for medium in ("videos", "audios")} | {
         medium: media.get(medium) for medium in _UNSUPPORTED_MEDIA
     }

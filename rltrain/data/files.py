@@ -29,7 +29,7 @@ from rltrain.common.errors import DataError, first_line, host_error, short
 from rltrain.common.storage import bounded_lines, matching
 
 _HEAD_BYTES = 512
-# Limits of a decompressed file: bytes, or a multiple of the file size; likewise for a line.
+# A decompressed file may have this many bytes, or this multiple of the file size if that is more. The same for a line.
 MAX_FILE_BYTES, MAX_EXPANSION = 2 << 30, 64
 _MAX_LINE_BYTES, _MAX_LINE_EXPANSION = 256 << 20, 8
 _JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")
@@ -200,7 +200,7 @@ def _values(content: Iterator[str]) -> Iterator[tuple[str, Any]]:
         first = json.loads(text, object_pairs_hook=_object) if text else None
     except (ValueError, RecursionError):
         first = None
-    if not isinstance(first, dict):  # not one record per line
+    if not isinstance(first, dict):  # the file does not have one record per line
         text = "".join([text, *(line for _, line in lines)])
         source_text = text if _SURROGATE.search(text) else ""
         yield from ((source_text, record) for value in _documents(text, number) for record in _of_document(value))
@@ -259,7 +259,7 @@ def _of_document(value: Any) -> list[Any]:
         are_lists = all(
             isinstance(column, list) and not any(isinstance(cell, dict) for cell in column) for column in columns
         )
-        # As pandas writes a table.
+        # pandas writes a table as columns of numbered rows.
         are_numbered = all(isinstance(column, dict) and all(map(str.isdigit, column)) for column in columns)
         if are_lists or are_numbered:
             by_row = zip(*(column if are_lists else column.values() for column in columns), strict=True)
@@ -296,7 +296,7 @@ def _csv(lines: Iterator[str]) -> Iterator[dict[str, str | None]]:
     rows = csv.reader(chain([header], lines), delimiter=sign, strict=True)
     try:
         names = next(rows, [])
-        _refuse_twice(name for name in names if name)  # columns without a name, as some programs write them
+        _refuse_twice(name for name in names if name)  # several columns may have no name, as some programs write them
         for row in filter(None, rows):
             if len(row) != len(names):
                 raise _BadContent(f"line {rows.line_num} has {len(row)} cells, but the first line has {len(names)}.")

@@ -26,11 +26,11 @@ from rltrain.config.schema.families import FAMILIES, Family, family
 # Slot of an image in the text of a row, as in verl's files.
 SLOT = "<image>"
 _VIDEO_SLOT = "<video>"
-# A file of a few kilobytes can declare gigabytes of pixels.
+# Maximum pixels of an image, because a file of a few kilobytes can declare gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
 # Maximum pixels of all images of a row. Each image counts as at least LEAST_PIXELS.
 MOST_ROW_PIXELS, LEAST_PIXELS = 1 << 28, 1 << 10
-# A crafted file can cause megabytes of warnings.
+# Warnings are ignored, because a crafted file can cause megabytes of them.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 # Allowed formats, because Pillow would start Ghostscript for EPS.
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
@@ -231,7 +231,7 @@ def _to_8_bits(image: Any, kind: str | None) -> Any:
         return image
     values = np.asarray(image)
     greys = np.round(values / 257)
-    greys[values == image.info.get("transparency")] = 255  # transparent
+    greys[values == image.info.get("transparency")] = 255  # transparent pixels become white
     return _pillow().fromarray(greys.astype(np.uint8))
 
 

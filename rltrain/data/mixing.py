@@ -47,7 +47,7 @@ class MixedOrder(BatchOrder):
         self._start()
 
     def _start(self) -> None:
-        # Before step 0: the epoch of each part, and the start of the next batch in it.
+        # State before step 0: the epoch of each part, and the position of its next batch in that epoch.
         self._step, self._epochs = 0, [0] * len(self._parts)
         self._offsets = [0] * len(self._parts)
 

@@ -149,7 +149,8 @@ def encode_prompts(
             continue
         ids, count = outcome
         if len(ids) > max_prompt_length:
-            # Collected even if they are an error, so that the message has their number and a sufficient length.
+            # Long prompts are collected even if they are an error, so that the message can give their number and a
+            # length that is sufficient for all.
             if filter_overlong or truncation == "error" or count[0]:
                 overlong.append((position, len(ids)))
                 continue
@@ -263,7 +264,8 @@ def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[
     for tools, numbers in encoder.row_tools.groups(chunk):
         group = [prompts[number] for number in numbers]
         if not rows.num_images.any():
-            # Otherwise a vision model would be trained on the literal text.
+            # A slot without an image is an error, because otherwise a vision model would be trained on the literal
+            # text.
             for messages in filter(has_slot, group):
                 if encoder.has_tower:
                     with_parts(messages, 0)

@@ -45,8 +45,8 @@ class RowTools:
     def of(self, row: PromptRow) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools that the row's prompt shows and that may be called.
 
-        Empty for single-turn and environment rows. In the order of ``extra_info.tool_selection``, if the row has a
-        non-empty one.
+        Empty for single-turn and environment rows. If the row has a non-empty ``extra_info.tool_selection``, only its
+        tools are returned, in its order.
         """
         if self.agent_of(row) in (SINGLE_TURN, ENVIRONMENT):
             return []
@@ -108,7 +108,7 @@ class RowTools:
 def row_tools(rollout: RolloutConfig) -> RowTools:
     """Return the tools of a run. Raises ConfigError if they cannot be loaded."""
     toolbox = toolbox_of(rollout.multi_turn)
-    # With both, turns without tool calls go to the environment.
+    # If a run has both tools and an environment, turns without tool calls go to the environment.
     usual = TOOLS if toolbox.schemas else ENVIRONMENT if toolbox.has_step else SINGLE_TURN
     return RowTools(
         toolbox.schemas,

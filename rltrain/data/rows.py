@@ -255,7 +255,8 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list
         for row, record in enumerate(records, start):
             check = next(checks)
             image_checks.append(check)
-            # As JSON with sorted keys, because the order of a struct's fields depends on the program that wrote it.
+            # A row is hashed as JSON with sorted keys, because the order of a struct's fields depends on the program
+            # that wrote it.
             normalised = _normalised(record | {keys.image: check.content})
             content = json.dumps(normalised, sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()

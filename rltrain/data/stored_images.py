@@ -32,11 +32,12 @@ from rltrain.data.images import LEAST_PIXELS, MOST_ROW_PIXELS, image_size
 
 log = logging.getLogger(__name__)
 
-# Maximum bytes of encoded images in each process.
+# Maximum bytes of the encoded images that each process caches.
 CACHE_BYTES = 128 << 20
 # Limit of a row group, because Arrow cannot store more in one array of a nested column.
 MAX_GROUP_BYTES = (2 << 30) - 1
-# Rows and threads of the check. Threads help, because decoders and disk reads release the GIL.
+# Rows that the check reads at once, and its maximum number of threads. Threads help, because decoders and disk reads
+# release the GIL.
 CHUNK_ROWS, _MOST_THREADS = 64, 16
 
 
@@ -140,7 +141,7 @@ class StoredImages:
                 files.append(file_bytes(entry))
             except DataError as error:
                 raise DataError(f"image {number} of {len(images)}: {error}") from error
-        # Otherwise changed images with the same number of tokens would not be noticed.
+        # Without the digest, changed images with the same number of tokens would not be noticed.
         if joint_digest([_digest(file) for file in files]) != self.digests[row]:
             raise DataError("the images have changed since the run was started.")
         return files
@@ -249,7 +250,7 @@ class _Groups:
 
 
 def _opened(path: str) -> tuple[pq.ParquetFile, np.ndarray]:
-    """Return a file, and the row number after each of its row groups."""
+    """Return a Parquet file and the cumulative row counts of its row groups."""
     stat = Path(path).expanduser().stat()
     return _opened_version(path, stat.st_mtime_ns, stat.st_size)
 

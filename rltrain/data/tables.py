@@ -51,8 +51,8 @@ class PickledTable(Table):
     ) -> PickledTable:
         """Store the columns of ``keys`` from rows of plain values.
 
-        numbers [rows]: ascending; None: 0, 1, …. path: for messages. place: file whose folder relative image paths are
-        relative to ("": path). Images in the rows stay in memory.
+        numbers [rows]: ascending; None: 0, 1, …. path: for messages. place: the file to whose folder relative image
+        paths refer ("": ``path``). Images in the rows stay in memory.
         """
         columns: dict[str, list[bytes]] = {
             column: [] for column in (*keys.required(), *keys.optional(), VIDEOS, keys.image)
@@ -132,7 +132,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
             f"data file {path!r} is a csv table, whose cells cannot hold messages. Convert it: "
             f"python -m rltrain.data_preprocess.jsonl --input {path} --output FOLDER (see its --help)."
         )
-    # Absolute, because other processes that read the images may have another working directory.
+    # The path is absolute, because other processes that read the images may have another working directory.
     place = str(file.absolute())
     if kind == "json":
         replaced: list[int] = []

@@ -54,7 +54,7 @@ def problem_in_fork(
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status) if pid else -signal.SIGXCPU
-    if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # by the kernel, because nothing else kills the fork
+    if code in (_NO_HOST_MEMORY, -signal.SIGKILL):  # killed by the kernel, because nothing else kills the fork
         raise MemoryError("not enough memory to try the chat template in a separate process")
     if code == -signal.SIGXCPU:
         return f"does not end within {cpu_s} s"

@@ -72,7 +72,8 @@ class RewardFunction:
         arguments[name] = (
             [DEFAULT_INFO | row_info for row_info in extra] if self._custom.batch else DEFAULT_INFO | extra
         )
-        # By keyword, so that users can choose the order of arguments; reward_kwargs take precedence. Both as in verl.
+        # Arguments are passed by keyword, so that users can choose their order, and reward_kwargs take precedence, both
+        # as in verl.
         return self._function(**arguments | self._custom.kwargs)
 
 

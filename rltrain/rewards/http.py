@@ -19,7 +19,7 @@ TRY_AGAIN = (408, 429, 500, 502, 503, 504)
 
 def client(headers: Mapping[str, str], concurrency: int) -> httpx.AsyncClient:
     """Return a client with at most ``concurrency`` connections, which are reused between requests."""
-    # Without compression, counting the received bytes bounds the size of a reply.
+    # Compression is off, so that counting the received bytes bounds the size of a reply.
     defaults = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     return httpx.AsyncClient(
         headers=defaults | dict(headers),

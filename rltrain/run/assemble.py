@@ -1,6 +1,6 @@
 """Assembly of the algorithm over the workers of a run.
 
-Tests pass an in-process worker group, so only the models are loaded here.
+This module does not start workers, because tests pass an in-process worker group. It only loads the models.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def sampler_of(cfg: Config, plan: Plan, rows: Rows, *, trial: bool = False) -> S
 
     trial: also draw one batch from a plugin as a test; the sampler must then be discarded.
     """
-    # A draw has the prompts of a round of generation, which with dynamic sampling are not the prompts of a step.
+    # One draw returns the prompts of one generation round. With dynamic sampling, their number differs from the prompts
+    # of a step.
     settings = plan.prompts_per_round, cfg.data.seed, cfg.data.shuffle
     mixing = cfg.data.mixing
     order = mixed_order(rows, mixing, *settings) if mixing else BatchOrder(len(rows), *settings)

@@ -76,7 +76,8 @@ def build(
         closing.callback(folder.release)
         report_to_supervisor(folder=str(folder.path))
         logs.open_train_log(folder.path)
-        # Before Ray is started, so that a checkpoint that does not fit this run is refused within seconds.
+        # The checkpoint is selected before Ray is started, so that one that does not fit this run is refused within
+        # seconds.
         identity = data.rows["train"].identity() if train else None
         images = plan.passes.images_in_training
 

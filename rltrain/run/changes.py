@@ -71,7 +71,8 @@ def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
 
     Raises ConfigError if the experiment has changed and the run has no explicit name.
     """
-    # A start from weights only is a new run, with nothing to compare. An evaluation has no training steps.
+    # A run that starts from weights only is a new run, so there is nothing to compare. An evaluation has no training
+    # steps.
     if start.folder is None or start.weights_only or loaded.config.trainer.val_only:
         return []
     changes = {key: f"{key}: {then} -> {now}" for key, then, now in changed_settings(start.folder.parent, loaded)}
@@ -147,15 +148,16 @@ def changed_settings(run: Path, loaded: LoadedConfig) -> list[tuple[str, Any, An
     changes = []
     for key in all_keys():
         earlier, current = (_effective_value(settings, key) for settings in (before, now))
-        # A key that was added by a newer version had its default in the old run, unless it is set now.
+        # If a newer version has added the key, the old run used its default. So it counts as changed only if it is set
+        # now.
         if earlier != current and (earlier is not _MISSING or key in loaded.explicit):
             changes.append((key, "(not known)" if earlier is _MISSING else earlier, current))
     return changes
 
 
 def _effective_value(tree: Any, key: str) -> Any:
-    """Return the value of a key. If it is null, return the default of the loss, which earlier versions wrote to the
-    file.
+    """Return the value of a key. A ``loss_agg_mode`` that is null counts as the default of its loss, which earlier
+    versions wrote to the file.
     """
     value = OmegaConf.select(tree, key, default=_MISSING)
     if value is not None or not key.endswith(".loss_agg_mode"):

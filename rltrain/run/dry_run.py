@@ -2,7 +2,7 @@
 
 It calls the same functions as the start of a run (`preflight`, `load_data`, `make_plan`, `missing_room`,
 `check_columns`, `find_resume_point`), so that the two cannot diverge. All problems are collected; the first one does
-not end the check. Not checked: other nodes, and rows after the first 20,000.
+not end the check. It does not check other nodes, or rows after the first 20,000.
 """
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         if lines:
             # The title already says "no effect".
             parts.append("\n  ".join([title, *(line.replace(": no effect: ", ": ", 1) for line in lines)]))
-    # A file may be checked twice; `preflight` names keys as the user wrote them.
+    # Duplicates are removed, because a file may be checked twice. Keys are named as the user wrote them, as in
+    # `preflight`.
     problems = dict.fromkeys(loaded.as_written(problem, follow=False) for problem in result.problems)
     refused = f"a run would refuse: {count(len(problems), 'problem')}"
     lacking = [loaded.as_written(too_large, follow=False)] if too_large else []
-    # A run does not check this, because it takes seconds and is only an estimate.
+    # A run does not check its memory, because the check takes seconds and is only an estimate.
     for title, lines in ((refused, list(problems)), ("a run would run out of memory", lacking)):
         if lines:
             parts.append("\n  ".join([title, *(line.replace("\n", "\n    ") for line in lines)]))
@@ -99,7 +100,7 @@ def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, resul
     Returns a line on the checkpoint, if there is one. rows: the rows of the run; empty if not all were read.
     """
     cfg = loaded.config
-    # Not a `RunFolder`, which would create the folder and take its lock.
+    # `Checkpoints` instead of `RunFolder`, which would create the folder and take its lock.
     run, start = Checkpoints(cfg.trainer.default_local_dir), ResumePoint()
     refusal = run.problem()
     try:
@@ -143,7 +144,7 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
         if sizes[split] > MOST_ROWS:
             result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
         try:
-            # For `scan_rows`, 0 means all rows.
+            # At least one row is read, because `scan_rows` takes 0 as all rows.
             _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, result)
         except RltrainError as error:
             result.problems.append(str(error))
@@ -153,7 +154,7 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
     if stores and (cfg.trainer.val_only or "train" in stores):
         result.images = ImageSizes.of(stores)
         check_images(cfg, result)
-    # Only then does the count after the filter equal the run's.
+    # Only if all rows were read does the count after the filter equal the run's.
     if is_whole:
         return rows, len(stores["train"]), stores["train"].num_dropped
     return rows, sizes.get("train"), 0
@@ -215,7 +216,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
-    # Reversed, so that for a source in both splits the training row is last, and so used.
+    # Reversed, so that for a data source in both splits the training row replaces the validation row.
     firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # The scorer runs in this process, because the pool would need Ray.

@@ -38,7 +38,7 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     chip = named_chip(arguments.device) if arguments.device else None
     if chip:  # first, so that the user's trainer.device takes precedence
         words.insert(0, f"trainer.device={chip.kind}")
-    # Only the lengths depend on the data.
+    # No data is read, because the estimate needs only the lengths of prompts and responses.
     loaded = load_config(["data.train_files=none", *words], arguments.config, arguments.problems)
     check(loaded)
     cfg = loaded.config

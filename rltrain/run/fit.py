@@ -179,7 +179,7 @@ class Trainer(Callback):
             saver.finish()
         if stalled := "" if stop.requested else saver.best.stalled():
             log.info("%s", stalled)
-        # Without its last validation a run is not finished, even after its last step.
+        # If its last validation was interrupted, a run is not finished, even after its last step.
         return bool(stalled) or (done == total and not untested)
 
     def _keep_and_test(self, ppo: PPOTrainer, saver: Saver, metrics: Metrics) -> bool:
@@ -189,7 +189,7 @@ class Trainer(Callback):
         """
         trainer, stop, step, total = self.config.trainer, self._stop, self.num_steps, self.plan.total_steps
         last, untested = step == total, False
-        # Saved before validation, which wakes the engine; the engine then keeps its weights for the next step.
+        # Saved before the validation. The validation wakes the engine, which then keeps its weights for the next step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
             self.callbacks.on_phase("save_checkpoint")

@@ -91,7 +91,7 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
         callbacks.on_wait()
         stop.raise_if_asked()
 
-    # Before models are loaded, so that a broken scorer fails early.
+    # Scorers are started before models are loaded, so that a broken scorer fails early.
     pool = start_pool(cfg.scoring, cfg.algorithm, plan, splits, data, groups, folder.path, deadlines, on_wait)
     rest = (folder.path / "logs", on_wait, deadlines, _environment(cfg, device, threads), callbacks.on_failure)
     group = WorkerGroup("hybrid", groups, device, threads, *rest)
@@ -106,7 +106,7 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
     owes = pending_validation(cfg.trainer, bool(cfg.data.val_files), folder.path, start.step, plan)
     reads_rows = cfg.reward_model.classifies or several_turns(cfg.actor_rollout_ref.rollout)
     with logs.waiting(f"starting {workers}"):
-        # Only the data is large enough to be shared; a Config would arrive as a reference too.
+        # Only the data is large enough to be shared through references.
         group.start(_WORKER, {"cfg": cfg, "prompts": prompts, "rows": splits if reads_rows else None})
         try_collectives(group)
     weights = (not plan.passes.trains and start.folder) or cfg.actor_rollout_ref.model.path
@@ -118,7 +118,7 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
         else:
             validation = make_evaluation(cfg, plan, data, group, pool, start.folder, callbacks.on_phase)
     saver = _resume(spec, start, ppo, callbacks) if ppo else None
-    # Only when the run can start, so that a refused start leaves the files of the previous run unchanged.
+    # Only a run that can start moves the files of the previous run aside.
     if ppo:
         archive_outputs(cfg.trainer, folder.path, start.step, anew=not start.is_of(folder.path), validates=owes)
     else:
@@ -129,9 +129,9 @@ def start_run(spec: RunSpec, stop: Stop, user: UserCallbacks, closing: ExitStack
         writer = WriterProcess(splits, prompts, data.encoder.backend)
         callbacks.add(sample_logger := SampleLogger(cfg.trainer, folder.path, writer, tracker))
         closing.callback(unless_lost(lambda: sample_logger.close(wait=not stop.at_once)))
-    # A context, not a callback, because a tracker must know whether the run failed.
+    # `enter_context` instead of `callback`, because a tracker must know whether the run failed.
     closing.enter_context(tracker)
-    # User callbacks get the sample_logger's metrics. The notice is last, because a step ends when all others have run.
+    # User callbacks get the sample logger's metrics. The notice is last, because a step ends when all others have run.
     callbacks.add(user, Drift(partial(ask_nodes, group)), tracker, Profile(cfg.trainer, folder.path, group))
     if saver:
         callbacks.add(Notice(stop, lambda: saver.under_way_s))
@@ -150,7 +150,7 @@ def _resume(spec: RunSpec, start: ResumePoint, ppo: PPOTrainer, callbacks: Callb
         ppo.reference, sorted(set(rows.sources())),
     )  # fmt: skip
     callbacks.add(saver)
-    # With the sizes of the loaded weights and of the verified checkpoint.
+    # Disk space is checked with the sizes of the loaded weights and of the verified checkpoint.
     saver.check_room(start.step, spec.plan.total_steps, start.size)
     with logs.waiting(f"loading {start.folder}") if start.folder else nullcontext():
         saver.load(start)

@@ -73,7 +73,7 @@ class Stream(Generic[_Chunk]):
 
 
 class Polls:
-    """Pending calls of `Stream.poll`. open: result for the driver -> (rank, object)."""
+    """Pending calls of `Stream.poll`. open: reference of the chunk -> (rank, reference of the object)."""
 
     def __init__(self, workers: Sequence[Any], stream: Stream[Any] | None) -> None:
         self._workers, self._stream = workers, stream

@@ -1,8 +1,8 @@
 """Cleanup after a local Ray, some of whose processes keep running for minutes without raylet, GCS or driver.
 
 The driver starts this as a program, which waits for the driver's end, even by kill -9. Then it prints the driver's last
-message (`exit_message`, or nothing for SILENT), which the driver no longer can; after ORDERLY it does nothing. It uses
-only the standard library, so its cost is negligible. Left out: a cluster that the driver has only joined; then no
+message (`exit_message`, or nothing for SILENT), because the driver can no longer print it. After ORDERLY it does
+nothing. It uses only the standard library, so its cost is negligible. If the driver has only joined a cluster, no
 session is given, and nothing is ended.
 """
 

@@ -1,8 +1,8 @@
 """Ray cluster: start or join it, and reserve the devices of a run.
 
 Ray waits long and silently for unreachable addresses, dead nodes and busy devices. So everything possible is checked in
-advance, and while the run waits for devices, missing ones are logged. Left out: starting Ray on other nodes
-(scripts/ray_start.sh does it), and resizing the reservation of a run.
+advance, and while the run waits for devices, missing ones are logged. It does not start Ray on other nodes
+(scripts/ray_start.sh does), and the reservation of a run cannot be resized.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _CONNECT_S = 5
 # Minimum size of the object store; Ray does not report a smaller one.
 _LEAST_FILE_BYTES = 80 << 20
 _TRIES = 3
-# The last two are raised if a client's server died while Ray inspected it.
+# Texts of errors after which joining or starting Ray is retried. The last two are raised if a client's server died
+# while Ray inspected it.
 _TOO_SLOW = (
     "timed out during startup", "Starting Ray client server failed", "Proxy failed to Connect", "psutil.ZombieProcess",
     "psutil.NoSuchProcess",
@@ -267,7 +268,7 @@ def num_nodes(cfg: ClusterConfig, device: Device) -> int:
 
 def first_sentence(data: dict[str, Any], ignore_prefix: bool = False) -> None:
     """Log the first sentence of Ray's message, without its advice."""
-    # For a traceback, use its last line.
+    # Of a traceback, only the last line is logged.
     log.warning("Ray: %s", re.split(r"\. |\n", re.sub(r"(?s)^Traceback.*\n(?=\S+:)", "", " ".join(data["lines"])))[0])
 
 

@@ -3,7 +3,7 @@
 Problem: Ray transfers whole objects, so every node would receive all responses of a step, although its ranks compute
 only a few, and traffic would grow with the number of nodes. Choice: before a call, every node packs the rows for
 another node into one bundle. Ray transfers it once, and the ranks of the receiving node read it from shared memory.
-Left out: keeping bundles for later calls, which may have different layouts.
+Bundles are not kept for later calls, because these may have different layouts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exchange of values between ranks: as JSON, or for torch's object collectives with a signature of the run. torch's
+"""Exchange of values between ranks, as JSON or by torch's object collectives with a signature of the run. torch's
 object collectives send pickles, which can run code when loaded, and neither stores nor gloo require authentication. So
 any process that reaches their ports could run code on other ranks.
 """

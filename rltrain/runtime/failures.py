@@ -91,7 +91,8 @@ def explain(
 def _host_memory(error: Exception) -> str:
     """Return a message if a host (not a device) is out of memory; else "".
 
-    By the text, because Ray, which kills workers before the kernel does, may also report this as the death of an actor.
+    It is recognised by the error's text, because Ray kills workers before the kernel does, and may report this as the
+    death of an actor.
     """
     cause = getattr(error, "cause", None) or error
     text = str(cause)
@@ -120,7 +121,7 @@ def _last_words(death: str) -> str:
 def death_watch() -> Callable[[Exception], str]:
     """Return a function that describes the death of a process that is not a rank, from Ray's error: out of memory, a
     lost node (often noticed first by such a process), or just dead."""
-    # Only nodes that are alive now, because an older cluster may have lost nodes before the run.
+    # Only nodes that are alive now count, because an older cluster may have lost nodes before the run.
     nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def gone(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """WorkerGroup: one worker process per device. `submit` sends calls, `Handle.collect` waits for the results.
 
 They are separate so that in between the driver can work or queue the next call, and so that each call can have a
-deadline. Workers run calls in the order of submission. Left out: retries. A repeated optimizer step would be applied
-twice, so any error ends all workers and the run resumes from a checkpoint.
+deadline. Workers run calls in the order of submission. Calls are not retried, because a repeated optimizer step would
+be applied twice. So any error ends all workers, and the run resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ class WorkerGroup:
         # A process that does not return its stack is stopped or lost, so it is reported.
         silent = [rank for rank in late if rank not in stacks]
         for identity in (self._identities[rank] for rank in silent if rank < len(self._identities)):
-            # Ray requests an exit, to which a stopped process does not react.
+            # Killed directly, because Ray only requests an exit, to which a stopped process does not react.
             if identity["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(identity["pid"], signal.SIGKILL)

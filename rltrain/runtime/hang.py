@@ -2,7 +2,7 @@
 
 A hanging worker neither responds nor dies, and in collectives all others wait for it. Without a deadline the run would
 stall unnoticed. A fixed limit does not work, because one call takes a second and another an hour. So each kind of call
-has a separate limit, a multiple of its longest duration so far. Left out: progress within a call.
+has a separate limit, a multiple of its longest duration so far. Progress within a call is not tracked.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ class _Host:
     def run(self, call: Call[Any]) -> Any:
         """Run the call on its role. A Request becomes a Batch, and a list of references a list of objects."""
         protocol = getattr(sys.modules[call.method.__module__], call.role)
-        # By base class, not isinstance, which compares method names of a Protocol, and actor and critic share several.
+        # Match by base class. isinstance with a Protocol only compares method names, and actor and critic share
+        # several.
         role = next(candidate for candidate in self._worker.roles if protocol in type(candidate).__mro__)
         try:
             return getattr(role, call.method.__name__)(*map(_assembled, call.args), **call.kwargs)
@@ -164,7 +165,7 @@ def _listen(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, 0), family=family)
-    except OSError:  # the address is a router's
+    except OSError:  # the address belongs to a router, not to this node
         return socket.create_server(("", 0), family=family)
 
 

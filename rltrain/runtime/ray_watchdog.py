@@ -6,8 +6,8 @@ when the peer dies. The driver checks for a loss while it waits (`raise_if_lost`
 (`unless_lost`). If the main thread is stuck in native code, the watchdog's thread ends the process. The same thread
 ends a driver that hangs in storage or in user code. Ray's library may still end the process, so an error is reported
 before any part of Ray is shut down, and another process repeats the report after this process has ended
-(`cleanup_after_exit`). Left out: Ray on other nodes, whose loss Ray reports; the Ray of a client driver (ray://); and a
-driver that hangs while it holds the GIL.
+(`cleanup_after_exit`). It does not watch Ray on other nodes, whose loss Ray reports, or the Ray of a client driver
+(ray://). It does not detect a driver that hangs while it holds the GIL.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class _Connection:
             connection.close()
             raise
         connection.setblocking(False)
-        if self._family != socket.AF_UNIX:  # a host without power does not close connections
+        if self._family != socket.AF_UNIX:  # keepalive, because a host without power does not close connections
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         return connection
 
     def broken(self) -> bool:
-        """Return Return True if the connection is broken: the peer is dead, or has closed an idle connection."""
+        """Return True if the connection is broken: the peer is dead, or has closed an idle connection."""
         try:
             while self.socket.recv(4096):
                 pass

@@ -119,8 +119,8 @@ class Samples:
         self._found = None
 
     def _where(self) -> tuple[list[StoredRows], dict[tuple[str, ...], Array]]:
-        """Return all parts, and by set of columns, for every sample the number of its part (-1: none) and its row in it
-        [2, n].
+        """Return all parts, and an array [2, n] by set of columns: for every sample the number of its part (-1: none)
+        and its row in that part.
 
         Cached, because every rank needs it in every pass: searching all parts for each would be quadratic in the ranks.
         """
@@ -198,7 +198,7 @@ class Samples:
 
 
 def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
-    """Assemble the requested batch from the fetched objects (one per part). A list is an object of one column.
+    """Assemble the requested batch from the fetched objects (one per part). A list is an object with a single column.
 
     A sample without a value in a ragged column gets an empty row.
     """
@@ -235,7 +235,7 @@ def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:
 
 
 def pick(part: StoredRows, stored_object: Batch | list[Any]) -> Batch | list[Any]:
-    """Return the rows of ``part`` from the object ``stored_object``. A list is an object of one column."""
+    """Return the rows of ``part`` from the object ``stored_object``. A list is an object with a single column."""
     if isinstance(stored_object, list):
         return [stored_object[row] for row in part.rows.tolist()]
     return Batch({name: stored_object[name] for name in part.columns}).select(part.rows)

@@ -1,9 +1,9 @@
 """Stacks of a process and its descendants, for the incident folder after a hang.
 
 A hanging process cannot respond, so its interpreter writes its stacks on a signal, even while the GIL is held, into
-memory that the sender of the signal reads. So no file name is needed and no file remains. For processes that do not
-offer this (an engine's, before it runs our code), the kernel's state is reported. Only the standard library is used,
-because scorer processes import this too.
+memory that the sender of the signal reads. So no file name is needed and no file remains. If a process does not offer
+this (an engine's process, before it runs our code), its state in the kernel is reported. Only the standard library is
+used, because scorer processes import this too.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def greedy_soup(
         raise ConfigError(f"{taken[0]}: with --greedy, DATA, MODEL and OUT set this key. Remove it.")
     if averager.are_adapters:
         raise ConfigError("--greedy scores models, and these are adapters. Merge them, or average without --greedy.")
-    from rltrain.api import evaluate  # takes seconds
+    from rltrain.api import evaluate  # here, because it takes seconds
 
     def score(numbers: list[int]) -> float:
         # Only one candidate is on disk at a time, because models are large.
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("--weights and --greedy contradict each other: a greedy soup is uniform. Give one of them.")
     shares, soup = _shares(arguments.weights, len(names)), dict[str, object]()
     from rltrain.models.files.folder import new_folder
-    from rltrain.run.checkpoints.averager import Averager  # takes seconds, after the errors above
+    from rltrain.run.checkpoints.averager import Averager  # after the errors above, because it takes seconds
 
     with new_folder(arguments.out) as folder:
         averager = Averager(names, arguments.dtype)

@@ -81,7 +81,7 @@ def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
     """
     if keep < 0:
         raise ConfigError(f"--keep {keep}: give 0 or more.")
-    list(_steps(name))  # no lock file in a folder without checkpoints
+    list(_steps(name))  # raises before a lock file is created in a folder without checkpoints
     run = RunFolder(name)
     try:
         whole = [step for step in run.steps() if not run.damage(run.step_folder(step))]

@@ -1,6 +1,6 @@
 """``python -m rltrain.collect RUN``: one archive for a bug report.
 
-Secrets are masked, and of large files only the end is included.
+Secrets are masked. Only the end of a large file is included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rltrain.common.logs import TRAIN_LOG
 from rltrain.common.secrets import MASK, is_secret, masked_text
 from rltrain.common.storage import read_json
 
-# Patterns in the run folder, the most useful first, because the archive has a size limit. Only the newest samples.
+# Patterns in the run folder, the most useful first, because the archive has a size limit. Of the samples, only the
+# newest are included.
 _WANTED = (
     "config*.yaml", "plan*.json", "env*.json", "tracking.json", TRAIN_LOG, "metrics.jsonl", "reward.log", "logs/*",
     "incidents/*", "incidents/*/*", "global_step_*/manifest.json", "global_step_*/progress.json",
@@ -71,10 +72,10 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
 def _files(run: Path) -> Iterator[tuple[str, Path]]:
     samples = sorted(run.glob("samples/**/*.parquet"), key=lambda path: path.stat().st_mtime)[-_NEWEST_SAMPLES:]
     paths = [path for pattern in _WANTED for path in sorted(run.glob(pattern))] + samples
-    # A link may point to any file of the user.
+    # Links out of the folder are skipped, because a link may point to any file of the user.
     inside = [path for path in paths if path.resolve().is_relative_to(run.resolve())]
     yield from ((str(path.relative_to(run)), path) for path in inside if path.is_file())
-    # From the record of the run, because logs contain text of data and model.
+    # The path is read from the record of the run, because logs contain text of data and model.
     folder = Path(str((read_json(run / "env.json") or {}).get("ray_logs") or ""))
     if folder.name == "logs" and folder.parent.name.startswith("session_"):
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())

@@ -197,8 +197,8 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[str]:
     """Return the metrics that match the patterns, in their order; without patterns, `METRICS`.
 
-    Without patterns, the reward is omitted if it equals the score in every run, as without a KL penalty. Raises
-    DataError if no run has a metric that matches a pattern.
+    If there are no patterns, the reward is omitted if it equals the score in every run, for example if there is no KL
+    penalty. Raises DataError if no run has a metric that matches a pattern.
     """
     names = sorted({str(name) for run in runs for name in run.metrics})
     for pattern in patterns:

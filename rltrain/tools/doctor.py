@@ -2,7 +2,7 @@
 
 Give the settings of the planned run. The checks are the functions that run at the start of a training
 (`run.preflight.health`), on the same devices and network. Then every device computes, all exchange data, and every pair
-of devices is timed. Not included: hours of load, which would find devices that fail when hot.
+of devices is timed. It does not load the devices for hours, which would find devices that fail when hot.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Ch
         check = Check(title, f"{pair}: {middle:.2f} GB/s (median), least {least:.2f}: {ends}")
         slow = chosen & (speeds < _SLOW * middle)
         if not least:
-            # Over all pairs, because in a node of two devices a faulty device makes the other look faulty too.
+            # Counted over all pairs, because in a node of two devices a faulty device makes the other look faulty too.
             check.problems.append(
                 f"{ends}: what arrived was not what was sent. {logs.count(int(wrong.sum()) // 2, 'pair')} in all "
                 f"changed numbers, {_common(wrong, names)}. Take that device out of use, and look again."

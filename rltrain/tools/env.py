@@ -67,7 +67,7 @@ def command_line(without: tuple[str, ...] = ()) -> str:
 
     without: arguments that contain one of these texts are omitted.
     """
-    # Not sys.argv, which `rltrain COMMAND` rewrites and which lacks -m MODULE.
+    # sys.argv is not used, because `rltrain COMMAND` rewrites it and it lacks -m MODULE.
     program, *rest = (word for word in sys.orig_argv if not any(text in word for text in without))
     if rest and Path(rest[0]).name == "rltrain":  # the console command
         return masked_command(["rltrain", *rest[1:]])

@@ -2,8 +2,8 @@
 
 A failed run must not end a sweep, and an interrupted sweep must not start over. So all settings are checked before the
 first run; each run has a separate folder, named by the swept values, in which it resumes like any run; sweep.json lists
-the finished runs. All runs use this process and one Ray. Not included: concurrent runs, because a run uses all devices,
-and choosing the next settings by results. Slow imports are inside functions.
+the finished runs. All runs use this process and one Ray. Runs are not concurrent, because a run uses all devices, and
+results do not determine the next settings. Slow imports are inside functions.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
     for name, words in combined:
         try:
             plain = load_config(words, arguments.config, arguments.problems).config.trainer
-            # The first run's default, because the default may depend on a swept key.
+            # The common folder is the first run's default, because the default may depend on a swept key.
             out = out or Path(plain.default_local_dir).expanduser()
             own = [f"{_FOLDER}={out / name}", f"{_EXPERIMENT}={plain.experiment_name}-{name}"]
             loaded = load_config([*words, *own], arguments.config)

@@ -198,7 +198,7 @@ def _key_of(place: str) -> str:
         return TOOL_CONFIG
     if not is_plugin(place):
         return FUNCTIONS
-    # For the error message if the name does not exist; class names are capitalised.
+    # A guess, for the error message if the name does not exist: class names are capitalised.
     key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
     with verl_stubs.importable():
         return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY

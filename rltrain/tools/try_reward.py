@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = str(error) if isinstance(error, RewardError) else user_traceback(error)
             failure = f"row {position}, answer {answer[:_SHOWN_CHARS]!r}:\n{said}"
-            # One per place in the user's code, so that the same failure on every row is shown once.
+            # One failure is kept per place in the user's code, so that the same failure on every row is shown once.
             failures.setdefault((type(error), where.filename, where.lineno), failure)
             outcome = [type(error).__name__, ""]
         cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *outcome]

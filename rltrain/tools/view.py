@@ -61,7 +61,7 @@ def arrange(frame: pd.DataFrame, order: str | None, source: str | None) -> pd.Da
     elif order == "failed_tools":
         frame = frame.assign(_errors=frame[list(_TROUBLES)].sum(axis=1)).query("_errors > 0")
     column, ascending = _SORTED_BY.get(order or "", (None, True))
-    # Stable, so that equal scores keep the order of the data and repeated calls show the same samples.
+    # The sort is stable, so that equal scores keep the order of the data and repeated calls show the same samples.
     frame = frame.sort_values(column, ascending=ascending, kind="stable") if column else frame
     return different_prompts_first(frame).drop(columns="_errors", errors="ignore")
 

@@ -1,7 +1,7 @@
 """``python -m rltrain.watch RUN``: watch a run in another process or machine, from its folder on shared storage.
 
 A long run is often a job without a terminal. The watcher reads the run's files every few seconds, so that it can start
-and stop at any time and cannot disturb the run. Not included: control of the run.
+and stop at any time and cannot disturb the run. It cannot control the run.
 """
 
 from __future__ import annotations

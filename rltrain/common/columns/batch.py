@@ -127,7 +127,8 @@ class Batch:
         parts = [Batch() for _ in counts]
         for name, column in self._columns.items():
             for part, piece in zip(parts, _split(column, counts), strict=True):
-                # `update` would check every part again, but parts with the same counts have equal lengths.
+                # Set directly, because `update` would check every part again, and parts with the same counts have equal
+                # lengths.
                 part._columns[name] = piece
         return parts
 

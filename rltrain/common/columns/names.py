@@ -9,8 +9,8 @@ losses, denominators, advantages, KL, correction and metrics cannot include cont
 computes logits for them.
 
 Token columns stay in the object store. Numbers [n] are also on the driver (`Samples.numbers`) and become columns of a
-batch if a pass requests them. Not listed are the scorers' numbers, which users name (`SCORER`), and the sums that a
-pass returns per rank.
+batch if a pass requests them. The scorers' numbers, which users name (`SCORER`), and the sums that a pass returns per
+rank are not listed.
 """
 
 from __future__ import annotations

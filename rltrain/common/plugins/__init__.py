@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 __path__ = []  # no file in this folder is a plug-in
-# Loggers of user files are not below rltrain's, which log more than warnings. In this order, because a new logger
-# becomes the parent of existing ones below it.
+# Loggers of user files must not have rltrain's logger as parent, because it logs more than warnings. Its logger is
+# created first, because a new logger becomes the parent of existing ones below it.
 logging.getLogger("rltrain")
 logging.getLogger(__name__).parent = logging.getLogger()
 
@@ -40,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             raise ImportError(f"attempted relative import with no known parent package: write import {name}", name=name)
         folder = os.path.dirname(file)
         if folder not in sys.path:
-            # Last, so that a neighbouring file does not replace an installed package of the same name.
+            # The folder is last, so that a neighbouring file does not replace an installed package of the same name.
             sys.path.append(folder)
         spec = importlib.util.spec_from_file_location(fullname, file) if os.path.isfile(file) else None
         if spec:

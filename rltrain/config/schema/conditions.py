@@ -74,7 +74,8 @@ def unmet(config: Config, section: str, text: str) -> str:
 def _full_name(config: Config, section: str, name: str) -> str:
     """Return the full name of the key that ``name`` means in a section."""
     around = section
-    # From the inside out, so that a condition can use short names in its section and still refer to any key.
+    # Sections are searched from the inside out, so that a condition can use short names in its section and still refer
+    # to any key.
     while not hasattr(get(config, around), name.partition(".")[0]):
         assert around, f"{name} is not known in {section}"
         around = around.rpartition(".")[0]

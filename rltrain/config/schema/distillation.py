@@ -10,7 +10,7 @@ from rltrain.config.schema.model import ACTOR, OffloadConfig, SharesSequences
 
 # Divergences over the whole vocabulary; every other loss_mode is an estimate from the sampled token.
 EXACT = ("reverse_kl", "forward_kl", "jsd")
-# log pi - log q itself, whose gradient in pi does not depend on the teacher.
+# Estimators whose value is log pi - log q itself. Its gradient in pi does not depend on the teacher.
 WITHOUT_TEACHER = ("kl", "k1")
 _ESTIMATES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
 _D = "distillation."

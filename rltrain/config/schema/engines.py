@@ -129,7 +129,7 @@ ENGINES = {
             "max_lora_rank": _ADAPTERS,
             "lora_target_modules": _ADAPTERS,
             "mm_device_do_normalize": "images are processed by the trainer",
-            # With these, vLLM would refuse an image in the middle of a run.
+            # These arguments are refused, because with them vLLM could reject an image in the middle of a run.
             "limit_mm_per_prompt": "the most images of a prompt are actor_rollout_ref.rollout.limit_images=N, which "
             "every row is checked against before the start, and vLLM gets it from there",
             "mm_processor_kwargs": "vLLM gets the trainer's pixels, limited by data.min_pixels and data.max_pixels",

@@ -78,7 +78,7 @@ def free_form_parent(name: str) -> str | None:
 
 
 def followed(name: str) -> str | None:
-    """Return the key whose value ``name`` has unless it is set, or None."""
+    """Return the key that ``name`` follows unless it is set, or None."""
     key = all_keys().get(name)
     match = re.fullmatch(r"\$\{([\w.]+)\}", str(key.default)) if key else None
     return match[1] if match else None

@@ -88,7 +88,7 @@ def reward_problems(config: ScoringConfig, max_response_length: int) -> Iterator
 
 
 def reward_terms(config: ScoringConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Yield errors for an estimator that compares a scorer's numbers one by one.
+    """Yield errors for an estimator that normalizes each number of the scorer separately (GDPO).
 
     It excludes every other way to combine rewards.
     """

@@ -1,7 +1,7 @@
 """Composition of YAML files with Hydra's ``defaults:`` lists, without Hydra.
 
 verl's recipes are such files. A list is composed as in Hydra. verl's stock files contain verl's defaults, so they are
-not read. Not supported: ``override`` of a choice of an earlier file, and groups chosen on the command line.
+not read. ``override`` of a choice of an earlier file and groups chosen on the command line are not supported.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def unquoted(value: Any, *, switches: bool) -> Any:
 def _scalar(word: str) -> Any:
     if word.lower() in _WORDS_WITH_A_VALUE:
         return _WORDS_WITH_A_VALUE[word.lower()]
-    # Python refuses to parse longer ones.
+    # Python refuses to parse longer integers.
     if _INTEGER.fullmatch(word) and len(word) < 4300:
         return int(word)
     return float(word.lower().replace(".inf", "inf").replace(".nan", "nan")) if _FLOAT.fullmatch(word) else word
@@ -191,7 +191,7 @@ class _Composer:
             self.roots += _search_path(content, file)
         entries = content.pop("defaults", None) or []
         has_self = "_self_" in entries
-        # Without `_self_`, the list overrides the file.
+        # If `_self_` is missing, the files of the list override this file, so it is merged first.
         for entry in entries if has_self else ["_self_", *entries]:
             if entry == "_self_":
                 _merge(self.tree, _under(package, content))
@@ -267,5 +267,5 @@ def _merge(tree: Tree, other: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
             _merge(tree[key], value)
         else:
-            # Copied, because later files are merged into it.
+            # The value is copied, because later files are merged into it.
             tree[key] = OmegaConf.to_container(OmegaConf.create(dict(value))) if isinstance(value, Mapping) else value

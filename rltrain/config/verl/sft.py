@@ -94,14 +94,14 @@ def translated(settings: Mapping[str, str]) -> dict[str, str]:
     Raises ConfigError for a bad length and for a mistyped key of verl's SFT trainer.
     """
     found: dict[str, str] = {}
-    # Names of fields come after the column that has them.
+    # Keys that name a field of a column come after the key of the column.
     for key, text in sorted(settings.items(), key=lambda item: item[0] in _DICT_KEYS):
         if key in _ALWAYS:
             continue
         if key == "data.max_length":
             if not text.isdecimal() or int(text) < 2:
                 raise ConfigError(f"data.max_length={text}: give a number of tokens, at least 2.")
-            # One limit for prompt and response together.
+            # verl's key limits prompt and response together, and so does the sum of these two keys.
             found |= {"data.max_prompt_length": "1", "data.max_response_length": str(int(text) - 1)}
             continue
         if key in _DICT_KEYS:

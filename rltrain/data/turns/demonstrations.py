@@ -3,8 +3,8 @@
 Problem: a model that is trained on a rendered conversation may learn other tokens than it samples later, because a
 template may render past turns differently (it drops their reasoning, or ends them otherwise). Choice: the tokens equal
 a rollout in which the policy writes the assistant's turns. Each turn is rendered after the generation prompt and ends
-with its end token, and `TurnDelta` writes the tokens between turns. Left out: videos, images after the prompt, and
-token ids or masks from the data.
+with its end token, and `TurnDelta` writes the tokens between turns. Videos, images after the prompt, and token ids or
+masks from the data are not supported.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def encode_demonstrations(
 
 
 def _tried(rows: Rows, encoder: ChatEncoder) -> Iterator[tuple[Any, int]]:
-    """Yield each row with its number of images, after the template has rendered its chunk within bounds."""
+    """Yield each row with its number of images. The template has then rendered the row's chunk within its limits."""
     numbers = rows.num_images.tolist()
     if any(numbers):
         encoder.check_images_supported()
@@ -236,7 +236,9 @@ class _TurnWriter:
         return ids[: ends[-1] + 1] if ends else [*ids, self._encoder.tokenizer.eos_token_id]
 
     def _tail(self, text: str) -> str:
-        """Return the end of a text from its last added token on: tokenizers split there."""
+        """Return the end of a text from its last added token on. Earlier text has no influence, because tokenizers
+        split there.
+        """
         return text[max((text.rfind(token.content) for token in self._added.values()), default=-1) :] if text else ""
 
     def _ids(self, text: str) -> list[int]:

@@ -165,8 +165,8 @@ class TurnDelta:
             if missing := texts.keys() - set(delimiters):
                 raise DataError(f"the chat template changes {texts[min(missing)]!r} of a message.")
             text = "".join(self._barrier if piece in texts else piece for piece in pieces)
-        # Tokenized after the token that ends the turn, as in the trajectory, because some tokenizers treat the start of
-        # a text differently.
+        # The text is tokenized together with the token that ends the turn, as in the trajectory, because some
+        # tokenizers treat the start of a text differently.
         ids = self._plain_ids(context.end + text)
         end = self._added.get(context.end)
         ids = ids[ids.index(end) + 1 :] if end in ids[:2] else ids
@@ -266,7 +266,8 @@ class TurnDelta:
                 return _describe_difference(context.text, rest)
             if difference := self._token_difference(history, whole, context):
                 return difference
-            # The template may write the opening of the next turn differently after this turn.
+            # Only the text before the opening of the next turn must stay the same, because the template may write that
+            # opening differently once the next turn is part of the conversation.
             bare = self._encoder.render(history, answered=True, tools=self._schemas)
             length = shared(whole, bare) - (len(whole) - len(rest))
             borders.append((sentinel, replace(context, text=context.text[: max(0, length)])))
@@ -274,7 +275,7 @@ class TurnDelta:
 
     def _token_difference(self, history: Sequence[Message], whole: str, context: _Context) -> str:
         ids = self._tokens(context, {})
-        # The encoder requires the file of every image.
+        # A history with images is not encoded, because the encoder requires the file of every image.
         has_images = any(not isinstance(message["content"], str) for message in history)
         expected = self._plain_ids(whole) if has_images else self._encoder.encode(history, tools=self._schemas)
         actual = self._plain_ids(whole[: len(whole) - len(context.text)]) + ids

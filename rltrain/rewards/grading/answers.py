@@ -91,7 +91,7 @@ def _line(text: str, mark: re.Match[str]) -> str:
     """Return the rest of the line after a mark, or the next non-empty line; within quotes, up to the closing one."""
     rest = text[mark.end() :].lstrip()
     if mark[0].endswith('"'):
-        # Not parsed as JSON, because LaTeX backslashes would become escape sequences.
+        # The text is not parsed as JSON, because LaTeX backslashes would become escape sequences.
         quoted = rest.partition('"')[0].replace("\\\\", "\\").strip()
         return _ESCAPED.sub(lambda code: chr(int(code[1], 16)), quoted)
     line = re.split(r"</?answer>|>>|\n", rest, maxsplit=1, flags=re.IGNORECASE)[0]

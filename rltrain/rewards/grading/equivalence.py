@@ -30,7 +30,7 @@ _CHOICE = re.compile(
 )
 _DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"(-?)([0-9]*)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
-# At most three digits of exponent, because the power is computed exactly.
+# Exponents have at most three digits, because the power is computed exactly.
 _SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(?:\\times10\^|\\cdot10\^|[eE])\{?([+-]?[0-9]{1,3})\}?")
 _THOUSANDS = re.compile(r"(?<![0-9,.])([0-9]{1,3}(?:,[0-9]{3})+)(?!,?[0-9])")
 _BASE = re.compile(r"\(?(-?[0-9][0-9A-Fa-f.]*)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?")
@@ -281,7 +281,7 @@ def _same_parts(answer: str, truth: str, same: Same) -> bool | None:
     if ours_in != theirs_in and (ours_in, theirs_in) != ("", "()"):
         return False
     if ours_in != theirs_in or (not theirs_in and bool(_in_order(ours)) != bool(_in_order(theirs))):
-        # If only one side has unknowns: x=1, y=2 is the point (1,2).
+        # If only one side names its unknowns, they are read in alphabetical order: x=1, y=2 is the point (1,2).
         ordered = [_in_order(parts) or parts for parts in (ours, theirs)]
         return (ours_in == theirs_in or bool(_in_order(ours))) and all(map(same, *ordered))
     return all(map(same, ours, theirs)) if theirs_in else _matched(ours, theirs, same)

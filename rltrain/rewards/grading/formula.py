@@ -95,7 +95,7 @@ def _agree(one: str, other: str, log_base: int | None, proportional: bool) -> bo
         pairs: list[tuple[Value, Value]] = []
         for point in range(len(_POINTS)):
             if point >= _NUM_FRACTIONAL and len(pairs) > 1:
-                break  # integers are only for formulas that need them: factorials, (-1)^n
+                break  # integer points are only for formulas that need them: factorials, (-1)^n
             try:
                 ours, theirs = (_Reading(text, point, allow_complex, log_base) for text in (one, other))
             except Undefined:

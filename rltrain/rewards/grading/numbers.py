@@ -30,7 +30,7 @@ def same_number(one: Value, other: Value) -> bool:
         return one == other
     one, other = lift(one), lift(other)
     size = max(abs(one), abs(other))
-    # The second bound is for values that cancel to zero, such as the sine of pi.
+    # The second condition is for values that cancel to zero, such as the sine of pi.
     return bool(abs(one - other) <= size * lift(TOLERANCE) or size <= lift(TOLERANCE) ** 1.3)
 
 

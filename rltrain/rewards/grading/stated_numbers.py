@@ -19,7 +19,7 @@ _MOST_CHARS = 512
 def stated_number(solution: str) -> tuple[str | None, float | None]:
     """Return the stated answer, and its value if it is a formula or holds exactly one number, else None.
 
-    Without a box, mark or phrase, the closing sentence is read.
+    If there is no box, mark or phrase, the closing sentence is read.
     """
     stated = next(boxed_and_marked(solution), None)
     if stated is None:

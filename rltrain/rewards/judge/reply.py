@@ -58,7 +58,7 @@ def reader(judge: JudgeConfig) -> Callable[[str], float] | None:
 
 
 def last_verdict(reply: str) -> float:
-    """Return the verdict that a reply ends with: 1 for yes, 0 for no, or a number from 0 to 1. Raises `Unreadable`.
+    """Return the verdict at the end of a reply: 1 for yes, 0 for no, or a number from 0 to 1. Raises `Unreadable`.
 
     The verdict is a box followed only by punctuation, or a last line that is a verdict or a label and a verdict
     ("Score: 0.2", "**No**"). A number or a box before other words may be a quote from the judged response.

@@ -32,7 +32,7 @@ JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "s
 
 
 class JudgeUnavailable(Exception):
-    """No reply, and a retry would fail now; the text is the reason."""
+    """The judge did not reply, and a retry would fail now. The text is the reason."""
 
     def __init__(self, sentence: str, is_refused: bool) -> None:
         super().__init__(sentence)
@@ -43,7 +43,7 @@ class JudgeUnavailable(Exception):
 def api_key(judge: JudgeConfig) -> str:
     """Return the server's key; "" without one. Raises ConfigError if its variable is unset or its value cannot be a
     key."""
-    # Files of secrets end with a line break, which a header must not contain.
+    # Stripped, because files of secrets end with a line break, which a header must not contain.
     key = first_set(judge.api_key_env).strip() if judge.api_key_env else ""
     if judge.api_key_env and not key:
         raise ConfigError(
@@ -132,7 +132,7 @@ class JudgeServer:
                 after_s = retry_after_s(response.headers.get("Retry-After", "")) if status in TRY_AGAIN else 0.0
                 if late := wait_problem(after_s, self._judge.deadline_s):
                     raise JudgeUnavailable(self.plain(f"HTTP {status}: {late}"), is_refused=False)
-                # The server sent this for one request, but it applies to all.
+                # The server has requested this wait for one request, but it applies to all.
                 self._open = max(self._open, self._clock.monotonic() + after_s)
                 return status, max(after_s, 0.0), self.plain(f"HTTP {status} {_shown(content)}"), None
             reply, num_tokens = _read(content)
@@ -143,7 +143,7 @@ class JudgeServer:
         """Fetch a response and its content, with the key masked in it. Raises TimeoutError, TransportError."""
         response_of = fetch(self._client, f"{str(self._judge.url).rstrip('/')}/{path}", body)
         response, content = await self._clock.within(response_of, self._judge.timeout_s)
-        # A dummy key such as "none", for servers without keys, may be part of a verdict.
+        # Short keys are not masked: a dummy key such as "none", for servers without keys, may be part of a verdict.
         is_secret = len(self._key) >= _SECRET_CHARS
         return response, content.replace(self._key.encode(), b"***") if is_secret else content
 

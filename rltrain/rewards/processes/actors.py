@@ -86,7 +86,7 @@ class RewardWorkers:
             place.remote(cfg, f"worker {at}", splits, environment, num_workers) for at, place in enumerate(placed)
         ]
         self._numbers = {worker._actor_id.hex(): number for number, worker in enumerate(self.workers)}
-        # Requested now, because a dead worker cannot report its process id.
+        # Process ids are requested now, because a dead worker can no longer report its own.
         self._identities = [worker.identity.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
 
     def count_tokens(self, counts: Counter[str]) -> None:
@@ -147,7 +147,7 @@ class RewardWorkers:
         unresponsive = [number for number in late if not stacks[number]]
         place, stacks_file = self._describe(unresponsive or late, phase), self.watch.hung()
         for number in unresponsive:
-            # SIGKILL, because Ray requests the process to exit, which a stopped process ignores.
+            # SIGKILL, because Ray only requests the process to exit, and a stopped process does not react.
             with suppress(ray.exceptions.RayError, ProcessLookupError, PermissionError):
                 pid, node = ray.get(self._identities[number], timeout=0)
                 if node == socket.gethostname():
@@ -166,8 +166,8 @@ class RewardWorkers:
 
         closing = [worker.close.remote() for worker in self.workers]
         if closing:
-            # A worker killed at once could not end its scorers' processes. A hanging worker is killed after the
-            # timeout.
+            # Workers close first, because a worker that is killed at once cannot end its scorers' processes. A hanging
+            # worker is killed after the timeout.
             ray.wait(closing, num_returns=len(closing), timeout=5)
         for worker in self.workers:
             ray.kill(worker)

@@ -24,7 +24,8 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
     }
     for name in sorted({name for score in scores for name in score.extras}):
         values = [score.extras.get(name) for score in scores]
-        # If an extra is a number for one response and a text for another, it is a metric, and texts are missing values.
+        # If an extra is a number for some responses and a text for others, it is a metric, and the texts count as
+        # missing values.
         if any(isinstance(value, float) for value in values):
             numbers = [value if isinstance(value, float) else np.nan for value in values]
             columns[c.SCORER + name] = np.array(numbers, np.float64)

@@ -54,7 +54,7 @@ class Judging:
         allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
         limits = (reward.timeout_s, reward.memory_limit_mb, *allowed)
         self._rule = self._in_slots(lambda: ScoringSlot(custom, *limits)) if judge.runs_rule else None
-        # A reward function that gets the judge's reply as the response.
+        # The user's function for replies is called like a reward function, with the judge's reply as the response.
         by_function = CustomReward(*judge.function) if judge.function else None
         self._function = self._in_slots(lambda: ScoringSlot(by_function, *limits)) if by_function else None
 
@@ -84,11 +84,13 @@ class Judging:
         if rule is None or judged.status != "ok":
             return judged
         if self._judge.rule == "beside":
-            # For extras with the same name the rule's value takes precedence, because reward.weights refers to it.
+            # If both have an extra of the same name, the rule's value takes precedence, because reward.weights refers
+            # to it.
             of_judge = {name: value for name, value in judged.extras.items() if name.startswith("judge")}
             return replace(rule, extras=judged.extras | rule.extras | of_judge)
         extras = rule.extras | judged.extras
-        # Validation uses `acc`, and a response that is wrong by the rule may be right by the judge.
+        # `acc` is taken from the judge, because validation uses it, and a response that is wrong by the rule may be
+        # right by the judge.
         if "acc" in rule.extras and "acc" not in judged.extras:
             extras["acc"] = judged.extras["judge"]
         return replace(judged, extras=extras)
@@ -103,7 +105,8 @@ class Judging:
         """Return the score from a judge's reply, with the judge's number as the extra ``judge``."""
         if not reply.text:
             return _unreadable(f"it sends {reply.about}")
-        # A truncated reply may only have quoted the response so far.
+        # A truncated reply counts only if it is a verdict and nothing else, because it may only have quoted the
+        # response so far.
         if reply.is_cut and self._judge.parse in (None, BY_RULE) and not is_whole_verdict(reply.text):
             limits = "reward.judge.request.max_tokens, or the server's"
             limits = limits if self._judge.url is not None else "reward_model.rollout.response_length"

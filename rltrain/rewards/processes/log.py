@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class PrintLog:
     """A log file of output printed by user code.
 
-    At ``max_bytes`` the file is renamed to ``NAME.1.log``, which replaces an older one. Without ``file`` nothing is
+    At ``max_bytes`` the file is renamed to ``NAME.1.log``, which replaces an older one. If ``file`` is None, nothing is
     written.
     """
 

@@ -29,7 +29,7 @@ class RewardPool(RewardWorkers):
         returns no number for any of the rows. Other failures are only logged, because a ground truth need not have the
         form of a response.
         """
-        # On every worker, because a package or the reward file may be missing on one node.
+        # Every worker scores the rows, because a package or the reward file may be missing on one node.
         calls = [worker.score_truths.remote(split, rows if rows is None else list(rows)) for worker in self.workers]
         results = self._wait(calls)
         for _, (worker, printed) in results:
@@ -59,7 +59,8 @@ class RewardPool(RewardWorkers):
         watch, late, started = self.watch, list(range(len(calls))), time.monotonic()
         phase = "the trial on a row of every data source"
         while late:
-            # `ray.get` alone would block Python's signal handlers until the call ends.
+            # `ray.wait` with a timeout, because `ray.get` alone would block Python's signal handlers until the call
+            # ends.
             ready, _ = ray.wait([calls[late[0]]], timeout=POLL_S)
             if ready:
                 with self.errors(phase, late[:1]):

@@ -140,7 +140,8 @@ class RemoteJudge:
 
     async def _read_reply(self, request: dict[str, Any], call: ScorerCall, counts: Counter[str]) -> Score:
         cached = await asyncio.to_thread(self._cached, request)
-        # The expression or function may have changed since the reply was cached, and may no longer parse it.
+        # A cached reply is used only if it can be parsed, because the expression or function may have changed since
+        # then.
         if cached is not None and (score := await self._score_of(Reply(cached), call)).status == "ok":
             counts["cache_hits"] += 1
             return score

@@ -38,7 +38,7 @@ class RemoteScorer:
         self._url, self._timeout_s, self._clock = url, timeout_s, clock
         # One loop for the lifetime of the scorer, because connections belong to the loop that opened them.
         self._loop = asyncio.new_event_loop()
-        # Acquired outside the deadline: a response's time starts with its request.
+        # Acquired before the deadline starts, because a response's time starts with its request.
         self._free = asyncio.Semaphore(concurrency)
         self._client = client({name: str(value) for name, value in (headers or {}).items()}, concurrency)
 
@@ -88,7 +88,7 @@ class RemoteScorer:
                 if response.status_code not in TRY_AGAIN:
                     return self._read(response.status_code, reply)
                 problems.append(f"HTTP {response.status_code} {reply[:200]!r}")
-                # The server may request any wait; the response's deadline limits it.
+                # The server may request a wait of any length, which the response's deadline limits.
                 after_s = retry_after_s(response.headers.get("Retry-After", ""))
             except httpx.TransportError as error:  # refused, reset, cut short
                 problems.append(f"{type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ ScorerCall = tuple[str, str, Any, dict[str, Any]]
 MAX_ERROR_CHARS = 4000
 # Kinds of failure of a judge, and of responses for which no judge prompt can be created.
 JUDGE, NO_PROMPT = "judge", "no prompt"
-# The norm of the gradients sums squares in float32.
+# Maximum absolute score, because the norm of the gradients sums squares in float32.
 MAX_ABS = 1e15
 _MAX_EXTRAS = 64
 _MAX_TEXT_CHARS = 256
@@ -86,7 +86,7 @@ def _text(value: str | bytes) -> str:
 
 def _finite(value: Any, subject: str) -> float:
     number = value
-    # By ndim, because the scoring process does not import NumPy or torch.
+    # Recognised by `ndim`, because the scoring process does not import NumPy or torch.
     if not isinstance(value, (bool, int, float)) and getattr(value, "ndim", None) == 0:  # NumPy and torch scalars
         number = value.item()
     if not isinstance(number, (bool, int, float)):

@@ -66,7 +66,7 @@ class Scoring:
         self._busy: dict[int, int] = {}  # number of a submitted call -> number of its worker
         self._split = split
         self._total = total
-        # Small, so that a slow response delays few others.
+        # Calls are small, so that a slow response delays few others.
         self._answers_per_call = max(1, -(-total // (_CALLS_PER_WORKER * len(pool.lanes))))
         self._calls: list[_Call] = []  # in the order of `add`
         # Submitted calls by number, with the indices of the responses that get their scores.
@@ -149,7 +149,7 @@ class Scoring:
             pending = {place: score for place, score in call.scores.items() if isinstance(score, PendingScore)}
             if pending:
                 request = replies.request(first + np.arange(len(pending)), [c.JUDGE_REPLY])
-                # A `Request` would import torch in the scoring processes.
+                # Sent as tuples, because a `Request` would import torch in the scoring processes.
                 parts = [(part.ref, part.ids, part.rows) for part in request.parts]
                 self._submit("read", call, list(pending), list(pending.values()), parts, again)
                 first += len(pending)
@@ -170,7 +170,8 @@ class Scoring:
     def _finish(self) -> None:
         """Wait for all submitted calls."""
         started = last_result = time.monotonic()
-        # A live worker enforces its deadlines, so silence beyond the limit of a whole call is not a slow response.
+        # A live worker enforces its deadlines. So if it is silent for longer than a whole call may take, the cause is
+        # not a slow response.
         watch, per_call, timeout_s = self._pool.watch, self._answers_per_call, self._pool.reward.timeout_s
         judge = self._pool.reward.judge
         deadline_s = judge.deadline_s if judge.url else math.inf

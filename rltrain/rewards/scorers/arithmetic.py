@@ -29,7 +29,9 @@ def arithmetic(solution_str: str, ground_truth: Any, extra_info: dict[str, Any])
 
 
 def _integer(number: str) -> str | None:
-    """Return the canonical text of an integer. Not converted to int, because a response may have a million digits."""
+    """Return the canonical text of an integer. It is not converted to int, because a response may have a million
+    digits.
+    """
     number = number.rstrip(".,").replace(",", "")
     sign, digits = ("-", number[1:]) if number.startswith("-") else ("", number)
     if not digits.isascii() or not digits.isdigit():

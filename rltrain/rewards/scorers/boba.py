@@ -24,7 +24,7 @@ def extract_answer(solution: str) -> str | None:
         return _phrase(tail[start + len(_MINERVA[0]) : hope])
     if "\\boxed" in tail or "\\fbox" in tail:
         return last_boxed(tail)
-    # The last phrase of any kind, because a model may state an answer and then correct itself.
+    # The last phrase of any kind counts, because a model may state an answer and then correct itself.
     start, phrase = max((tail.rfind(phrase), phrase) for phrase in _PHRASES)
     return _phrase(tail[start + len(phrase) :]) if start >= 0 else None
 

@@ -21,7 +21,7 @@ _TEST_S = 4.0
 # The rest of the deadline is for ending processes and replying, because at the deadline the slot is killed and passed
 # tests would be lost.
 _SHARE_OF_DEADLINE = 0.8
-# Seconds that this takes on a busy machine; at most half of a short deadline is reserved.
+# Minimum seconds reserved for this, which it takes on a busy machine. At most half of a short deadline is reserved.
 _LEAST_REST_S = 1.5
 # Approximate start time of an interpreter; with less time left a test cannot pass.
 _LEAST_S = 0.05
@@ -100,7 +100,7 @@ def _same_result(output: str, expected: Any) -> bool:
 
 
 def _close(ours: str, theirs: str) -> bool:
-    # Integers were already compared as text, because a rounded integer is wrong.
+    # Integers are only compared as text (by the caller), because a rounded integer is wrong.
     if "." not in theirs or max(len(ours), len(theirs)) > _MAX_TOKEN_CHARS:
         return False
     try:

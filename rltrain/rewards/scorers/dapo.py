@@ -8,7 +8,7 @@ from rltrain.rewards.grading.latex import last_boxed, normalise, tidy
 from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.scorers.registry import scorer
 
-# As in verl, so that scores are comparable.
+# These values are verl's, so that scores are comparable.
 _TAIL_CHARS = 300
 _MARK = "answer"
 _COLONS = (":", "：")

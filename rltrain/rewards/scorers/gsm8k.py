@@ -8,7 +8,7 @@ from rltrain.rewards.grading.grade import Grade, vote
 from rltrain.rewards.grading.truths import solutions
 from rltrain.rewards.scorers.registry import scorer
 
-# As in verl, so that scores are comparable.
+# These values are verl's, so that scores are comparable.
 _TAIL_CHARS = 300
 _MARK = "#### "
 # Single pass: one repeated character class, no backtracking.

@@ -31,7 +31,7 @@ class Callback:
         """Called after ``step``, even if it failed."""
 
     def on_validation(self, made: Answered) -> Metrics:
-        """Called after a validation; as `on_step`."""
+        """Called after a validation. Arguments and result are as for `on_step`."""
         return {}
 
     def on_save(self, step: int, folder: Path, seconds: float) -> Metrics:

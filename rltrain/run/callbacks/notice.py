@@ -15,9 +15,9 @@ from rltrain.common.stop import Stop
 from rltrain.run.callbacks.callback import Callback
 from rltrain.trainer.metrics.step import Answered, Metrics
 
-# Number of recent steps, the slowest of which is used.
+# A step is expected to take as long as the slowest of this many recent steps.
 _REMEMBERED = 5
-# Share of the notice reserved for a save until one was timed.
+# Share of the notice that is reserved for a save if no save has been timed yet.
 _FIRST_SAVE = 0.25
 
 
@@ -61,18 +61,18 @@ class Notice(Callback):
 
     def _why_to_leave(self) -> str:
         left_s, notice_s = self._stop.left_s, self._stop.notice_s
-        # Half-updated weights do not belong to any step.
+        # A step whose updates have started is finished, because half-updated weights do not belong to any step.
         if notice_s is None or not self._in_step or self._updates_began is not None:
             return ""
         leaves = f"and trainer.stop_notice_s={notice_s:g} leaves {max(left_s, 0):.0f} s: it was left"
         if not self._took:
             return f"how long step {self._step} takes is not known yet, {leaves}"
         whole, updates = (max(seconds) for seconds in zip(*self._took, strict=True))
-        # A step that takes longer than usual still has to run its updates.
+        # Even if the step already takes longer than usual, its updates still have to run.
         needs_s = max(whole - (self._clock.monotonic() - self._began), updates)
         save_s = _FIRST_SAVE * notice_s if self._save_s is None else self._save_s
         saving_s = self._saving_s()
-        # A running save continues during the step; only the rest has to be waited for.
+        # A running save continues during the step, so only the time that it still takes after the step is added.
         if saving_s is not None:
             save_s += max(save_s - saving_s - needs_s, 0.0)
         if needs_s + save_s <= left_s:

@@ -31,7 +31,7 @@ class Profile(Callback):
 
     def before_step(self, step: int) -> None:
         """Enable profiling of ``step``."""
-        # The profile of a failed step is lost with its workers.
+        # If the previous step failed, its profile was lost with its workers, so there is none to stop.
         self._step, self._running = step, False
 
     def on_phase(self, name: str) -> None:

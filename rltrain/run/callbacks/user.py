@@ -60,7 +60,7 @@ class UserCallbacks(Callback):
             self._hooks += [(name, hook, function) for hook, function in _hooks_of(callback).items()]
 
     def on_step(self, made: Answered) -> Metrics:
-        """Return the metrics of the callbacks, which receive the per-response numbers, each [n]."""
+        """Return the metrics of the callbacks. They receive the numbers of each response as arrays [n]."""
         return self._call("on_step", made.metrics, made.step, made.metrics, made.samples.numbers)
 
     def on_validation(self, made: Answered) -> Metrics:
@@ -95,7 +95,7 @@ class UserCallbacks(Callback):
 
 def _hooks_of(callback: Any) -> dict[str, Callable[..., Any]]:
     """Return the hooks of an object or a class. A plain function is an on_step."""
-    # Not `callable`: an object with `__call__` and hooks counts by its hooks.
+    # Not `callable`, because an object with `__call__` may also have hooks, and these take precedence.
     if inspect.isfunction(callback):
         return {"on_step": callback}
     return {name: getattr(callback, name) for name in dir(callback) if name.startswith("on_")}

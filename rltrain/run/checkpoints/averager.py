@@ -22,7 +22,7 @@ class Averager:
 
     def __init__(self, names: Sequence[str], dtype: str | None) -> None:
         self._found = [find_model(name) for name in names]
-        # Absolute, so that average.json can be read from any folder; names on the hub stay unchanged.
+        # Folders are absolute paths, so that average.json can be read from any folder. Names on the hub stay unchanged.
         paths = (model.path for model in self._found)
         self.paths = [str(Path(path).resolve()) if Path(path).is_dir() else path for path in paths]
         kinds = {model.is_adapter: model.name for model in self._found}

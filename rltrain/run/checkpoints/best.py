@@ -43,7 +43,7 @@ class Best:
             self.values[step] = value
 
     def of(self, steps: Iterable[int]) -> int | None:
-        """Return the best of ``steps``, the first of equals; None if none of them was validated."""
+        """Return the best of ``steps``, the earliest if several are equal; None if none of them was validated."""
         validated = [step for step in sorted(steps) if step in self.values]
         return max(validated, key=lambda step: self._sign * self.values[step], default=None)
 

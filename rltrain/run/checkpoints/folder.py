@@ -31,7 +31,7 @@ _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _LOCK = "run.lock"
 _REPLACED = "replaced_"
 _POLL_S = 0.1
-# NFS keeps the lock of a dead client for a lease, usually 90 s.
+# Seconds to wait for a lock, because NFS keeps the lock of a dead client for a lease, usually 90 s.
 _FREED_S = 120.0
 
 
@@ -66,7 +66,7 @@ class Checkpoints:
                 return self.step_folder(step)
             log.warning("passing over %s: %s", self.step_folder(step), problem)
             problems.append(f"global_step_{step}: {problem}")
-        # Starting over would repeat all these steps.
+        # This is an error, because starting over would repeat all these steps.
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self.path} can be used ({'; '.join(problems)}). Restore a complete one, or start "
@@ -111,7 +111,7 @@ class RunFolder(Checkpoints):
             raise write_error(f"trainer.default_local_dir={path} cannot be created: {error}", error) from error
         self.pruned_at = -math.inf  # time of the last removal of a checkpoint
         self._lock = self._take_lock()
-        # Only with the lock, because otherwise the folder might be a save of a live run.
+        # They are removed only after the lock is taken. Otherwise they might be the running save of a live run.
         for leftover in self.path.glob(".tmp_*"):
             log.warning("removing %s, left by a save that was interrupted", leftover)
             try:
@@ -134,7 +134,7 @@ class RunFolder(Checkpoints):
                 os.rename(old, final)
 
     def _take_lock(self) -> IO[str]:
-        # Not "w", which would erase the owner's name before the lock is checked.
+        # Mode "w" would erase the owner's name before the lock is checked.
         try:
             file = open(self.path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for the life of the run
         except OSError as error:
@@ -250,7 +250,7 @@ class RunFolder(Checkpoints):
         renamed. A renamed checkpoint that cannot be removed is logged.
         """
         spared = {Path(path).expanduser().resolve() for path in spare if path}
-        # If none is to be removed, none has to be checked.
+        # Checkpoints are only checked if one of them is to be removed.
         may_go = self.steps() if goes(self.steps()) else []
         for step in goes([step for step in may_go if self._is_whole(self.step_folder(step))]):
             if (folder := self.step_folder(step)) not in spared:

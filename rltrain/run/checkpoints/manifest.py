@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, and whether they are intact."""
+"""The manifest of a checkpoint: the list of its files, and checks that they are intact."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rltrain.workers.diagnostics.node import checksum_mismatches
 MANIFEST, RECORD = "manifest.json", "progress.json"
 # Key in progress.json of a thinned checkpoint: its `checkpoint_digest` before thinning.
 THINNED = "thinned"
-# The key of a digest is its hash. The hash detects accidental changes, not deliberate ones.
+# Manifest key of a file's digest, named after its hash function. It detects accidental changes, not deliberate ones.
 _DIGEST = "xxh3_128"
 # Larger files are read by the workers.
 _LARGE_BYTES = 2**22
@@ -125,7 +125,8 @@ def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> 
 def large_files(folder: Path) -> list[tuple[Path, str]]:
     """Return the large files of a checkpoint and their digests, in the order of the ranks that wrote them."""
     files = _digests(folder, _manifest(folder), large=True)
-    # Shorter names have smaller numbers. A rank that reads its own file finds it in the page cache.
+    # Sorted by rank (shorter names have smaller numbers), so that a rank can read the file that it wrote itself, which
+    # may still be in the page cache.
     return sorted(files, key=lambda entry: (entry[0].parent, len(entry[0].name), entry[0].name))
 
 

@@ -2,7 +2,7 @@
 
 A resumed run must continue as if it had never stopped. So a checkpoint records the values that affect this, and a run
 with other values or training data is refused before any worker starts. The checkpoint also records the version of
-rltrain and the kind of its data digest, so that a run of another version does not report changed data.
+rltrain and the kind of its data digest, so that a run of another version is not refused because of changed data.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ResumePoint:
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
     weights_only: bool = False
-    """True if nothing else in ``folder`` is loaded."""
+    """True if only the weights in ``folder`` are loaded."""
 
     @property
     def size(self) -> int:
@@ -190,7 +190,7 @@ def _read_progress(folder: Path, record: dict[str, Any]) -> Progress:
 
 def _read_arrays(file: Path) -> dict[str, NDArray[Any]]:
     try:
-        # No pickle, which could run code of the checkpoint's author.
+        # Pickles are refused, because they could run code of the checkpoint's author.
         with np.load(io.BytesIO(patiently(file, file.read_bytes)), allow_pickle=False) as arrays:
             return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
@@ -265,10 +265,11 @@ def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | N
 
 
 def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset: str | None, images: bool) -> None:
-    # Values of keys that older checkpoints do not record.
+    # Older checkpoints do not record these keys: the tower was not frozen, and the critic's path is assumed to be
+    # unchanged.
     now = frozen_values(cfg)
     then = {_FREEZE: False, **({_CRITIC: now[_CRITIC]} if _CRITIC in now else {})} | record["frozen"]
-    # Keys of both sides: LoRA keys exist only in runs with adapters.
+    # Compare the keys of both runs, because LoRA keys exist only in runs with adapters.
     keys = sorted((now.keys() | then.keys()) - (set() if images else set(_OF_IMAGES)))
     if cfg.trainer.val_only:  # an evaluation does not train, so only the model must be the same
         keys = [key for key in keys if key.startswith("actor_rollout_ref.model.")]

@@ -51,7 +51,7 @@ def superfluous(cfg: TrainerConfig, whole: Sequence[int], by_time: Callable[[int
     by_time(step): whether it was saved by time only.
     """
     keep = max(cfg.max_actor_ckpt_to_keep or 0, 0)
-    if keep and not cfg.saves_regularly:  # then checkpoints saved by time count as requested
+    if keep and not cfg.saves_regularly:  # then checkpoints saved by time count as regular ones
         return list(whole[:-keep])
     newest = whole[-min(_BY_TIME, keep or _BY_TIME) :]
     by_steps = [step for step in whole if not by_time(step)]
@@ -64,9 +64,9 @@ def missing_room(
 ) -> tuple[str, str]:
     """Return (problem, note), empty if there is room in ``folder`` for all checkpoints of this run.
 
-    size: bytes of one checkpoint. Without ``max_actor_ckpt_to_keep``, requested checkpoints are never removed. Then it
-    is a problem only if the first does not fit; for the others, and for checkpoints saved by time, missing room is a
-    note.
+    size: bytes of one checkpoint. If ``max_actor_ckpt_to_keep`` is not set, requested checkpoints are never removed.
+    Then it is a problem only if the first does not fit; for the others, and for checkpoints saved by time, missing room
+    is a note.
     """
     steps = steps_saved(cfg, first_step, total_steps, steps_per_epoch)
     existing, keep = len(list(folder.glob("global_step_*"))), cfg.max_actor_ckpt_to_keep or 0

@@ -42,7 +42,7 @@ from rltrain.workers.interface.tasks import SaveTask, Written
 log = logging.getLogger(__name__)
 # Seconds that the driver waits at a time; it checks the cluster in between.
 _LOOK_S = 1.0
-# Time limit for the sample files of its steps, once the rest of a checkpoint is written.
+# Seconds to wait for the sample files of a checkpoint's steps after the rest of the checkpoint is written.
 _ANSWERS_S = 60.0
 # Some storage frees the space of removed files with this delay.
 _FREED_S = 60.0
@@ -67,7 +67,7 @@ class _Pending:
 
 
 def _over(work: BackgroundJob[Any], waits: bool) -> bool:
-    """Return whether ``work`` is done. With ``waits``, wait until it is."""
+    """Return whether ``work`` is done. If ``waits``, wait until it is done."""
     while waits and not work.ready(_LOOK_S):
         raise_if_lost()
     return work.ready()
@@ -98,7 +98,7 @@ class Saver(Callback):
         named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
         self._roles: dict[str, Policy | Critic | Reference] = {name: role for name, role in named.items() if role}
         self._fingerprint = dataset_fingerprint
-        self._bytes_needed = num_bytes  # as large as the last one
+        self._bytes_needed = num_bytes  # estimated first, then the size of the last one
         self.last_step = 0
         self.best = Best(cfg.trainer)
         self._saved_at = self._clock.monotonic()  # start of the last save, or of training
@@ -123,7 +123,7 @@ class Saver(Callback):
         late = trainer.saves_by_time and self._clock.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
         if not late or self._pending:
             return False
-        # In the background, because the disk may not respond; then it is checked again after the next step.
+        # Checked in the background, because the disk may not respond. Then it is checked again after the next step.
         self._room = self._room or BackgroundJob("room", partial(self._has_room_for_two, step))
         if not self._room.ready(_LOOK_S):
             return False
@@ -159,7 +159,8 @@ class Saver(Callback):
         return self._by_time[step]
 
     def save(self, step: int, progress: Progress, *, by_time: bool = False) -> dict[str, float]:
-        """Begin to save ``step``. Without background writing, return after the checkpoint is complete.
+        """Begin to save ``step``. If writing in the background is not possible, return after the checkpoint is
+        complete.
 
         by_time: only `overdue` requires this save. Returns its timing, and the metrics of callbacks on finished saves.
         Raises DiskError with the needed and the free space.
@@ -167,7 +168,7 @@ class Saver(Callback):
         timer = StepTimer()
         with timer("save_checkpoint"):
             self.finish()
-            # A late result of the disk space check refers to the time before this save.
+            # A running check of the disk space is discarded, because it refers to the time before this save.
             self._saved_at, self._by_time[step], self._room = self._clock.monotonic(), by_time, None
             in_background = self._begin(step, progress)
             if not in_background:
@@ -205,7 +206,7 @@ class Saver(Callback):
         self._go_on(waits=True)
 
     def _go_on(self, waits: bool) -> None:
-        # Taken first, because waiting for workers polls this method.
+        # Cleared first, because this method is called again while it waits for workers.
         pending, self._pending = self._pending, None
         if not pending:
             return
@@ -252,8 +253,8 @@ class Saver(Callback):
         """Complete the checkpoint, then remove older ones."""
         digests = {name: digest for part in written for name, digest in part.digests.items()}
         size = size_of(self._folder.commit(pending.folder, pending.step, digests))
-        # After the new one is in place. The checkpoint of trainer.resume_from_path is kept, because a rerun starts from
-        # it again.
+        # Older checkpoints are removed only after the new one is in place. The checkpoint of trainer.resume_from_path
+        # is kept, because a rerun starts from it again.
         try:
             self._folder.prune(self._superfluous, self._cfg.trainer.resume_from_path)
         except (OSError, StorageError) as error:

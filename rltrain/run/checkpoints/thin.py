@@ -1,4 +1,5 @@
-"""Removal of optimizer state from old checkpoints: a third of the size, with unchanged weights.
+"""Removal of optimizer state from old checkpoints. This reduces them to a third of their size and keeps the weights
+unchanged.
 
 DCP's files hold one tensor after another, and ``.metadata`` has their offsets. So the other tensors are copied byte for
 byte into new files, without loading them. The thinned checkpoint is written next to the old one and then takes its

@@ -45,7 +45,8 @@ def check_judge_server(judge: JudgeConfig, result: PreflightResult) -> list[str]
 def check_judge_messages(cfg: ScoringConfig, longest: int, rows: dict[str, Rows], result: PreflightResult) -> list[str]:
     """Check the message lengths of a judge on the devices. Return a line for the report.
 
-    For one row per data source, the message with the ground truth as response must fit the longest message, in tokens.
+    One row per data source is checked: its message, with the ground truth as the response, must not have more tokens
+    than the longest message.
     """
     lines = {}
     try:

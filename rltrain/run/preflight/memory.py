@@ -63,7 +63,7 @@ class _Writing:
     per_prompt: int = 1
     """Responses that share a prompt."""
     per_job: int = 1
-    """Responses that are added together."""
+    """Responses of a job, which are added to the batch together."""
 
     @classmethod
     def of_policy(cls, cfg: Config, plan: Plan, device: Device) -> _Writing:
@@ -116,7 +116,7 @@ class _Role:
         even = {id(weight) for part in kept for weight in part.parameters()}
         elements = sum(each.numel() for name, each in packed.named_parameters() if ADAPTER not in name)
         if self.spec.tensor_size > 1:
-            # Some weights are split in two dimensions, others not at all.
+            # Computed from a split model, because some weights are split in two dimensions and others not at all.
             with fake_model(self.kind, self.spec, DEVICES["cpu"], self.ranks) as (split, _, _):
                 own = [(local(each).nbytes, each.requires_grad) for each in split.parameters()]
             return sum(size for size, _ in own), sum(size for size, learns in own if learns), elements
@@ -175,7 +175,7 @@ def forecast(
     phases = device_phases() if phases is None else phases
     if not plan.passes.trains:
         phases = [phase for phase in ("sync", "gen", JUDGE_PHASE, "reward") if phase in phases]
-    if plan.passes.supervised:  # without an engine
+    if plan.passes.supervised:  # supervised fine-tuning has no engine
         phases = [phase for phase in PASSES if phase in phases]
 
     def together(phase: str, own: Mapping[str, int]) -> Owners:
@@ -219,7 +219,7 @@ def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
 
 
 def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role]) -> dict[str, Callable[[], Owners]]:
-    """Return, per pass, a function that computes its peak."""
+    """Return a function for each pass that computes the pass's peak."""
     passes, policy = plan.passes, roles["actor"]
 
     def forward(name: str, role: Role) -> Owners:
@@ -247,7 +247,8 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
             # The reference's embedding and head stay gathered during the update.
             own["gathered"] += forward("update_actor", "ref")["gathered"]
         if passes.exact_teacher:
-            # So do the teacher's. Its layers run before the policy's, and may need more memory.
+            # The teacher's embedding and head stay gathered too. Its layers run before the policy's, and may need more
+            # memory.
             teacher = forward("update_actor", "teacher")
             own["gathered"] += teacher["gathered"]
             own["activations"] = max(own["activations"], teacher["activations"])

@@ -4,8 +4,8 @@ A formula for activations would be wrong as soon as the forward changes. So here
 over a fake process group, runs forward, backward and optimizer step on fake tensors, and a ledger sums the live
 storages. Memory is linear in the number of equal layers, so a short model, and a longer one for each layer type, give
 the memory of a long one. torch's FSDPMemTracker finds the same total for one micro-batch, but supports no second one,
-and cannot distinguish gathered weights from gradients in a backward. Not counted: workspaces of kernels, and
-fragmentation.
+and cannot distinguish gathered weights from gradients in a backward. Workspaces of kernels and fragmentation are not
+counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rltrain.models.weights.state import moments
 
 # Longer models are run with this many layers and with twice as many. With only two layers, FSDP gathers both at once.
 _LAYERS = 3
-# It needs as much memory as its input, which inner operators do not show.
+# This operator needs as much extra memory as its input, which its inner operators do not show.
 _TAKES_AS_MUCH = torch.ops.aten.logsumexp.default
 Owners = Counter[str]
 
@@ -104,7 +104,7 @@ class Ledger(TorchDispatchMode):
         self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             self._stack.enter_context(patch.object(FSDPParamGroup, name, self._told(getattr(FSDPParamGroup, name))))
-        # DTensor infers the shape of a result by computing all of it on fake tensors.
+        # Not counted: DTensor infers the shape of a result by computing all of it on fake tensors.
         meta = "_propagate_tensor_meta_non_cached"
         self._stack.enter_context(
             patch.object(ShardingPropagator, meta, self._unseen(getattr(ShardingPropagator, meta)))
@@ -117,7 +117,7 @@ class Ledger(TorchDispatchMode):
         self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The operation on the local shard is dispatched here separately.
+        # Not counted, because the operation on the local shard is dispatched here separately.
         if DTensor in types:
             return NotImplemented
         if func is _TAKES_AS_MUCH and isinstance(args[0], FakeTensor):
@@ -217,7 +217,9 @@ def fake_model(
 
 
 def _elsewhere(**_: Any) -> saved_tensors_hooks:
-    """Replace torch's save_on_cpu, because the device is a CPU here: saved tensors take no memory."""
+    """Replace torch's save_on_cpu. The device is a fake CPU here, so saved tensors are moved to the meta device, where
+    they take no memory.
+    """
     return saved_tensors_hooks(
         lambda tensor: torch.empty_like(tensor, device="meta"), lambda saved: torch.empty_like(saved, device="cpu")
     )
@@ -290,7 +292,7 @@ Work = Callable[[Any, Ledger, PackedInputs], list[Owners]]
 def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, batch: Batch, work: Work) -> Owners:
     """Return the bytes by owner at the peak of ``work`` on ``batch``.
 
-    ``work`` returns the peaks of its stretches. In each stretch memory is linear in the number of layers of a type, so
+    ``work`` returns the peaks of its stretches. In each stretch, memory is linear in the number of layers of a type. So
     for many layers it is extrapolated from a short and a longer model.
     """
     kinds = [_kinds(layers) for layers in layer_lists(empty_packed(kind, spec, spec.load_config()))]

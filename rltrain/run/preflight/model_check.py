@@ -39,8 +39,8 @@ from rltrain.workers.rollout.settings import EngineSettings
 # Tolerances relative to the spread of all numbers. Rounding stays under 1e-5 for every family in docs/models.md, and
 # the smallest mistake found was 0.1.
 _FAR, _FAR_GRADIENT = 1e-3, 1e-2
-# Lengths of two responses that share a prompt, and of one response to another prompt. Windows and chunks of a small
-# copy are shorter.
+# Lengths of two responses that share a prompt, and of one response to another prompt. They are longer than the windows
+# and chunks of a small copy.
 _PROMPTS, _ANSWERS, _PROMPT_OF = (9, 6), (7, 4, 8), (0, 0, 1)
 # Tokens below the special tokens of a small copy.
 _TOKENS = range(2, 48)
@@ -137,7 +137,8 @@ def differences(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: bool)
     except (Wrong, ConfigError):
         raise
     except Exception as error:
-        # Families without this mark may also work, but if one fails, this is the reason.
+        # Families without `_supports_attention_backend` may also work. If one fails, its missing attention interface is
+        # the reason.
         why = "fails on packed sequences" if getattr(plain, "_supports_attention_backend", True) else _OUTSIDE
         raise Wrong(f"{why} ({_first_line(error)}). {_ELSE}") from error
 
@@ -148,7 +149,7 @@ def _compared(
 ) -> Differences:  # fmt: skip
     with torch.no_grad():
         evaluation = distance(packed_scores(packed.eval(), samples), expected)
-        if not evaluation <= _FAR:  # nor NaN
+        if not evaluation <= _FAR:  # also raises for NaN
             raise Wrong(f"{_why(packed, plain, samples, expected)}. {_ELSE}")
     scores, own = _with_gradient(packed.model, lambda: packed_scores(packed.train(), samples))
     training = distance(scores, expected)

@@ -107,7 +107,7 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
     if passes.images:
         result.problems += _image_problems(cfg, "prompts have images" if result.images else f"{_SHOWN}=True")
         if passes.images_between_turns and (problem := _problem_between_turns(cfg)):
-            # Unless the user enabled images of tools, there may be none.
+            # It is only a note unless the user enabled images of tools, because there may be none.
             asked = cfg.actor_rollout_ref.rollout.multi_turn.images
             (result.problems if asked else result.notes).append(problem)
         if cfg.distillation.enabled and passes.images_in_training:
@@ -164,7 +164,7 @@ def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, resu
         if kind is PolicyModel:
             result.problems += _other_tokens(cfg, spec, config, result)
     result.problems += filter(None, (heads_problem(config, size, key, ring) for key, (size, ring) in sizes.items()))
-    # For hub models, the head is in files of gigabytes.
+    # Checked only in local folders, because the head of a hub model is in files of gigabytes.
     if kind is ScalarModel and Path(spec.path).is_dir():
         if row.reads_texts:
             check_reward_model(spec).try_template([[*_HELLO, {"role": "assistant", "content": "!"}]])
@@ -201,7 +201,7 @@ def _unchecked(cfg: Config, untried: str | None, result: PreflightResult) -> Non
 
 
 def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
-    """Yield problems of routers without a correction bias that can be updated."""
+    """Yield a problem if the model's routers have no correction bias that can be updated."""
     actor = cfg.actor_rollout_ref.actor
     key = f"actor_rollout_ref.actor.router_bias_update_rate={actor.router_bias_update_rate:g}"
     if not actor.router_bias_update_rate:
@@ -356,7 +356,9 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightRe
 
 
 def _sizes_of_policy(cfg: Config) -> dict[str, tuple[int, int]]:
-    """Return the sizes by which the policy's heads are divided, other than the actor's, and ring sizes."""
+    """Return, by config key, the sizes by which the policy's heads are divided outside the actor, each with its ring
+    size.
+    """
     rollout, models = cfg.actor_rollout_ref.rollout, specs_of(cfg, get_device(cfg.trainer.device)).values()
     sizes = {spec.ulysses_key: spec.ulysses_and_ring for _, spec in models if spec.is_copy}
     if ENGINES[rollout.name].tensor_parallel:

@@ -183,7 +183,7 @@ def _kept_layers(fields: dict[str, Any], own_fields: dict[int, dict[str, Any]], 
     periods = [fields.get(name) or 1 for name in _PERIODS] + [min(fields.get("first_k_dense_replace") or 0, 1) + 1]
     last = max(firsts[-1] + 1, 2, *periods)
     layers = list(range(min(last, depth))) if last <= _MOST_LAYERS else firsts
-    # Layers in the second half read keys and values of the first half.
+    # Kept twice, because layers in the second half read keys and values of the first half.
     return [*layers, *layers] if fields.get("num_kv_shared_layers") else layers
 
 

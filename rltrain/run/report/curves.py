@@ -16,7 +16,7 @@ from rltrain.run.report.table import PHASES
 _SIGMAS = 1.96
 _CORE = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|maj)@\d+(?:/mean)?)")
 _MOST_BARS = 400
-# `gen` includes generation and weight sync, `reward` includes the judge.
+# Phases that are part of another phase have no bar: `gen` includes generation and weight sync, `reward` the judge.
 _BARS = [name for name in (*PHASES, "other", "testing", "save_checkpoint")
          if name not in ("generate_sequences", "reshard", "judge", "step")]  # fmt: skip
 # Title, unit, and metrics with their labels.

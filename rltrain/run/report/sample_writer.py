@@ -42,7 +42,7 @@ _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
 # A disk counts as full with less free space than this, or than a hundredth of its size.
 _FULL_BYTES = 64 << 20
-# Characters of a conversation. Its whole text is the response.
+# Maximum characters of a saved conversation, but at least this many per message. The response has the whole text.
 _MOST_CHARS, _LEAST_CHARS = 200_000, 200
 _WIDE = {"f": np.float64, "u": np.int64}
 
@@ -69,7 +69,7 @@ class SampleJob:
     """File for all prompts, in verl's format."""
 
     def column(self, name: str) -> Array:
-        """Return one number per response. Without rewards, the scores are used."""
+        """Return one number per response. If there are no rewards, the scores are used."""
         values = self.numbers[name if name in self.numbers else c.SCORE]
         values = values.astype(_WIDE.get(values.dtype.kind, values.dtype))
         return np.broadcast_to(values, len(self.rows) * self.each)
@@ -264,8 +264,8 @@ class WriterProcess:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # No CPU slot, because workers may hold all slots of a local Ray. No restarts by Ray, which would not report
-        # lost jobs.
+        # It takes no CPU slot, because workers may hold all slots of a local Ray. Ray does not restart it, because Ray
+        # would not report lost jobs.
         actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=this_node)
         self._actor: Any = actor.remote(*self._given)
 
@@ -293,7 +293,8 @@ class WriterProcess:
         calls = list(self._running)
         ready = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
         outcomes = []
-        # In order of submission, because the first failed call of a dead process is the one that it was running.
+        # Calls are handled in order of submission, because the first failed call of a dead process is the one that it
+        # was running.
         for call in [running for running in calls if running in ready]:
             # Calls of a dead process are submitted again; their errors do not count as another death.
             if call not in self._running:

@@ -22,7 +22,7 @@ _TEXTS = ("question", "prompt", "answer", "messages", "ground_truth", "reward_er
 # Maximum number of parts of a conversation on one line. The first and the last are shown.
 _MOST_PARTS = 6
 POLICY = "policy, turn"
-# Characters of a call in the label of its result.
+# Maximum number of characters of a call that the label of its result quotes.
 _LABEL_CHARS = 500
 
 

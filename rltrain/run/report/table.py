@@ -17,13 +17,13 @@ from rltrain.common.storage import json_lines
 from rltrain.config.passes import step_phases
 
 METRICS = "metrics.jsonl"
-# Increase of the truncated share that is not due to chance in a few steps.
+# Increase of the truncated share that is too large to be chance in a few steps.
 _RISE = 0.1
 PHASES = ("generate_sequences", "reshard", "judge", *step_phases(), "step")
 ROWS = [
     *((name, f"timing_s/{name}", "seconds") for name in PHASES),
     ("response_length", "response_length/mean", "tokens"),
-    # Only the waiting time, because a save is written during the next steps.
+    # Only the waiting time is shown, because a save is written during the next steps.
     ("save_checkpoint", "timing_s/save_checkpoint", "seconds that steps wait for a save"),
     ("testing", "timing_s/testing", "seconds"),
     ("throughput", "perf/throughput", "tokens/s/device, prompt and response, whole step"),

@@ -89,7 +89,8 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases tracker. Without a login or server, it writes files of offline mode for `wandb sync`.
+    """Weights & Biases tracker. If there is no login or the server does not respond, it writes offline files for `wandb
+    sync`.
 
     wandb silently drops entries whose step is below an earlier one, as in a resumed run or after a retry. So wandb's
     own step counts entries, and the training step is the axis of all plots.
@@ -105,7 +106,7 @@ class WandB(Sink):
         named["settings"] = wandb.Settings(console="off")
         why = ""
         if wandb.setup().settings.mode == "online":
-            # Retried entries would arrive out of order.
+            # If earlier attempts have unsent offline files, this one writes offline too, to keep the entries in order.
             waits = run.run_id and any(folder.name.endswith(f"-{run.run_id}") for folder in unsent_wandb(run.folder))
             why = "earlier steps of this run are not sent yet" if waits else wandb_refusal()
         if not why:
@@ -195,7 +196,7 @@ class SwanLab(Sink):
         self._table = lambda columns, rows: swanlab.echarts.Table().add(columns, rows)
         named = {"project": run.project, "name": run.name, "config": run.config, "log_dir": str(run.folder / "swanlog")}
         resume = "allow" if run.run_id else "never"
-        # It must neither prompt on the terminal nor capture it.
+        # SwanLab must neither prompt on the terminal nor capture it.
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
         self._run = swanlab.init(**named, id=run.run_id, resume=resume, settings=quiet)
         self.run_id = self._run.id

@@ -39,7 +39,7 @@ _BACKOFF = Backoff(1.0, 300.0)
 _DOWN_AFTER = 3
 # An entry that failed this many times while others succeeded is dropped.
 _GIVE_UP_AFTER = 5
-# Seconds that the end of a run waits for trackers, and the end of a failed run.
+# Seconds that a run waits for its trackers at its end, and after a failure.
 CLOSE_S, _CLOSE_AFTER_FAILURE_S = 60.0, 10.0
 # File with the id of the run in each tracker.
 IDS_FILE = "tracking.json"
@@ -216,7 +216,9 @@ class Tracker(Callback):
     def of(
         cls, trainer: TrainerConfig, settings: dict[str, Any], folder: Path, first_step: int, total_steps: int
     ) -> Tracker:
-        """Create the tracker of a run in ``folder`` that continues after ``first_step``. settings: all, to be shown."""
+        """Create the tracker of a run in ``folder`` that continues after ``first_step``. settings: all settings of the
+        run, which trackers show.
+        """
         names, chosen = (trainer.project_name, trainer.experiment_name), True
         if names[1] == TrainerConfig.experiment_name:  # with the default, all runs would have the same name
             kept = read_ids(folder / IDS_FILE).get(_NAME) if first_step else None

@@ -3,8 +3,8 @@
 A mean length and a mean rate would hide a full cache, and the last long response, for which a step waits. So time
 advances from the end of one response to the end of the next. In between, all rows of a replica generate one token per
 decode step. A decode step takes a fixed time plus the time to read weights, keys and values, or to compute the FLOPs.
-The queue is that of real runs. Not simulated: swapping, speculation, turns, and prefill during decoding (here prefill
-comes first).
+The queue is that of real runs. It does not simulate swapping, speculation, turns, or prefill during decoding (here
+prefill comes first).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from rltrain.trainer.batching.mini_batches import cut_prompts
 from rltrain.trainer.metrics.timing import flops_metrics
 from rltrain.trainer.plan import Plan
 
-# An update gathers weights for the forward and again for the backward pass, and sends as many gradients. Its samples
-# have as many times the data.
+# Transfers of a pass, by whether it is an update: an update gathers weights for the forward and again for the backward
+# pass, and sends as many gradients. Its samples also have three times as much data.
 _ROUNDS = {True: 3, False: 1}
 
 

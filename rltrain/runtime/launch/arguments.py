@@ -86,8 +86,8 @@ def read_launch(argv: list[str]) -> Launch:
     if role == "head":
         _check_port(numbers.RAY_PORT, rest)
     file = first_set("HEAD_FILE")
-    # The working folder is usually shared, so the simplest case needs no settings. With an address no file is used,
-    # because nothing has to be shared, and a file here may be another head's.
+    # By default the file is in the working folder, which is usually shared, so the simplest case needs no settings.
+    # With an address no file is used, because nothing has to be shared, and a file here may be another head's.
     default = (rank or role == "stop") and not (address and role != "stop") and os.access(".", os.W_OK)
     return Launch(
         role=role,

@@ -23,9 +23,9 @@ _POLL_S = 0.5
 def run_command(launch: Launch, address: str, signals: list[int], poll_signals: Callable[[], None]) -> int:
     """Run the command with the Ray of ``address``, forward the signals in ``signals``, and return its exit code.
 
-    Returns 75 if it ended without a report. heed: called periodically.
+    Returns 75 if it ended without a report. poll_signals: called periodically.
     """
-    # So that `python` in the command is this interpreter.
+    # This interpreter's folder is first, so that `python` in the command is this interpreter.
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     variables = {"RAY_ADDRESS": address, MARK: address, "PATH": path}
     variables |= {"RLTRAIN_NNODES": str(launch.num_nodes)} if launch.num_nodes else {}

@@ -34,7 +34,8 @@ def ray_start(launch: Launch, address: str, *arguments: str) -> None:
         )  # fmt: skip
         output.seek(0)
         if process.returncode:
-            # It also fails if the head is restarting. Exit code 2: wrong arguments.
+            # Exit code 2 means wrong arguments. Other failures may be temporary, for example while the head is
+            # restarting.
             kind = ConfigError if process.returncode == 2 else NodesMissing
             raise kind(f"ray start {' '.join(options)} failed:\n{output.read().strip()}")
 
@@ -60,7 +61,7 @@ def own_address(launch: Launch, head: str = "") -> str:
             "reach this node by that address, set NODE_IP to the address of this node."
         )
     address = first_set("NODE_IP") or address_towards(host or None)
-    # On the head, its host name may resolve to 127.0.1.1.
+    # On the head, its own host name may resolve to 127.0.1.1, which other nodes cannot use.
     if address and address.startswith("127.") and not first_set("NODE_IP") and not head:
         address = address_towards(None)
     if not address:

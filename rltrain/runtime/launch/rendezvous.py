@@ -2,8 +2,8 @@
 
 Typical reasons why nodes do not join: a token that only one node has, an unreachable address, a stale file of an
 earlier run, code that one node lacks, a driver on every node. So everything that a node knows before it joins is
-compared first, and missing nodes are logged during every wait. Left out: starting processes on other nodes (the
-scheduler or the user runs the script there), and nodes that join or leave during a run.
+compared first, and missing nodes are logged during every wait. It does not start processes on other nodes (the
+scheduler or the user runs the script there), and nodes cannot join or leave during a run.
 
 `ray symmetric-run` also starts Ray and waits, but it does not report missing nodes, does not forward signals, always
 returns 0 on nodes other than the head, and ends with `ray stop`, which stops all clusters of the node.
@@ -47,7 +47,8 @@ _SAY_EVERY_S = 10
 _POLL_S = 0.5
 # Seconds without a response after which the head counts as lost; Ray has a timeout of a minute.
 _SILENT_S = 45
-# The head's Ray outlives its script; a suspended script is not lost.
+# Seconds without a heartbeat after which the head's script counts as killed, although the head's Ray is still running.
+# It is long, because a script that is only suspended is not lost.
 _GONE_S = 180
 _LEAVE_S = 20
 _SAME_SIGNAL_S = 4
@@ -212,7 +213,7 @@ def _finish(store: KVStore | None, code: int) -> None:
     with suppress(ConnectionError):
         if store:
             store.put(END, code)
-            # Except the head itself.
+            # Wait until only the head itself is left.
             SYSTEM.poll(lambda: sum(node.is_in for node in store.nodes()) <= 1, _LEAVE_S, _POLL_S)
 
 
@@ -252,7 +253,7 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
         # Excludes processes of an earlier head with the same address.
         if here.address in store.alive() and any(program_of(pid) == "raylet" for pid in left):
             raise ConfigError(f"this node has already joined {mark}. Remove it with `ray_start.sh stop`.")
-        # Ray was killed here, and its helper processes would remain.
+        # The raylet of this node was killed, but its helper processes are still running.
         end_processes(mark)
     here.stranger = False
     # Ray would also reject the node, but the head would not know why it is missing. Packages and code are compared when
@@ -268,7 +269,7 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
 
 def join(store: KVStore, head: dict[str, Any], here: Node, launch: Launch, signals: list[int]) -> int:
     """Join, and stay while the command runs."""
-    # Independent of the name that this node uses for the head.
+    # Use the address that the head has published, whatever name this node uses for the head.
     mark = head.get("address", store.address)
     try:
         ray_start(launch, mark, f"--address={store.address}", f"--node-ip-address={here.address}")

@@ -77,7 +77,7 @@ class KVStore:
     """Client of the head's store. Raises ConnectionError if the head is unreachable or has another token."""
 
     def __init__(self, address: str) -> None:
-        # Otherwise an earlier token, which may be wrong, would be reused.
+        # The cache is cleared, because otherwise an earlier token, which may be wrong, would be reused.
         AuthenticationTokenLoader.instance().reset_cache()
         self.address = address
         self._client = self._checked(lambda: GcsClient(address=address))
@@ -113,7 +113,7 @@ class KVStore:
         return self._checked(lambda: getattr(self._client, method)(*arguments, timeout=4 * _ANSWER_S, **place))
 
     def _checked(self, request: Callable[[], Any]) -> Any:
-        # Without this the client would wait for a lost head, and terminate this process after a minute.
+        # Without this check, the client would wait for a lost head, and terminate this process after a minute.
         if not accepts_connections(self.address):
             raise ConnectionRefusedError(f"{self.address} does not accept connections")
         try:

@@ -2,8 +2,8 @@
 
 It is a small parent process that uses only the standard library and is not part of the run, so that errors of the run
 cannot end it. It adopts and ends leftover processes of the command, because Ray's processes may still hold devices. The
-run reports its pid, its folder and its error through a file (`common.attempt.report_to_supervisor`). Not included:
-monitoring a live run, which has deadlines, and processes on other nodes.
+run reports its pid, its folder and its error through a file (`common.attempt.report_to_supervisor`). It does not
+monitor a live run, which has deadlines, or processes on other nodes.
 """
 
 from __future__ import annotations
@@ -97,15 +97,16 @@ class Supervisor:
                 return 130 if self._stop_signal == signal.SIGINT else _AGAIN
 
     def _attempt(self) -> Attempt:
-        with suppress(
-            OSError
-        ):  # without the file only the cause is unknown Temporary folders may be cleaned up after some days.
+        # Created again, because temporary folders may be cleaned up after some days. If it fails, only the cause is
+        # unknown.
+        with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
             self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
-            # In a new session, because a terminal would also send Ctrl-C to the run, as `_forward_signal` already does.
+            # In a new session, because otherwise a terminal would send Ctrl-C to the run too, in addition to
+            # `_forward_signal`.
             self._child = child = os.posix_spawnp(
                 self._command[0], self._command, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
             )

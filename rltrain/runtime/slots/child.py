@@ -67,13 +67,14 @@ def opened(descriptor: int, parent: int) -> tuple[socket.socket, BinaryIO, Limit
         # Make the OOM killer choose this process first.
         with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
             stream.write("900")
-    # A copy of the stderr that the slot keeps separately, made before output is redirected to the pipe.
+    # faulthandler writes to a copy of stderr, which the slot reads separately. It is made before output is redirected
+    # to the pipe.
     faulthandler.enable(file=os.dup(2))
     stacks.offer()
     _print_by_lines()
     channel = socket.socket(fileno=descriptor)
     requests = channel.makefile("rb")
-    # Before any user code runs, because memory for imports counts too.
+    # Limits are set before any user code runs, because memory for imports counts too.
     limits: Limits = pickle.load(requests)
     impose(limits)
     return channel, requests, limits

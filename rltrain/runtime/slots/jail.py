@@ -27,7 +27,8 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 1, 
 # Files that the dynamic loader reads without an audit event, for extension modules of the standard library.
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/urandom")
-# Rights of Landlock. The working directory has those without a device, socket, FIFO or symbolic link.
+# Rights of Landlock. In the working directory, files and folders can be read, written, created and removed, but no
+# device, socket, FIFO or symbolic link can be created.
 _LANDLOCK_CREATE, _LANDLOCK_RULE, _LANDLOCK_RESTRICT = 444, 445, 446  # on every architecture
 _READ_FILE, _READ_FOLDER, _WRITE_NULL = 1 << 2, 1 << 3, 1 << 1 | 1 << 2
 _WORK = sum(1 << bit for bit in (1, 2, 3, 4, 5, 7, 8, 13, 14))
@@ -340,7 +341,8 @@ def _doorkeeper(folder: str, library: str) -> Any:
 
 
 def _inside(folder: str, roots: tuple[str, ...]) -> Any:
-    # By text only, without os.path, which the program may have replaced. It cannot create links, so text suffices.
+    # Paths are compared as text, without os.path, which the program may have replaced. Text is enough, because the
+    # program cannot create links.
     kind, text, number, raw, prefixes = type, str, int, bytes, tuple(root + "/" for root in roots)
 
     def inside(path: Any) -> bool:

@@ -76,7 +76,7 @@ class ChildProcess:
         self.channel.close()
         send([self._process.pid], signal.SIGTERM)
         has_ended(self._process, _END_S)
-        # Before `wait`, because once it is reaped, its id may belong to another process.
+        # The tree is killed before `wait`, because once the process is reaped, its id may belong to another process.
         kill_tree(self._process.pid)
         self._process.wait()
         remove_folder(self._folder)  # again, because the subreaper may have been killed before it was done

@@ -1,8 +1,8 @@
 """Parent of a slot's process, which ends all processes that functions have started, and reaps orphans. Only the
 ancestor that adopts a process whose parent has died can find it (a subreaper in Linux). The process that runs the
 functions cannot be that ancestor, because it may die itself, and waiting for any child would take away exit codes of a
-function's processes. Not covered: processes in another session survive if the subreaper itself is killed (SIGKILL); the
-other processes of the slot and programs of models do not.
+function's processes. If the subreaper itself is killed (SIGKILL), processes in another session survive. The other
+processes of the slot and programs of models do not.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def fork_below(parent: int, channel: int) -> None:
     remove_folder(os.environ.get(PROGRAMS_FOLDER, ""))
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has already written its core dump
-        if code != -signal.SIGKILL:  # it has no handler
+        if code != -signal.SIGKILL:  # SIGKILL has no handler to reset
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(own, -code)

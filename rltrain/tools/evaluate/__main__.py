@@ -57,7 +57,8 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     several = len(request.models) > 1
     results = list[dict[str, Any]]()
     settings = [request.settings(model) for model in request.models]
-    # Before the first evaluation, because a problem of the last one would otherwise be reported after hours.
+    # All settings are checked before the first evaluation. Otherwise a problem of the last one would be reported after
+    # hours.
     notes = [check_settings(loaded) for loaded in settings]
     for model, loaded in zip(request.models, settings, strict=True):
         result_folder_of(request, model, loaded)

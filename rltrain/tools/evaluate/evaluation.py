@@ -153,7 +153,7 @@ def values_of(rows: pd.DataFrame, num_answers: int) -> tuple[Floats, str]:
     rows: the responses of one source, sorted by prompt.
     """
     by_prompt = {name: rows[name].to_numpy().reshape(-1, num_answers) for name in rows}
-    # As in a validation: the scorer's accuracy, else the reward.
+    # The measure is that of a validation: the scorer's accuracy, else the reward.
     has_acc = "acc" in rows and pd.api.types.is_numeric_dtype(rows["acc"]) and rows["acc"].notna().any()
     measure = "acc" if has_acc else "reward"
     return np.where(_failed(by_prompt), np.nan, by_prompt[measure].astype(np.float64)), measure

@@ -61,7 +61,7 @@ class Model:
         """The folder for evaluations next to the model."""
         if not self.folder:
             return Path.cwd() / "evaluation"
-        # Not inside a checkpoint, with which it would be deleted.
+        # The folder is not inside a checkpoint, because it would be deleted with the checkpoint.
         is_export = self.folder.name == _EXPORT and (self.folder.parent / MANIFEST).is_file()
         return (self.folder.parent if is_export else self.folder).parent / "evaluation"
 

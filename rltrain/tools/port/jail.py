@@ -2,8 +2,8 @@
 
 Only a shell can expand a launch script's variables, but a third-party script may do anything. So bash runs in separate
 namespaces whose file system is a small tmpfs with copies of the text tools, without network, other processes and files
-of the machine. Any other program is a stub that records its arguments. Without namespaces nothing is run. Imports
-nothing of rltrain.
+of the machine. Any other program is a stub that records its arguments. If the kernel grants no namespaces, nothing is
+run. Imports nothing of rltrain.
 """
 
 import ctypes

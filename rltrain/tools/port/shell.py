@@ -229,7 +229,7 @@ def _jailed(
     most_seconds: float,
 ) -> dict[str, Any]:
     inside = f"{_HERE}/{script.name}"
-    # Absolute paths of interpreters, which may not exist on this machine.
+    # Absolute paths of interpreters get stubs too, because they may not exist on this machine.
     named = re.findall(r"(?<![\w.$}])((?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|ray|uv|accelerate))\b", text)
     stubs = {
         *(f"/bin/{name}" for name in _STUBS),
@@ -262,7 +262,7 @@ def _jailed(
         json.dump(job, spec)
         spec.seek(0)
         command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
-        # This timeout is for a jail that exceeds its own.
+        # A second timeout, for a jail that exceeds its own.
         try:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=3 * most_seconds, pass_fds=[spec.fileno()], cwd="/"

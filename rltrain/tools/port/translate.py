@@ -106,7 +106,7 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
     keys = old | {key for key in written if key.startswith("algorithm.rollout_correction.")}
     if not old:
         return set()
-    # Required paths, so that no other key is missing.
+    # Placeholders for the required paths, so that loading does not fail on missing keys.
     required = [f"{_A}model.path=/model", "data.train_files=/data"]
     try:
         loaded = load_config([*required, *(f"{key}={written[key]}" for key in written if key in keys)])
@@ -120,7 +120,7 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
 
 def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, str]) -> None:
     if _is_total(key) or key.endswith(".optim.min_lr"):
-        return  # later, when all settings are known
+        return  # translated later, when all settings are known
     rule = rule_of(key)
     if rule is None or is_known(rename(key)):
         _try(ported, key, text, {}, _compared_with(key, written))
@@ -136,7 +136,7 @@ def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, st
 
 
 def _no_rings_of_parts(ported: Ported) -> None:
-    """Share sequences by Ulysses where matrices are shared too, because ring attention does not go with that."""
+    """Replace ring attention by Ulysses if a model uses tensor parallelism, because the two cannot be combined."""
     if not any(key.endswith(".tensor_parallel_size") and text != "1" for key, text in ported.settings.items()):
         return
     for key in [key for key in ported.settings if key.endswith(".ring_attention_size")]:
@@ -167,7 +167,7 @@ def _try(
         if own_key in loaded.explicit:
             ported.put(own_key, text, why or (f"was {key}" if own_key != key else ""))
         return
-    # A key that is replaced by other keys, or by none.
+    # The key may be replaced by other keys, or by none.
     set_keys = [set_key for set_key in loaded.explicit if set_key not in map(rename, beside)]
     for set_key in set_keys:
         ported.put(set_key, typed(get(loaded.config, set_key)), f"was {key}={text}")
@@ -271,7 +271,7 @@ def _defaults_of_verl(ported: Ported, written: Mapping[str, str]) -> None:
         why = "verl's default; where the model fits one device, 1 (the default here) is quicker"
         put(_R + "tensor_model_parallel_size", "2", why)
     clip, bounds = _A + "actor.clip_ratio", (_A + "actor.clip_ratio_low", _A + "actor.clip_ratio_high")
-    # A custom loss may read them.
+    # A custom loss may read the bounds.
     reads = POLICY_LOSSES.get(ported.settings.get(LOSS_KEY, "vanilla"), LossTraits()).reads
     bounded = reads is None or "clip_ratio_low" in reads
     if clip in ported.settings and parsed_or_text(ported.settings[clip]) != 0.2 and bounded:

@@ -86,7 +86,7 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
     words = [word for word in words if not word.startswith("data=")]
     own = read_arguments(Arguments, words, others=rest, elsewhere=NAMES, problems=wrong)
     from rltrain.data.files import files_of
-    from rltrain.tools.evaluate.request import read_request  # takes seconds, after the errors above
+    from rltrain.tools.evaluate.request import read_request  # after the errors above, because it takes seconds
 
     base = read_request([*rest, f"data={own.dev}"], files, [])
     test = read_request([*rest, f"data={own.test}"], files, []).data

@@ -1,6 +1,6 @@
 """Call formats defined by a user's function that reads the calls of a turn. The function gets arbitrary output of the
-policy, so its exceptions count as unreadable calls, like all errors between two turns. Before the run it is tried on
-plain texts; if it finds calls in them, ConfigError is raised.
+policy, so its exceptions count as unreadable calls, like all errors between two turns. Before the run, the function is
+tried on plain texts. If it finds calls in them, ConfigError is raised.
 """
 
 import logging

@@ -170,7 +170,7 @@ class _Turn:
             calls, self._place = self._family.block(self._text, match.end() if start is None else start, self._tools)
         except Unreadable as problem:
             after = max(match.end(), match.start() + 1)
-            # The end of reasoning may cut off a draft of a call.
+            # Inside reasoning, skip only the mark, because the reasoning may end in the middle of a drafted call.
             self._place = after if self._before else max(after, problem.place)
             calls, why = [], str(problem)
         room = max(0, MOST_CALLS - len(self._calls) - len(self._problems))
@@ -188,7 +188,7 @@ class _Turn:
                 _, self._place = reading.read_json(text, start)
                 calls, _ = self._family.block(text, start, self._tools)
         except Unreadable as problem:
-            if problem.place == len(text) and self._looks_like_call(text[start:]):  # cut off
+            if problem.place == len(text) and self._looks_like_call(text[start:]):  # the call was cut off
                 return self._refuse(str(problem), problem.place)
         has_arguments = _ARGUMENTS.search(text, start, self._place)
         known = [call for call in calls if call.name in self._tools]
@@ -208,7 +208,8 @@ class _Turn:
         self._problems.append(why)
         self._ends_with_call = False
         if len(self._calls) + len(self._problems) > MOST_CALLS:
-            # The end of reasoning. A result of -1 becomes the end of the text.
+            # Skip to the end of the reasoning. If there is none, the modulo turns the result -1 into the end of the
+            # text.
             place = self._text.find(self._family.thinking.split("{}")[1], place) % (len(self._text) + 1)
         skipped = ("inner", "think", "bare", "code")
         while (mark := self._family.marks.search(self._text, place)) and mark.lastgroup in skipped:

@@ -149,7 +149,7 @@ class _Trajectories:
         if trajectory.chat:
             self._endpoint.close(trajectory.chat)
             trajectory.chat.deliver(None)  # otherwise a running thread would wait for turns that are never generated
-        # Reported before it is closed, which may take time. A trajectory that was closed meanwhile is not reported.
+        # Report before closing the session, because closing may take time. Do not report a trajectory closed meanwhile.
         if self._by_number.pop(number, None):
             self._report(number, end)
         self._closing.add(closing := asyncio.ensure_future(self._close_session(opening)))

@@ -77,7 +77,7 @@ def tools_of(place: str) -> dict[str, ToolFunction]:
             own[name] = value
     marked |= _registered(module.__name__)
     if not (marked or own):
-        raise ConfigError(f"{FUNCTIONS}={place} defines no function. Write one with types and a docstring for each.")
+        raise ConfigError(f"{FUNCTIONS}={place} defines no function. Write a function with types and a docstring.")
     return tools_by_name(f"{FUNCTIONS}={place}", marked or own)
 
 

@@ -169,8 +169,9 @@ def sanitize(text: str) -> str:
 class SanitizedOutput:
     """Standard output or error of a command, with all text converted by `sanitize`, and masked on standard error.
 
-    rich writes its own sequences and uses this attribute to find the wrapped stream. `logs.SanitizedConsole` converts
-    its texts. A leading carriage return on standard error is kept, because progress bars use it to rewrite their line.
+    rich must write control sequences, so it uses the attribute ``rich_proxied_file`` to bypass this class, and
+    `logs.SanitizedConsole` sanitizes its text instead. A leading carriage return on standard error is kept, because
+    progress bars use it to rewrite their line.
     """
 
     def __init__(self, stream: Any, is_error: bool = False) -> None:

@@ -53,7 +53,10 @@ _REFERENCE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
 def is_secret(name: str, value: object = "") -> bool:
-    """Return whether the value of a key with this name, or below it, is a secret. Numbers under plurals are not."""
+    """Return whether the value of a key with this name, or below it, is a secret.
+
+    A number is not a secret if the name ends in "tokens" or "keys", because it is a count.
+    """
 
     def is_named(part: str) -> bool:
         is_length = part.lower().endswith(("tokens", "keys")) and _NUMBER.fullmatch(str(value))

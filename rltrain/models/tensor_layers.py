@@ -91,7 +91,7 @@ def embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, 
 
 
 def entering(compute: Callable[..., Tensor], group: ProcessGroup, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a module, and sum the gradient of its output over the group (`enter`)."""
+    """Call ``compute``, and sum the gradient of its output over the group (`enter`)."""
     return enter(compute(*args, **kwargs), group)
 
 

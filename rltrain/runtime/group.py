@@ -46,7 +46,7 @@ _Ranks = range | None
 
 # Timeout of one poll of results and streams.
 _POLL_S = 0.5
-# Time for workers to return their stacks; a worker that does not is stopped, or its node is lost.
+# Seconds for workers to return their stacks. A worker that does not respond is suspended, or its node is lost.
 _STACKS_S = 5.0
 # Time for workers to leave the process group; busy ones are then killed.
 _LEAVE_S = 10.0

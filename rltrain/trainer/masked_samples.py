@@ -2,8 +2,8 @@
 
 A failed trajectory (dead process, lost server) carries no information about the policy, and a score of 0 would train on
 it, so it is excluded from the baseline too. A truncated response cannot be judged, but its reward is part of the
-policy's expected reward on the prompt. It stays in the baseline as in DAPO (Yu et al. 2025, section 3.4); the other
-responses alone would overestimate it.
+policy's expected reward on the prompt. It stays in the baseline as in DAPO (Yu et al. 2025, section 3.4). A
+baseline of the other responses alone would overestimate the expected reward.
 """
 
 from __future__ import annotations

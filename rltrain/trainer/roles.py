@@ -181,7 +181,7 @@ class Policy(_Remote, SavedRole):
         return [whole(payload, columns, ids, node), whole(texts, (c.TEXT,), ids, node)]
 
     def save_answers(self, answers: Samples, file: str) -> None:
-        """Write responses that wait for a later step (`PendingPrompts.answers`). Raises like `errors.write_error`."""
+        """Write responses that wait for a later step (`PendingPrompts.answers`). Raises DiskError or StorageError."""
         # The token columns are optional, because some responses have no token yet.
         request = answers.request(np.arange(len(answers)), (), WRITTEN, optional=c.ANSWER)
         call = bind(roles.Rollout.save_answers, request.as_batch, file)

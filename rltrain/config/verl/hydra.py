@@ -158,7 +158,7 @@ def named(config_path: str | None, config_name: str | None, config_dir: str | No
     name = (config_name or "ppo_trainer").removesuffix(".yaml")
     folders = [Path(folder).expanduser() for folder in (config_path, config_dir) if folder]
     for folder in folders or [Path()]:
-        # Without a folder, names of verl's stock files refer to these files.
+        # Without a folder, a stock file of verl takes precedence over a file of the same name in the working directory.
         if (folder / f"{name}.yaml").is_file() and (folders or stock(name) is None):
             return compose(folder / f"{name}.yaml", folders)
     if (stock_tree := stock(name)) is not None:

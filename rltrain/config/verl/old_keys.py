@@ -126,7 +126,7 @@ def _two_bounds(key: str, limits: str, lower: float) -> tuple[float, float]:
         raise ConfigError(f"{key}={limits}: {error}.") from None
     low = lower or (1 / high if low is None else low)
     if not 0 < low < high:
-        raise ConfigError(f"{key}={limits}: the bounds are {low:g} and {high:g}; give two such as 0.5_2.0.")
+        raise ConfigError(f"{key}={limits}: the bounds {low:g} and {high:g} must be positive and in order (0.5_2.0).")
     return low, high
 
 

@@ -101,7 +101,7 @@ def _forward(net: Any, hidden_states: Tensor, *_: Any, attention_mask: Tensor | 
     shape."""
     plan, group, states = vars(net).pop("rltrain_arguments", (None, None, None))
     if (plan is None and states is None) or attention_mask is not None:
-        raise NotImplementedError(f"{type(net).__name__} is given no plan of its packed row, or a custom mask")
+        raise NotImplementedError(f"{type(net).__name__} was called without a packing plan, or with a custom mask")
     projected, gate = _project(net, hidden_states.flatten(0, 1))
     weights = Weights(net.conv1d.weight.squeeze(1), net.conv1d.bias, net.A_log, net.dt_bias)
     advance = partial(_advance, net=net)

@@ -43,7 +43,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which tensors do not need")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not allowed in tensor metadata")
         return super().find_class(module, name)
 
 

@@ -161,7 +161,7 @@ def undressed(text: str, words: str = "\\text{{{}}}") -> str:
 
 
 def normalise(text: str) -> str:
-    """Normalise tidy texts that differ in spaces, percent signs, ``1/2``, ``.5`` and other typesetting."""
+    """Normalise the typesetting of a tidy text: spaces, percent signs, ``1/2``, ``.5`` and others."""
     text = undressed(text, words="{}").strip()
     if text.casefold() in ("no solution", "no solutions", "empty set", "the empty set"):
         return "\\emptyset"

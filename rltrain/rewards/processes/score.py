@@ -11,7 +11,7 @@ from rltrain.common.errors import replace_surrogates
 ScorerCall = tuple[str, str, Any, dict[str, Any]]
 
 MAX_ERROR_CHARS = 4000
-# Kinds of failure of a judge, and of responses for which no judge prompt can be created.
+# Kinds of failure: the judge failed, or no judge prompt could be created for the response.
 JUDGE, NO_PROMPT = "judge", "no prompt"
 # Maximum absolute score, because the norm of the gradients sums squares in float32.
 MAX_ABS = 1e15

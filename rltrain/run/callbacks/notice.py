@@ -22,7 +22,7 @@ _FIRST_SAVE = 0.25
 
 
 class Notice(Callback):
-    """Timer of the steps of a run, which makes ``stop`` abandon a step.
+    """Callback that times steps. After a signal it decides whether ``stop`` abandons the current step.
 
     saving_s(): seconds since the running save began; None if there is none. Saves do not overlap.
     """

@@ -98,7 +98,7 @@ def check_numbers(kind: type[Any], spec: ModelSpec, config: Any, *, decodes: boo
 
 
 def check_routing(key: str, spec: ModelSpec, config: Any) -> None:
-    """Raise ConfigError for a model whose router indices are not exposed, which ``key`` needs."""
+    """Raise ConfigError if the model does not expose the router indices that ``key`` needs."""
     if not num_experts(config):
         raise ConfigError(f"{key}: {type(config).__name__.removesuffix('Config')} has no experts. Remove it.")
     tried: Routing | None = None

@@ -257,7 +257,7 @@ def _chat(cfg: Config, config: Any, result: PreflightResult) -> None:
     # The dry run checks this before it reads and tokenises rows.
     result.tokenizer_works = bool(encoder.tokenizer)  # raises if there is none
     size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
-    # `check_vocabulary` reports prompts with tokens beyond the vocabulary. Other tokens may be used elsewhere.
+    # In prompts, tokens beyond the vocabulary are an error (`check_vocabulary`). Elsewhere they are only noted.
     if size < encoder.vocab_size:
         result.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
     if padding is not None and not 0 <= padding < size:

@@ -1,6 +1,6 @@
 """Time of the passes over samples, with a run's layout code and the FLOPs of its metrics. Ranks synchronise at every
 micro-batch, so each micro-batch takes as long as the rank with the most work. The weights of a layer are gathered while
-the previous layer computes, so the slower of the two counts.
+the previous layer computes, so only the longer of the two times is counted.
 """
 
 from __future__ import annotations

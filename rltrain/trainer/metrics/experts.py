@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 # In a single step an expert may be unused by chance. It counts as dead after _IDLE_STEPS steps in a row without tokens,
 # if its earlier share predicts at least _TOKENS_MISSED tokens for that time (probability by chance: 1 in 5e8).
 _IDLE_STEPS, _TOKENS_MISSED = 5, 20
-# The load counts as uneven if MaxVio, for _GROWN_STEPS steps in a row, is _TIMES_GROWN times its mean over the first
-# steps and at least _LEAST_GROWTH above it (1: the busiest expert has the tokens of one more expert).
+# The load counts as uneven if for _GROWN_STEPS steps in a row MaxVio is more than _TIMES_GROWN times its mean over the
+# first steps, and more than _LEAST_GROWTH above it. A growth of 1 is one mean load more on the busiest expert.
 _GROWN_STEPS, _TIMES_GROWN, _LEAST_GROWTH = 5, 2.0, 1.0
 _WAYS_OUT = (
     "Its routers may be collapsing: lower actor_rollout_ref.actor.optim.lr, replay the experts of the old_log_prob "

@@ -275,7 +275,7 @@ def throughput_metrics(samples: Samples, timing: Metrics, num_devices: int, pass
 
     perf/throughput counts prompt and response tokens over the whole step; perf/total_throughput is its sum over
     devices. perf/gen_throughput counts every token that this step generated, even if the step does not learn from it.
-    pass_tokens: tokens that each phase computed in its seconds, without tokens that were computed during generation.
+    pass_tokens: tokens that each phase computed in its own time, excluding tokens computed during generation.
     """
     response = int(samples[c.RESPONSE_LENGTH].sum())
     total = response + int(samples[c.PROMPT_LENGTH].sum())

@@ -98,5 +98,5 @@ def test_other_recurrent_layers_are_refused():
 
 def test_a_forward_without_a_plan_is_refused():
     net = net_of(plain_model("qwen3_5, gated delta net"))
-    with pytest.raises(NotImplementedError, match="no plan of its packed row"):
+    with pytest.raises(NotImplementedError, match="without a packing plan"):
         net(torch.zeros(1, 3, 32))

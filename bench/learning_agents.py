@@ -72,7 +72,7 @@ def fine_tune(made: Path, seed: int) -> Path:
     keys = [f"model.path={made}/calculator_model_{seed}", f"data.train_files={rows}", "data.max_length=128"]
     keys += [f"data.train_batch_size={SFT_BATCH}", "trainer.total_epochs=1", "optim.lr=1e-4", "trainer.device=cpu"]
     learning.train(run, "-m", "rltrain.sft", *keys, "trainer.logger=[]")
-    return run / f"global_step_{SFT_STEPS}/huggingface"
+    return run
 
 
 def train(out: Path, task: str, seed: int, warm_up: int) -> None:
@@ -111,7 +111,7 @@ def rows(out: Path, task: str, seeds: int) -> list[str]:
             cells = [" ".join(f"{curve[step][place]:.2f}" for curve in curves) for step in shown]
             seconds = "" if place else f"{learning.seconds_a_step(runs):.2f}"
             lines.append(f"| {arm} | {name} | {' | '.join(cells)} | {seconds} |")
-    return table(["told", "", *(f"step {step}" for step in shown), "s/step"], lines).splitlines()
+    return table(["arm", "", *(f"step {step}" for step in shown), "s/step"], lines).splitlines()
 
 
 def plot(out: Path, tasks: list[str], seeds: int, file: Path) -> None:

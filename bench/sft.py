@@ -162,6 +162,12 @@ def main() -> None:
     from bench.step import peer_python
 
     python = peer_python(options.peer_env, False, False) if options.peers else None
+    read = "from importlib.metadata import version; print(version('trl'))"
+    version = (
+        subprocess.run([python, "-c", read], check=True, capture_output=True, text=True).stdout.strip()
+        if python
+        else ""
+    )
     options.work.mkdir(parents=True, exist_ok=True)
     model = [sys.executable, "scripts/make_small_model.py", "--output", options.work / "model"]
     subprocess.run(model, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -173,9 +179,9 @@ def main() -> None:
         runs.setdefault("plain loop, float64", []).append(plain_loop(options.work, task, torch.float64))
         runs.setdefault("plain loop, float32", []).append(plain_loop(options.work, task, torch.float32))
         if python:
-            for kind, free in (("TRL 1.16, padded", False), ("TRL 1.16, padding-free", True)):
+            for kind, free in (("padded", False), ("padding-free", True)):
                 found = run_peer(python, options.work, task | {"padding_free": free})
-                runs.setdefault(kind, []).append(found)
+                runs.setdefault(f"TRL {version}, {kind}", []).append(found)
         runs.setdefault("rltrain", []).append(run_ours(options.work, task))
     pairs = [("rltrain", other) for other in runs if other != "rltrain"]
     pairs += [(other, "plain loop, float64") for other in runs if other not in ("rltrain", "plain loop, float64")]

@@ -45,7 +45,7 @@ _NO_HOST_MEMORY = (
     "low on memory", "cannot allocate memory", "can't allocate memory", "not enough memory", "memoryerror", "bad_alloc",
     "mmap error", "failed to map segment", "out of memory error when reading",
 )  # fmt: skip
-# Advice in messages. The last line of a run's error explains what a rerun does (`Stop.kept`).
+# Advice in messages. The last line of a run's error names the step from which a rerun continues (`Stop.kept`).
 AGAIN = "Run the same command again."
 # C0 and C1 except tab and line feed; line and paragraph separators; direction embeddings, overrides and isolates.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

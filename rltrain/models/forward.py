@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -101,7 +102,11 @@ class PolicyModel(PackedModel):
         and dummy tokens do not count. The sum over ranks therefore does not depend on the packing. None: the model has
         no experts, or its routers do not expose their choice.
         """
-        return self.routing.load() if self.routing is not None else None
+        load = self.routing.load() if self.routing is not None else None
+        # The ranks of a tensor-parallel group see the same tokens, and the first one counts them.
+        if load is not None and self.tensor_size > 1 and dist.get_rank() % self.tensor_size:
+            load.zero_()
+        return load
 
     def balance(self, weights: Tensor | None) -> None:
         """Make forwards with gradients compute the load-balancing loss of the experts (`algorithms.expert_balance`).

@@ -230,8 +230,7 @@ class ActorRefWorker(Actor):
             self._reference_distribution.free()
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
-            # Divided, because ranks that share matrices have counted the same tokens.
-            numbers = replace(numbers, expert_load=(load // self.policy.tensor_size).cpu().numpy())
+            numbers = replace(numbers, expert_load=load.cpu().numpy())
         return replace(numbers, memory_gb=self.offloader.memory_gb())
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:

@@ -193,7 +193,7 @@ FAULTS = {
 QUICK = ("memory",)
 
 
-@pytest.mark.fault("Whatever a tool does, the step ends, other answers are those of a quiet run, no process is left")
+@pytest.mark.fault("Whatever a tool does, the step ends, other responses equal an undisturbed run, no process is left")
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=() if what in QUICK else pytest.mark.long) for what in FAULTS]
 )

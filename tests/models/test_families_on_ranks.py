@@ -1,4 +1,4 @@
-"""Families whose matrices, or sequences in rings of two, are shared by four ranks: results equal those of one process.
+"""Families with tensor parallelism or ring attention on four ranks: results equal one process in float64.
 
 Small copies with random weights, as bench.models has them. docs/models.md lists them.
 """

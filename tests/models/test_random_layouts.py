@@ -75,7 +75,7 @@ def batches(number: int) -> dict[int, Batch]:
 
 
 def compute(rank: int, world: int, folder: Path, numbers: range, layouts: bool) -> None:
-    """Save the results of all ranks. layouts: those that are drawn, instead of one process."""
+    """Save the results of all ranks. layouts: use the drawn layouts, instead of one process."""
     results = {}
     for number in numbers:
         drawn = draw(number)

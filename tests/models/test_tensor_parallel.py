@@ -146,7 +146,7 @@ def found(tmp_path_factory, request):
 
 
 def check(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor], bound: float = 1e-5) -> None:
-    """Compare the results of `step` of all ranks with those of one process."""
+    """Compare the results of `step` on all ranks with one process."""
     scores = {key: each for rank in ranks for key, each in rank.items() if key.startswith("scores")}
     for kind in ("scores", "gradient", "norm", "weight"):
         one = {key: each for key, each in (scores | ranks[0]).items() if key.startswith(kind)}
@@ -185,7 +185,7 @@ def replay_experts(rank: int, world: int, folder: Path) -> None:
         dist.all_gather_object(everyone, found)
         found = {name: values for own in everyone for name, values in own.items() if len(values)}
         found |= {f"gradient {name}": whole(each.grad) for name, each in policy.named_parameters()}
-        found["load"] = load // size
+        found["load"] = load
         expected = expected or found
         for kind in ("experts", "replayed", "log_probs", "gradient", "load"):
             one, other = ([each[key] for key in sorted(each) if key.startswith(kind)] for each in (found, expected))

@@ -185,7 +185,7 @@ def test_a_process_in_another_session_ends_with_the_one_that_died(slot, tools, t
 
 
 def test_programs_end_with_a_slot_whose_processes_were_killed(slot, tools, tmp_path):
-    """The subreaper and the process below it at once: neither can end what is below."""
+    """Kill the subreaper and its child at once: neither can end the remaining descendants."""
     slot.prepare(tools("program"))
     pid = slot.pid
     with ThreadPoolExecutor(1) as threads:

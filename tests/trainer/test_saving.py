@@ -122,7 +122,7 @@ def run_that_fails(trainer, folder: RunFolder, error: Exception, where: str = "s
 SAVES = {"trainer__save_freq": 1, "trainer__test_freq": -1, "trainer__total_training_steps": 3}
 
 
-@pytest.mark.fault("An error in the step behind a save costs no checkpoint: what is being written is finished first")
+@pytest.mark.fault("An error in the step after a save costs no checkpoint: the pending save is finished first")
 @pytest.mark.parametrize("error", [NonFiniteError("not finite"), ValueError("a callback")])
 def test_an_error_costs_no_checkpoint_under_way(tiny_trainer, folder, error):
     saver = run_that_fails(tiny_trainer(**SAVES), folder, error)

@@ -135,7 +135,7 @@ def _small(name: str, value: Any, fields: dict[str, Any], depth: str | None, lay
 
 
 def _one_head_each(config: PretrainedConfig, fields: dict[str, Any]) -> None:
-    """Keep the kind of attention: multi-head and multi-query attention stay what they are."""
+    """Keep one key-value head per query head where the model has that."""
     for heads, shared in (
         ("num_attention_heads", "num_key_value_heads"),
         ("linear_num_value_heads", "linear_num_key_heads"),

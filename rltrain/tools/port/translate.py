@@ -75,7 +75,7 @@ def translate(written: Sequence[tuple[str, str]], unknown: str = "__") -> Ported
     for key, text in last.items():
         if key not in older:
             _translate_key(ported, key, text, last)
-    _no_rings_of_parts(ported)
+    _replace_rings(ported)
     _min_lr(ported, last)
     _totals(ported, last)
     _not_read(ported)
@@ -135,12 +135,12 @@ def _translate_key(ported: Ported, key: str, text: str, written: Mapping[str, st
         ported.decisions.append(f"{key.rpartition('.')[2]}: {rule.why}" if rule.why != SPREAD else rule.why)
 
 
-def _no_rings_of_parts(ported: Ported) -> None:
+def _replace_rings(ported: Ported) -> None:
     """Replace ring attention by Ulysses if a model uses tensor parallelism, because the two cannot be combined."""
     if not any(key.endswith(".tensor_parallel_size") and text != "1" for key, text in ported.settings.items()):
         return
     for key in [key for key in ported.settings if key.endswith(".ring_attention_size")]:
-        why = "was context_parallel_size; ring attention does not go with tensor_parallel_size"
+        why = "was context_parallel_size; it cannot be combined with tensor_parallel_size"
         ported.put(key.replace("ring_attention_size", "ulysses_sequence_parallel_size"), ported.settings.pop(key), why)
 
 
@@ -151,12 +151,12 @@ def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:
 
 
 def _try(
-    ported: Ported, key: str, text: str, said: Mapping[str, str], beside: Mapping[str, str] = MappingProxyType({})
+    ported: Ported, key: str, text: str, said: Mapping[str, str], others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Try one setting with `load_config`. beside: settings that are needed to check it."""
+    """Try one setting with `load_config`. others: settings that are needed to check it."""
     own_key, why = rename(key), said.get("why", "")
     try:
-        loaded = load_config([f"{key}={text}", *(f"{other}={value}" for other, value in beside.items())])
+        loaded = load_config([f"{key}={text}", *(f"{other}={value}" for other, value in others.items())])
     except ConfigError as error:
         if "__" in text and is_known(own_key):  # the user's variable represents a number
             ported.put(own_key, text, why)
@@ -168,7 +168,7 @@ def _try(
             ported.put(own_key, text, why or (f"was {key}" if own_key != key else ""))
         return
     # The key may be replaced by other keys, or by none.
-    set_keys = [set_key for set_key in loaded.explicit if set_key not in map(rename, beside)]
+    set_keys = [set_key for set_key in loaded.explicit if set_key not in map(rename, others)]
     for set_key in set_keys:
         ported.put(set_key, typed(get(loaded.config, set_key)), f"was {key}={text}")
     if not set_keys:

@@ -320,7 +320,7 @@ def _fill(chunks: list[_Chunk], count: int, nodes: Sequence[int], budget: PassBu
         heap = heaps.get(chunk.node)
         if heap and heap[0][0] + chunk.cost <= even and _place(chunk, bins[chunk.node], heap, budget):
             continue
-        # Among equally empty bins, those of the chunk's node are tried first. A bin with the maximum number of samples
+        # Among equally empty bins, bins on the chunk's node are tried first. A bin with the maximum number of samples
         # is not tried again, so a node may have no bins left.
         order = sorted((heaps[node][0][0], node != chunk.node, node) for node in heaps if heaps[node])
         if not any(_place(chunk, bins[node], heaps[node], budget) for *_, node in order):

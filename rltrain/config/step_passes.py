@@ -225,8 +225,8 @@ def make_step_passes(config: Config, images: bool = False, images_in_training: b
     distillation, rewarded = config.distillation, config.learns_from_rewards
     estimator, policy_loss = _estimator(config), _policy_loss(config)
     loss = loss_traits(policy_loss)
-    if images_in_training is None or config.trainer.val_only or config.sft.enabled:
-        # A checkpoint may contain a trained tower, and the validation of supervised fine-tuning runs the actor.
+    if images_in_training is None or config.trainer.val_only:
+        # A checkpoint may contain a trained tower.
         images_in_training = images
     shown = config.actor_rollout_ref.rollout.multi_turn.images
     between_turns = several_turns(config.actor_rollout_ref.rollout) and (images_in_training if shown is None else shown)

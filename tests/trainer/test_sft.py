@@ -222,11 +222,15 @@ def test_training_and_validation_see_the_images(words, tmp_path):
         Image.new("RGB", (56, 56), (255 * (number % 2), 0, 99)).save(tmp_path / f"{number}.png")
         turns = [{"role": "user", "content": "<image>1+1=?"}, {"role": "assistant", "content": str(number % 2)}]
         rows.append({"messages": turns, "images": [{"path": f"{number}.png"}]})
-    data = (f"data.val_files={tmp_path}/rows.jsonl", f"model.partial_pretrain={tmp_path}/vision")
+    (tmp_path / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = (f"data.val_files={tmp_path}/images.jsonl", f"model.partial_pretrain={tmp_path}/vision")
     trainer = local_trainer(words(rows, *data))
     expected = loss_with_images(tmp_path / "vision", trainer.data.prompts["train"])
     assert abs(trainer.validation.run(0, Stop()).metrics["val/loss"] - expected) < 1e-4 * expected
     assert abs(trainer.step(1).metrics["train/loss"] - expected) < 1e-4 * expected
+    # Images of the validation only.
+    trainer = local_trainer(words([conversation(number) for number in range(4)], *data))
+    assert abs(trainer.validation.run(0, Stop()).metrics["val/loss"] - expected) < 1e-4 * expected
 
 
 def loss_with_images(folder, store):

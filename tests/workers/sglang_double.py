@@ -26,9 +26,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.models.vision import takes_images
+from rltrain.models.weights.names import CheckpointNames
 from rltrain.workers.rollout.contract import RolloutEngine, Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
 from tests.clock import hang
@@ -85,6 +87,7 @@ class Loader:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.weights = model, {name: weight.data for name, weight in model.named_parameters()}
+        self.weights |= CheckpointNames(model)(self.weights)
 
     def load_weights(self, weights) -> None:
         for name, weight in weights:
@@ -128,7 +131,9 @@ class Part:
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self.model = Loader(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).eval())
+        config = AutoConfig.from_pretrained(path)
+        kind = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+        self.model = Loader(kind.from_config(config).eval())
 
     def load(self, payload: bytes, loader: str) -> None:
         named = MultiprocessingSerializer.deserialize(payload)
@@ -143,9 +148,13 @@ class Part:
             weight.normal_()
 
     @torch.inference_mode()
-    def logits(self, ids: list[int]) -> np.ndarray:
+    def logits(self, ids: list[int], images: dict[str, torch.Tensor]) -> np.ndarray:
         """Of this device's share of the vocabulary: [position, token]."""
-        logits = self.model.model(torch.tensor([ids]), use_cache=False).logits[0]
+        model, tokens = self.model.model, torch.tensor([ids])
+        if images:
+            # Without an attention mask, transformers would take the positions of the request before.
+            images = images | {"mm_token_type_ids": (tokens == model.config.image_token_id).int()}
+        logits = model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **images).logits[0]
         return logits.tensor_split(self._size, -1)[self._rank].numpy()
 
 
@@ -190,6 +199,15 @@ def _answer(pipe: Connection, *settings) -> None:
         pipe.send(getattr(part, name)(*args))
 
 
+def _inputs(image_data: list[dict] | None) -> dict[str, torch.Tensor]:
+    """The model's inputs. The real engine takes processed images as a single entry."""
+    if image_data is None:
+        return {}
+    (entry,) = image_data
+    assert entry["format"] == "processor_output"
+    return {name: values for name, values in entry.items() if name != "format"}
+
+
 class Engine:
     """``sglang.Engine``."""
 
@@ -210,7 +228,7 @@ class Engine:
         self._eos = config.eos_token_id
         self._released: set[str] = set()
         self._updating = False
-        self._cache: dict[tuple[int, ...], torch.Tensor] = {}
+        self._cache: dict[tuple, torch.Tensor] = {}
         self._running: set[object] = set()
         self._abort_before: set[object] = set()
         self.most_running = 0
@@ -275,16 +293,17 @@ class Engine:
         """Without an answer: the log-probs of the prompt."""
         assert arguments["sampling_params"]["max_new_tokens"] == arguments["logprob_start_len"] == 0
         ids = arguments["input_ids"]
-        log_probs = torch.log_softmax(self._forward(ids)[:-1], -1)
+        log_probs = torch.log_softmax(self._forward(ids, _inputs(arguments["image_data"]))[:-1], -1)
         values = [None, *log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
         return {
             "meta_info": {"input_token_logprobs": [(value, id, None) for value, id in zip(values, ids, strict=True)]}
         }
 
-    async def async_generate(self, *, input_ids, sampling_params, return_logprob):
+    async def async_generate(self, *, input_ids, image_data, sampling_params, return_logprob):
         known("SamplingParams", sampling_params)
-        known("Engine.async_generate", ["input_ids", "sampling_params", "return_logprob"])
+        known("Engine.async_generate", ["input_ids", "image_data", "sampling_params", "return_logprob"])
         assert return_logprob
+        images = _inputs(image_data)
         request = object()
         self._running.add(request)
         self.most_running = max(self.most_running, len(self._running))
@@ -296,7 +315,7 @@ class Engine:
             tick = self.loop.create_future()
             self.loop.call_soon(tick.set_result, None)
             await tick  # the others' turn
-            logits = self._logits((*input_ids, *(entry[1] for entry in found))).clone()
+            logits = self._logits((*input_ids, *(entry[1] for entry in found)), images).clone()
             for banned, bias in (sampling_params.get("logit_bias") or {}).items():
                 logits[..., int(banned)] += bias
             token, log_prob = self._draw(logits, len(input_ids) + len(found), sampling_params)
@@ -313,15 +332,16 @@ class Engine:
         assert arguments == {"abort_all": True}
         self._abort_before |= self._running
 
-    def _logits(self, ids: tuple[int, ...]) -> torch.Tensor:
+    def _logits(self, ids: tuple[int, ...], images: dict[str, torch.Tensor]) -> torch.Tensor:
         """Kept until the cache is flushed, as the engine keeps what it computed of a prefix."""
-        if ids not in self._cache:
-            self._cache[ids] = self._forward([*ids])[-1]
-        return self._cache[ids]
+        key = (*ids, *(values.numpy().tobytes() for values in images.values()))
+        if key not in self._cache:
+            self._cache[key] = self._forward([*ids], images)[-1]
+        return self._cache[key]
 
-    def _forward(self, ids: list[int]) -> torch.Tensor:
+    def _forward(self, ids: list[int], images: dict[str, torch.Tensor]) -> torch.Tensor:
         assert not self._released
-        return torch.from_numpy(np.concatenate(self._all("logits", ids), -1))
+        return torch.from_numpy(np.concatenate(self._all("logits", ids, images), -1))
 
     def _draw(self, logits, number, params):
         """number: the place of the token in the sequence, as SGLang's sampler counts."""

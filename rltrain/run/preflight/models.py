@@ -21,7 +21,7 @@ from rltrain.config.budgets import judge_lengths
 from rltrain.config.engine_rules import position_problems
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
-from rltrain.config.schema.engines import ENGINES, engines_with
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.turns.detect import format_of
@@ -125,8 +125,13 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
 def _image_problems(cfg: Config, why: str) -> Iterator[str]:
     """Yield problems of an engine or model that does not accept the policy's images. why: reason for the images."""
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
-    if not ENGINES[engine].images:
-        yield f"{_R}name={engine} takes texts only, and {why}. Use {engines_with('images')}."
+    kind, compared = models["actor"][1].load_config().model_type, ENGINES[engine].images
+    if compared is not None and kind not in compared:
+        others = " or ".join(f"{_R}name={name}" for name, row in ENGINES.items() if row.images is None)
+        yield (
+            f"{_R}name={engine}: {why}, and images of a {kind} were not compared with transformers on this engine "
+            f"(compared: {', '.join(compared) or 'none'}). Use {others}."
+        )
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:

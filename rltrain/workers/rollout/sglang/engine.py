@@ -28,7 +28,7 @@ from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.env import chosen_devices, prepare_sglang, showing
 from rltrain.common.errors import ConfigError, SyncError
 from rltrain.config.schema.engines import ENGINES
-from rltrain.data.images import EncodedPrompt
+from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.models.vision import placeholder_ids
 from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_of
@@ -181,11 +181,12 @@ class SGLangRollout:
         self._replica.agree(None)  # the engine reads from every member until then
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
-        return torch.tensor(self._replica.agree(self._score(text.tokens.tolist()) if self.engine else None))
+        return torch.tensor(self._replica.agree(self._score(text) if self.engine else None))
 
-    def _score(self, tokens: list[int]) -> list[float]:
+    def _score(self, text: EncodedPrompt) -> list[float]:
         output = self.engine.generate(
-            input_ids=tokens,
+            input_ids=text.tokens.tolist(),
+            image_data=_image_data(text.images),
             sampling_params={"max_new_tokens": 0, "temperature": 0.0},
             return_logprob=True,
             logprob_start_len=0,
@@ -235,7 +236,9 @@ class SGLangRollout:
                 # SGLang expects the same bits as a signed integer.
                 "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
             }
-        output = await self.engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+        output = await self.engine.async_generate(
+            input_ids=prompt, image_data=_image_data(job.images), sampling_params=params, return_logprob=True
+        )
         sampled = output["meta_info"].get("output_token_logprobs") or []
         turn.tokens = [entry[1] for entry in sampled]
         turn.log_probs = [entry[0] for entry in sampled]
@@ -255,6 +258,15 @@ def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple
             handful.append((name, values))
     if handful:
         yield handful
+
+
+def _image_data(images: PromptImages | None) -> list[dict[str, Any]] | None:
+    """Return the images of a request with the trainer's pixels, which SGLang accepts as its processor's output."""
+    if images is None:
+        return None
+    # Copies, because arrays from the object store are read-only.
+    item = {"format": "processor_output", "pixel_values": torch.tensor(images.pixel_values)}
+    return [item if images.grids is None else item | {"image_grid_thw": torch.tensor(images.grids)}]
 
 
 def _own_device(settings: EngineSettings) -> str:

@@ -156,7 +156,8 @@ def correction(
         logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
         quantities["is"] = weights.values
         quantities["is_high"] = logs.values > math.log(high)
-        # Truncation does not change low weights, so weights below the reciprocal threshold are counted instead.
+        # Truncation changes high weights only. The share of low weights is the share below the reciprocal of the
+        # threshold.
         quantities["is_low"] = logs.values < math.log(low or 1 / high)
         if cfg.rollout_is == "sequence":
             # All tokens of a response have its weight, so a mean over tokens would weight long responses more.

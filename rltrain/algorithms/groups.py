@@ -19,8 +19,8 @@ SCORE_ROUNDING = 2.0**-40
 class Groups:
     """Statistics over the responses to one prompt. Results are [n]: each response gets the value of its group.
 
-    A response that is alone in its group is compared with mean 0 and deviation 1, as in verl: its score is its
-    advantage.
+    A response that is alone in its group gets mean 0 and standard deviation 1, as in verl. Its advantage is then its
+    score.
     """
 
     def __init__(self, groups: ResponseInts, rounding: PerResponse | None = None) -> None:

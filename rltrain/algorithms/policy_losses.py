@@ -159,7 +159,7 @@ def dppo_tv(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """Compute dppo_tv with the KL of the binary choice "this token or another"   (Qi et al. 2026, DPPO)."""
+    """Mask tokens as in `dppo_tv`, using the KL of the binary choice "this token or another" (Qi et al. 2026, DPPO)."""
     return _dppo(inputs, binary_kl(inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()), cfg)
 
 

@@ -86,8 +86,8 @@ def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """Compute -log pi A for A >= 0, -sg[clip(W, 0, 1)] A log pi for A < 0   (Le Roux et al. 2025, TOPR, 2503.14286).
 
     Bad responses are pushed down less as they become less likely. The bounds are topr_negative_ratio_lower and
-    topr_negative_ratio_upper. The loss is summed over the tokens of a response, because log pi is that of the response:
-    seq-mean-token-sum.
+    topr_negative_ratio_upper. The loss is summed over the tokens of a response, because log pi is the log-probability
+    of the whole response: seq-mean-token-sum.
     """
     low, high = cfg.policy_loss.topr_negative_ratio_lower, cfg.policy_loss.topr_negative_ratio_upper
     ratio = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

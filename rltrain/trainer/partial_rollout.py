@@ -36,7 +36,7 @@ class Prompt:
     age: int = 0
     """Number of steps that ended without the prompt."""
     answers: Samples | None = None
-    """Complete and partial responses, with the numbers of `KEPT` (carry_over)."""
+    """Complete and partial responses, with the columns in `KEPT`. Used by carry_over only."""
 
 
 class PendingPrompts:
@@ -53,7 +53,7 @@ class PendingPrompts:
 
     def next_prompts(self, draw: Callable[[], list[Prompt]]) -> list[Prompt]:
         """Return the prompts of a step: queued prompts, then new ones."""
-        # Add whole draws, because the sampler returns whole draws; the surplus stays in the queue.
+        # The sampler returns whole draws. Surplus prompts stay in the queue.
         while len(self._waiting) < self._num_started:
             self._waiting += draw()
         started, self._waiting = self._waiting[: self._num_started], self._waiting[self._num_started :]
@@ -75,8 +75,8 @@ class PendingPrompts:
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
         """Return the number of prompts, counted from the first, that the step must complete.
 
-        carry_over: the prompts over the age limit. oversample: if any prompt is over the limit, all prompts that were
-        discarded before, because the step is long anyway.
+        carry_over: the prompts over the age limit. oversample: if any prompt is over the limit, all prompts whose
+        responses were discarded before. They cost little extra time, because the step waits for a long response anyway.
         """
         # The queue is oldest first, so these are the first prompts, and their count identifies them.
         old = [prompt for prompt in started if prompt.age >= self._max_age]
@@ -188,7 +188,7 @@ class PendingPrompts:
 
 
 def _staleness(batch: Samples) -> Metrics:
-    """Return metrics of tokens from earlier policies. staleness: age of a token in steps, mean and maximum."""
+    """Return metrics of tokens that earlier policies generated. staleness: age of a token in steps, mean and maximum."""
     carried = batch[c.CARRIED_LENGTH]
     return {
         "rollout/tail/carried_tokens": float(carried.sum()),

@@ -25,7 +25,7 @@ _MOST_REWARD_WORKERS = 64
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Image statistics of the training prompts (0 if only validation prompts have images)."""
+    """Image statistics of the training prompts. All are 0 if only validation prompts have images."""
 
     share: float = 0.0
     """Share of the prompts with images."""

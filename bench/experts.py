@@ -33,7 +33,7 @@ from rltrain.config.step_passes import make_step_passes
 from rltrain.models.attention.packing import pack, per_computed_token
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
-from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.names import gathered_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.meta_run import Owners, peak_of, update
@@ -119,7 +119,7 @@ def learn(rank: int, world: int, folder: Path, sizes: list[int]) -> None:
             clip_gradients(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        kept = whole_weights(policy, torch.float32)
+        kept = gathered_weights(policy, torch.float32)
         found[size] = {name: each.clone() for name, each, in_checkpoint in kept if in_checkpoint}
     if rank == 0:
         torch.save(found, folder / "found.pt")

@@ -24,7 +24,7 @@ from bench.table import parse, table, write
 from rltrain.common.device import get_device
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.forward import PolicyModel
-from rltrain.models.weights.names import Weight, huggingface_name, whole_weights
+from rltrain.models.weights.names import Weight, gathered_weights, huggingface_name
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.embedded.engine import HFRollout
@@ -63,7 +63,7 @@ def weights(way: str, bucket_bytes: int, policy: PolicyModel, dtype: torch.dtype
         names = {name for name, _ in policy.named_parameters()}
         yield from [Weight(huggingface_name(n), values.to(dtype)) for n, values in box[0].items() if n in names]
     else:
-        yield from whole_weights(policy, dtype, bucket_bytes)
+        yield from gathered_weights(policy, dtype, bucket_bytes)
         return
     yield from (Weight(huggingface_name(name), buffer, False) for name, buffer in policy.named_buffers())
 

@@ -49,8 +49,8 @@ def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
         _given_adapter,
         _one_copy,
         _own_attention,
-        _whole_pass,
-        _whole_checkpoints,
+        _full_old_log_prob_pass,
+        _complete_checkpoints,
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
@@ -214,14 +214,14 @@ def _own_attention(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             )
 
 
-def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+def _full_old_log_prob_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     if loaded.config.algorithm.rollout_correction.bypass_mode:
         yield f"{_A}actor.recompute_old_log_prob", "with bypass_mode there is no old_log_prob pass"
     elif keys := needs_all_old_log_probs(loaded.config):
         yield f"{_A}actor.recompute_old_log_prob", f"the old_log_prob pass covers all samples because of {keys[0]}"
 
 
-def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+def _complete_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     contents = set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
     if left_out := sorted({"model", "optimizer", "extra"} - contents):
         why = f"{', '.join(left_out)} omitted, but always saved, so that every checkpoint can be resumed"

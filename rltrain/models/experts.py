@@ -100,7 +100,7 @@ def _travel(
     rows = exchange(tokens[order // experts.shape[1]], group, here, theirs)
     outputs = _compute(part, compute, rows, numbers, divisor)
     home = exchange(outputs, group, theirs, here)
-    # Restore the order of the choices, then sum in transformers' order.
+    # Restore the order in which each token chose its experts, then sum in transformers' order.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     chosen = home[places].unflatten(0, experts.shape)
     return (chosen * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)

@@ -148,14 +148,14 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
             _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, result)
         except RltrainError as error:
             result.problems.append(str(error))
-    is_whole = "train" in stores and sizes["train"] <= MOST_ROWS
-    if data.filter_overlong_prompts and not is_whole:
+    reads_all = "train" in stores and sizes["train"] <= MOST_ROWS
+    if data.filter_overlong_prompts and not reads_all:
         result.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
     if stores and (cfg.trainer.val_only or "train" in stores):
         result.images = ImageSizes.of(stores)
         check_images(cfg, result)
     # Only if all rows were read does the count after the filter equal the run's.
-    if is_whole:
+    if reads_all:
         return rows, len(stores["train"]), stores["train"].num_dropped
     return rows, sizes.get("train"), 0
 

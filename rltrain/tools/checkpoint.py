@@ -19,7 +19,7 @@ from rltrain.run.checkpoints.card import scores
 from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.run.checkpoints.manifest import has_digests, is_thinned, read_record, size_of
-from rltrain.run.checkpoints.model_folder import find_step, whole_export
+from rltrain.run.checkpoints.model_folder import complete_export, find_step
 from rltrain.run.checkpoints.room import sized
 from rltrain.run.checkpoints.thin import damage, optimizer_bytes, thin
 from rltrain.run.report.table import METRICS
@@ -38,7 +38,7 @@ def export(name: str, out: str, dtype: str | None = None) -> None:
         step = find_step(place)
         if step is None:
             raise CheckpointError(f"{run_folder(place)} has no checkpoint. Name a run folder or its global_step_N.")
-        source = whole_export(step)
+        source = complete_export(step)
     with new_folder(out) as folder:
         if is_foreign or dtype:
             part = read_shards(source) if is_foreign else read_part(str(source))

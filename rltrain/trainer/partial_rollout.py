@@ -188,7 +188,7 @@ class PendingPrompts:
 
 
 def _staleness(batch: Samples) -> Metrics:
-    """Return metrics of tokens that earlier policies generated. staleness: age of a token in steps, mean and maximum."""
+    """Return metrics of tokens from earlier policies. staleness: age of a token in steps, mean and maximum."""
     carried = batch[c.CARRIED_LENGTH]
     return {
         "rollout/tail/carried_tokens": float(carried.sum()),

@@ -52,7 +52,7 @@ class RoleSave:
         return self._sealing
 
     def ready(self) -> bool:
-        """Start writing if needed. Returns True once done. Raises like `finish`, and WorkerLost if a rank times out."""
+        """Start writing if needed. Returns True once done. Raises DiskError, or WorkerLost if a rank times out."""
         return self._write().ready() and self._seal().ready()
 
     @property

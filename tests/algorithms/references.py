@@ -236,13 +236,13 @@ def dro(new, old, advantages, beta):
     return [-(a * n - beta / 2 * (n - o) ** 2) for n, o, a in zip(new, old, advantages, strict=True)]
 
 
-def whole_ratio(new, old, mask):
+def sequence_ratio(new, old, mask):
     return math.exp(sum((n - o) * m for n, o, m in zip(new, old, mask, strict=True)))
 
 
 def vespo(new, old, advantages, mask, good, bad):
     """good, bad: (k, lambda)."""
-    w, losses = whole_ratio(new, old, mask), []
+    w, losses = sequence_ratio(new, old, mask), []
     for n, a in zip(new, advantages, strict=True):
         k, rate = good if a >= 0 else bad
         losses.append(-(w**k) * math.exp(-rate * w) / math.exp(-rate) * a * n)
@@ -250,7 +250,7 @@ def vespo(new, old, advantages, mask, good, bad):
 
 
 def topr(new, old, advantages, mask):
-    w = whole_ratio(new, old, mask)
+    w = sequence_ratio(new, old, mask)
     return [-(clip(w, 0, 1) if a < 0 else 1) * a * n for n, a in zip(new, advantages, strict=True)]
 
 

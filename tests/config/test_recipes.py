@@ -180,7 +180,7 @@ def dry(typed, of_another_machine, monkeypatch, capsys):
     """dry(row, *more): exit code and text of the script's dry run on its devices."""
     monkeypatch.setattr(dry_run, "missing_room", lambda *_: ("", ""))
     # Of models there is the configuration alone.
-    monkeypatch.setattr(preflight_models, "look_at_weights", lambda *_: [])
+    monkeypatch.setattr(preflight_models, "check_weight_files", lambda *_: [])
 
     def start(row: Row, *more: str) -> tuple[int, str]:
         code = main(typed(row, *more, "--dry-run"))

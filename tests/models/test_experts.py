@@ -19,7 +19,7 @@ from rltrain.models.experts import experts_problem
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.weights import shard
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.slices import NotSliceable
 from rltrain.models.weights.spec import ModelSpec
@@ -82,7 +82,9 @@ def step(policy, parts, scale: int, *, once: bool = False) -> dict[str, torch.Te
     found |= {f"gradient {name}": whole(each.grad) for name, each in policy.named_parameters() if each.grad is not None}
     found["norm"] = clip_gradients(policy.parameters(), OPTIM.clip_grad)
     optimizer.step()
-    return found | {f"weight {name}": each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12)}
+    return found | {
+        f"weight {name}": each.clone() for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12)
+    }
 
 
 def whole(tensor):
@@ -165,7 +167,7 @@ def goes_between_layouts(rank: int, world: int, folder: Path) -> None:
         own = ModelSpec(str(folder / "model"), fsdp=ShardingConfig(fsdp_size=size[1], expert_parallel_size=size[0]))
         policy = sharded_model(PolicyModel, own, get_device("cpu"))
         names = CheckpointNames(policy.model)
-        files[size] = {name: each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12, names)}
+        files[size] = {name: each.clone() for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12, names)}
         optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
         for parameter in policy.parameters():
             parameter.grad = torch.cos(size[0] * parameter.detach())
@@ -188,7 +190,7 @@ def goes_between_layouts(rank: int, world: int, folder: Path) -> None:
     policy = sharded_model(PolicyModel, own, get_device("cpu"))
     assert all(
         torch.equal(each, files[own.fsdp.expert_parallel_size, 2][name])
-        for name, each, _ in whole_weights(policy, torch.float32, 1 << 12, CheckpointNames(policy.model))
+        for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12, CheckpointNames(policy.model))
     )
 
 

@@ -15,7 +15,7 @@ from transformers import (
 
 from rltrain.common.columns.batch import Batch
 from rltrain.common.device import get_device
-from rltrain.models.attention.packing import pack, pack_whole
+from rltrain.models.attention.packing import pack, pack_rows
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.spec import ModelSpec
@@ -175,7 +175,7 @@ def test_values_are_the_head_before_every_answer_token(model_folder):
         expected.append((states @ head.T)[:, 0])
     found = critic(pack(batch, torch.device("cpu"))).detach()
     assert distance(found, torch.cat(expected)) < 1e-5
-    whole = critic(pack_whole([row.tolist() for row in rows_of(batch)], torch.device("cpu")))
+    whole = critic(pack_rows([row.tolist() for row in rows_of(batch)], torch.device("cpu")))
     last = [plain(row.long()[None], use_cache=False).last_hidden_state[0, -1] @ head[0] for row in rows_of(batch)]
     assert distance(whole, torch.stack(last)) < 1e-5
 

@@ -16,7 +16,7 @@ from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.weights.lora import Lora, adapted_weights, adapters_off, lora_layers
-from rltrain.models.weights.names import huggingface_name, whole_weights
+from rltrain.models.weights.names import gathered_weights, huggingface_name
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
@@ -75,7 +75,7 @@ def train_by_chance(policy, size: float = 0.3) -> None:
 
 
 def weights_of(policy) -> dict[str, torch.Tensor]:
-    return {weight.name: weight.values for weight in whole_weights(policy, torch.float32)}
+    return {weight.name: weight.values for weight in gathered_weights(policy, torch.float32)}
 
 
 def scores(policy, with_entropy=True) -> tuple[torch.Tensor, torch.Tensor]:

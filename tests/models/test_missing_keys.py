@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.common.errors import ConfigError
 from rltrain.main_ppo import main
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.weights.shard import look_at_weights
+from rltrain.models.weights.shard import check_weight_files
 from rltrain.models.weights.spec import ModelSpec
 from tests.models.test_slices import CONFIGS, made
 from tests.tiny import small_run
@@ -37,7 +37,7 @@ def changed(tiny_model, tmp_path):
 
 def looked_at(folder, kind=PolicyModel, **spec):
     spec = ModelSpec(str(folder), **spec)
-    return look_at_weights(kind, spec, spec.load_config())
+    return check_weight_files(kind, spec, spec.load_config())
 
 
 def refused(folder, kind=PolicyModel, **spec):

@@ -11,7 +11,7 @@ import torch
 from rltrain.common.errors import ConfigError
 from rltrain.common.seeds import sample_seeds
 from rltrain.models.vision import placeholder_ids, tower
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from rltrain.workers.rollout.contract import Job, Sampling
 
 if not importlib.util.find_spec("torchvision"):
@@ -51,7 +51,9 @@ def made(request, tmp_path_factory):
 
 def sent(policy, engine):
     """As a sync sends them."""
-    return whole_weights(policy, torch.float32, names=None if engine.names_in_memory else CheckpointNames(policy.model))
+    return gathered_weights(
+        policy, torch.float32, names=None if engine.names_in_memory else CheckpointNames(policy.model)
+    )
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def test_answers_are_those_of_the_embedded_engine_however_spread(ready):
     engine, policy, asked = ready
     together = answers(run(engine, asked, Sampling(12), 4))
     embedded = engine_of("hf", policy.model.config, max_model_len=LONGEST)
-    load(embedded, whole_weights(policy, torch.float32))
+    load(embedded, gathered_weights(policy, torch.float32))
     assert together == answers(run(embedded, asked, Sampling(12), 4))
     # As two replicas would serve them: other neighbours, another order; half the answers to a prompt in each of two.
     jobs = jobs_of(asked, 4)

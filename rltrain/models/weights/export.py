@@ -31,7 +31,7 @@ from rltrain.models.files.hashed import Digests, alone
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, load_config, source_dtype
 from rltrain.models.vision import takes_images
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
@@ -54,7 +54,7 @@ class Export:
         self._dtype = source_dtype(config, encoder.path)
         self._weights: dict[str, torch.Tensor] = {}
         self._hosts: dict[str, torch.Tensor] = {}
-        self._fine: list[Any] = []  # the files of the last check without problems
+        self._fine: list[Any] = []  # files that had no problems in the last check
         if dist.get_rank() == 0:
             # Every family supports eager attention, and families with attention sinks support only this. Created here,
             # because transformers has global state that the writing thread would share.
@@ -73,13 +73,13 @@ class Export:
         is kept for later copies.
         """
         # All ranks iterate, because every weight is a collective; only rank 0 keeps the weights.
-        for name, values, in_checkpoint in whole_weights(self._policy, self._dtype):
+        for name, values, in_checkpoint in gathered_weights(self._policy, self._dtype):
             if in_checkpoint and dist.get_rank() == 0:
                 self._weights[name] = self._copy(name, values) if copies else values.cpu()
 
     def _copy(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if not self._hosts:
-            # As in `whole_weights`, tied weights appear once, under their first name.
+            # As in `gathered_weights`, tied weights appear once, under their first name.
             whole = dict(self._model.named_parameters())
             memory = host_memory([tensor.to(self._dtype) for tensor in whole.values()], locked=not values.is_cpu)
             self._hosts = dict(zip(whole, memory, strict=True))
@@ -120,7 +120,7 @@ def _write(
     if not (source / _GENERATION).is_file() and model.generation_config is not None:
         # The model's config may name an end token other than the one used in training.
         model.generation_config.eos_token_id = encoder.eos_token_ids
-    disable_progress_bar()  # invisible here, and its thread hangs forever when memory runs out
+    disable_progress_bar()  # the progress bar is invisible here, and its thread hangs forever when memory runs out
     model.save_pretrained(folder, state_dict={})  # writes everything except the weights
     write_shards(CheckpointNames(model)(weights), folder, digests)
     copy_small_files(source, folder)
@@ -192,7 +192,7 @@ def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: b
     images.
     """
     exported = ChatEncoder(str(folder), encoder.trust_remote_code, template_kwargs=encoder.template_kwargs)
-    # Each file is checked separately, so that one that does not load does not hide problems in others.
+    # Each file is checked separately, so that a file that does not load does not hide problems in others.
     looks: dict[str, Callable[[], Iterable[str]]] = {
         "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
         "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),

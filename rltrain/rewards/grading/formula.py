@@ -17,6 +17,7 @@ from rltrain.rewards.grading.numbers import (
     Undefined,
     Unreadable,
     Value,
+    bounded_integer,
     digits,
     inverse,
     is_complex,
@@ -25,7 +26,6 @@ from rltrain.rewards.grading.numbers import (
     power,
     same_number,
     times,
-    whole_number,
 )  # fmt: skip
 
 _MAX_CHARS = 512
@@ -192,7 +192,7 @@ class _Reading:
         base = self._atom()
         while True:
             if self._take("!"):
-                base = Fraction(math.factorial(whole_number(base, _MAX_FACTORIAL)))
+                base = Fraction(math.factorial(bounded_integer(base, _MAX_FACTORIAL)))
             elif self._take("%"):
                 base = times(base, Fraction(1, 100))
             elif self._peek() == "^":
@@ -255,7 +255,7 @@ class _Reading:
             return digits().conj(number)
         if token == "binom":
             upper, lower = self._argument(), self._argument()
-            return Fraction(math.comb(whole_number(upper, _MAX_FACTORIAL), whole_number(lower, _MAX_FACTORIAL)))
+            return Fraction(math.comb(bounded_integer(upper, _MAX_FACTORIAL), bounded_integer(lower, _MAX_FACTORIAL)))
         if token in _FUNCTIONS:
             return self._function(token)
         if token == "pi":

@@ -92,7 +92,7 @@ def inverse(number: Value) -> Value:
     return 1 / number
 
 
-def whole_number(number: Value, largest: int) -> int:
+def bounded_integer(number: Value, largest: int) -> int:
     """Return an integer from 0 to ``largest``. Raises `Undefined` or `Unreadable` for other values."""
     if not isinstance(number, Fraction) or number > largest:
         raise Unreadable

@@ -252,7 +252,7 @@ class RunFolder(Checkpoints):
         spared = {Path(path).expanduser().resolve() for path in spare if path}
         # Checkpoints are only checked if one of them is to be removed.
         may_go = self.steps() if goes(self.steps()) else []
-        for step in goes([step for step in may_go if self._is_whole(self.step_folder(step))]):
+        for step in goes([step for step in may_go if self._is_complete(self.step_folder(step))]):
             if (folder := self.step_folder(step)) not in spared:
                 self.pruned_at = self._clock.monotonic()
                 # A kill during the removal leaves part of it, which must not have the name of a checkpoint.
@@ -263,7 +263,7 @@ class RunFolder(Checkpoints):
             if old.exists():
                 log.warning("%s cannot be removed completely (is one of its files in use?): retried later", old)
 
-    def _is_whole(self, folder: Path) -> bool:
+    def _is_complete(self, folder: Path) -> bool:
         """Return whether a checkpoint is complete. If it was complete before, check only the sizes again."""
         place = folder.resolve()
         problem = self._known.get(place) or find_damage(folder, contents=place not in self._known)

@@ -32,7 +32,7 @@ from rltrain.models.attention.packing import pays_to_share
 from rltrain.models.experts import parts_with_experts
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.lora import ranks_of
-from rltrain.models.weights.names import ADAPTER, Part, whole_weights
+from rltrain.models.weights.names import ADAPTER, Part, gathered_weights
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, actor_spec, judge_spec, specs_of
 from rltrain.run.preflight.meta_run import Owners, Work, fake_model, forward_only, local, peak_of, update
@@ -327,7 +327,7 @@ def _load(
             kept = []
             with ledger.owner("gathered"):
                 for part in parts:
-                    for weight in whole_weights(packed, dtype, bucket, part=part):
+                    for weight in gathered_weights(packed, dtype, bucket, part=part):
                         if embedded:
                             kept.append(weight.values)  # the engine keeps the tensor itself
                             ledger.claim("engine weights", [weight.values], but="weights")

@@ -33,7 +33,7 @@ from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
 from rltrain.models.routing import correction_biases
 from rltrain.models.weights.lora import exclusion_note
-from rltrain.models.weights.shard import empty_packed, look_at_weights
+from rltrain.models.weights.shard import check_weight_files, empty_packed
 from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.adapters import adapter_problems, adapters_of_engine
 from rltrain.run.preflight.model_check import check_numbers, check_routing
@@ -173,7 +173,7 @@ def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, resu
     if is_policy:
         result.problems += _bias(cfg, spec, packed.model, config)
     result.problems += sharing_problems(cfg, role, spec, packed.model, config)
-    result.notes += [note for note in look_at_weights(kind, spec, config) if note not in result.notes]
+    result.notes += [note for note in check_weight_files(kind, spec, config) if note not in result.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
     if role == "ref" and cfg.actor_rollout_ref.ref.update_every_steps:
         result.problems += _cannot_become(cfg, spec, packed)

@@ -61,9 +61,7 @@ class Workload:
 
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
-        """Build the workload. groups [n]: the prompt of each sample. A response shares its prompt with others if
-        `pays_to_share`.
-        """
+        """Build a workload. groups [n]: the prompt of each sample, shared by its responses if `pays_to_share`."""
         # Samples that do not share their prompt get a negative owner, which differs from every group number.
         alone = -1 - np.arange(len(groups))
         return cls(prompts, answers, np.where(pays_to_share(prompts, answers), groups, alone), pair_cost)
@@ -114,8 +112,7 @@ class Workload:
 @dataclass(frozen=True)
 class Layout:
     """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: sizes of the micro-batches.
-    Size 0: the rank is idle.
-    """
+    Size 0: the rank is idle."""
 
     # A sample is listed once per epoch over the batch, so ids may repeat.
     ids: list[Ids]
@@ -365,13 +362,13 @@ class LayoutCost:
     ranks: float
     """Work of the busiest rank relative to the mean (1: even)."""
     micro_batches: float
-    """The same, with ranks synchronised at every micro-batch."""
+    """Like ``ranks``, if ranks synchronise at every micro-batch."""
     images_share: float | None = None
     """Encoded patches divided by the patches of all samples (1/n: once per prompt with n responses). None without
     images."""
     repeated_cost: float = 0.0
     repeated_tokens: float = 0.0
-    """repeated_cost, repeated_tokens: without any sharing of prompts and images."""
+    """repeated_cost and repeated_tokens: cost and tokens if no prompts and images were shared."""
 
     def metrics(self) -> dict[str, float]:
         """Return ``perf/balance/*``."""

@@ -34,7 +34,7 @@ class Groups:
     def several(self) -> Groups:
         """Check that every group has several responses, and return self. Raises ValueError otherwise."""
         if bool(self.alone.any()):
-            raise ValueError("a prompt has only one answer, but this estimator compares answers to one prompt")
+            raise ValueError("a prompt has only one response, but this estimator compares responses to one prompt")
         return self
 
     def sum(self, values: PerResponse) -> PerResponse:

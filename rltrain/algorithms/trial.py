@@ -49,7 +49,7 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
     fits = isinstance(advantages, torch.Tensor) and advantages.shape == (wanted,)
     if not fits or not bool(advantages.isfinite().all()):
         yield (
-            f"{key} must return {wanted} finite numbers for a batch of 4 answers with 6 tokens; it returned "
+            f"{key} must return {wanted} finite numbers for a batch of 4 responses with 6 tokens; it returned "
             f"{advantages!r}."
         )
 

@@ -149,8 +149,8 @@ def encode_prompts(
             continue
         ids, count = outcome
         if len(ids) > max_prompt_length:
-            # Long prompts are collected even if they are an error, so that the message can give their number and a
-            # length that is sufficient for all.
+            # Long prompts are collected even if they are an error. The message can then give their number and a length
+            # that is sufficient for all.
             if filter_overlong or truncation == "error" or count[0]:
                 overlong.append((position, len(ids)))
                 continue

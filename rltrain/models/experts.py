@@ -53,7 +53,7 @@ def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shard
     odd = [part for part in parts if not hasattr(part, PLAIN)]
     odd += [part for part in parts if any(each.dim() < 2 or len(each) != number for each in part.parameters())]
     if odd:
-        return f"{type(odd[0]).__name__} computes experts in a way of its own. Leave it out."
+        return f"{type(odd[0]).__name__} computes experts in an unsupported way. Leave it out."
 
     def fits(size: int) -> bool:
         return number % size == 0 == shards % size and all(

@@ -244,7 +244,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
         result.problems.append(str(error))
     if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
         result.problems.append(
-            f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on, see above."
+            f"{custom.name!r} in {custom.path!r} gives no number for any response that it was tried on, see above."
         )
     return (["\n  ".join(["reward", *lines])] if lines else []) + by_judge
 

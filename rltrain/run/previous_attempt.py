@@ -68,7 +68,7 @@ def evaluation_folder(cfg: TrainerConfig, run: RunFolder, step: int) -> RunFolde
     if not any(file for pattern in _RUN_FILES for file in run.path.glob(pattern)):
         return run
     folder = RunFolder(str(_free(run.path, "evaluation")))
-    log.info("%s holds a run: metrics, answers and settings of this evaluation are in %s", run.path, folder.path.name)
+    log.info("%s holds a run: metrics, responses and settings of this evaluation are in %s", run.path, folder.path.name)
     return folder
 
 

@@ -109,7 +109,7 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         ("oops", "'oops' is not of the form"),
         ("data.train_batch_size=100 actor.ppo_mini_batch_size=32", f"Try {A}actor.ppo_mini_batch_size=25"),
         ("rollout.n=1 algorithm.adv_estimator=grpo_passk", f"Try {A}rollout.n=8"),
-        ("rollout.do_sample=False", "makes all answers to a prompt equal"),
+        ("rollout.do_sample=False", "makes all responses to a prompt equal"),
         ("data.max_response_length=20000", "Set it to at least 20512"),
         ("actor.use_dynamic_bsz=False", "needs actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),

@@ -97,7 +97,7 @@ def test_without_generation_config_the_end_tokens_are_exported(source, tmp_path)
         ("tokenizer.json", lambda file: file.write_text("{"), "tokenizer_config.json does not load"),
         ("chat_template.jinja", lambda file: file.write_text(MINE), "chat_template.jinja is not the template"),
         ("generation_config.json", lambda file: file.write_text('{"eos_token_id": 1}'),
-         "generation_config.json ends answers at tokens [1]; in training it was [1, 3]"),
+         "generation_config.json ends responses at tokens [1], in training at [1, 3]"),
         ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:50]), "model.safetensors does not load"),
         ("model.safetensors", lambda file: save_file(dict(list(load_file(file).items())[1:]), file), "has shape None"),
     ],

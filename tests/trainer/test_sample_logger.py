@@ -179,7 +179,7 @@ def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):
     assert table["answer"].tolist()[:5] == expected[:5]
     lines = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().split("\n")[:-1]]
     assert [line["pred"] for line in lines][:6] == expected
-    assert "an answer of step 1, train: 2+1=? -> half" in caplog.text
+    assert "a response of step 1, train: 2+1=? -> half" in caplog.text
     assert "not saved" not in caplog.text
 
 
@@ -199,7 +199,7 @@ def test_one_answer_is_shown_every_so_often(make, caplog):
     for step in range(1, 21):
         sample_logger.on_step(answered(step))
     shown = [record.getMessage() for record in caplog.records]
-    assert shown == [f"an answer of step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
+    assert shown == [f"a response of step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
 
 
 def test_trackers_get_the_same_validation_prompts_every_time(make):

@@ -128,4 +128,4 @@ def test_turns_that_nobody_answers_are_not_compared(tmp_path):
         "algorithm.adv_estimator=turn_rloo compares turns, but there are no tools and no environment. "
     )
     one = settings(tmp_path, algorithm__adv_estimator="gigpo", actor_rollout_ref__rollout__n=1)
-    assert any("gigpo compares answers to one prompt" in line for line in broken_rules(one))
+    assert any("gigpo compares responses to one prompt" in line for line in broken_rules(one))

@@ -186,7 +186,7 @@ def test_fewer_answers_run_at_once_where_memory_is_short(plain):
     generated = generate(engine, 4, Sampling(20))
     assert max(rows for rows, _ in sizes) == 7
     assert generated.tokens == generate(make_engine(plain), 4, Sampling(20)).tokens
-    with pytest.raises(ConfigError, match=r"holds 7 answers of up to 128 tokens .* 8 answers .*max_num_seqs=7,"):
+    with pytest.raises(ConfigError, match=r"holds 7 responses of up to 128 tokens .* 8 responses .*max_num_seqs=7,"):
         generate(engine, 8, Sampling(20))
 
 

@@ -47,7 +47,7 @@ def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> I
     yield from _importance_of_06(old)
     if _MODE[0] in old:
         if value(_TAIL) == "off":
-            note = f"{'='.join(_MODE)} is {_TAIL}=carry_over here: unfinished answers are continued in the next step"
+            note = f"{'='.join(_MODE)} is {_TAIL}=carry_over here: unfinished responses are continued in the next step"
             yield _TAIL, "carry_over", note
         if not value(_C + "bypass_mode") and not value(_C + "rollout_is"):
             note = f"{_C}rollout_is=token: tokens are weighted against the policy that sampled them, maybe an older one"
@@ -72,7 +72,7 @@ def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> I
         limit = f"{math.log(veto) ** 2 / 2:.6g}"
         rules, limits = [*rules, "seq_max_k2"], f"{limits},{limit}" if rules else limit
     note = f"{_C}rollout_rs={','.join(rules)} with rollout_rs_threshold={limits} defines the rejection here"
-    note += f"; an answer is also rejected for a token whose ratio is over {1 / veto:g}" if veto else ""
+    note += f"; a response is also rejected for a token whose ratio is over {1 / veto:g}" if veto else ""
     yield _C + "rollout_rs", ",".join(rules), note
     yield _C + "rollout_rs_threshold", limits, ""
 

@@ -195,12 +195,12 @@ def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: b
     # Each file is checked separately, so that a file that does not load does not hide problems in others.
     looks: dict[str, Callable[[], Iterable[str]]] = {
         "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
-        "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),
-        _GENERATION: lambda: _look_at_ends(exported, encoder),
-        "model.safetensors": lambda: _look_at_weights(folder, shapes),
+        "tokenizer_config.json": lambda: _check_tokenizer(exported, encoder),
+        _GENERATION: lambda: _check_ends(exported, encoder),
+        "model.safetensors": lambda: _check_weights(folder, shapes),
     }
     if sees:
-        looks[_PROCESSOR] = lambda: _look_at_images(exported, encoder)
+        looks[_PROCESSOR] = lambda: _check_images(exported, encoder)
     problems: list[str] = []
     for name, look in looks.items():
         try:
@@ -210,19 +210,19 @@ def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: b
     return problems
 
 
-def _look_at_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+def _check_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
     if exported.vocab_size != encoder.vocab_size:
         yield f"tokenizer.json has {exported.vocab_size} tokens instead of {encoder.vocab_size}"
     if exported.tokenizer.chat_template != encoder.tokenizer.chat_template:
         yield f"{_TEMPLATE} is not the template of the training prompts"
 
 
-def _look_at_ends(served: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+def _check_ends(served: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
     if served.eos_token_ids != encoder.eos_token_ids:
-        yield f"{_GENERATION} ends answers at tokens {served.eos_token_ids}; in training it was {encoder.eos_token_ids}"
+        yield f"{_GENERATION} ends responses at tokens {served.eos_token_ids}, in training at {encoder.eos_token_ids}"
 
 
-def _look_at_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+def _check_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
     from PIL import Image
 
     conversation, image = [{"role": "user", "content": SLOT}], Image.new("RGB", _PROBE)
@@ -237,7 +237,7 @@ def _look_at_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str
         )
 
 
-def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
+def _check_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
     stored_shapes: Shapes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:

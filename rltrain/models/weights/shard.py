@@ -136,7 +136,7 @@ def check_weight_files(kind: type[PackedModel], spec: ModelSpec, config: Pretrai
     try:
         entries = read_entries(spec.path)
     except NoEntries as error:
-        return [f"{key}={spec.path}: not looked at ({error})"] if Path(spec.path).is_dir() else []
+        return [f"{key}={spec.path}: not checked ({error})"] if Path(spec.path).is_dir() else []
     key_mapping = KeyMapping(entries.empty, _plain(kind, spec, without_dropout(config)))
     refuse(key, entries, key_mapping)
     return list(notes(key, entries, key_mapping))

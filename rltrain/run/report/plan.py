@@ -124,7 +124,7 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
     if config.reward_model.runs_scorers:
         judge, where, limit_s = config.reward.judge, "", f"{config.reward.timeout_s:g} s an answer"
         if config.reward.url:
-            where = f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
+            where = f"at {config.reward.url}, each with {config.reward.url_concurrency} responses at a time"
         scorer = {"none": "alone", "beside": "beside the scorer", "first": "where the scorer finds nothing right"}
         if config.reward_model.judges:
             rows.append(("judging", _judging(config, scorer[judge.rule])))

@@ -192,8 +192,8 @@ class HFRollout:
         if most < self._rollout.max_num_seqs and (jobs := source.next_jobs(self._rollout.max_num_seqs)):
             key = f"{self._section}."
             raise ConfigError(
-                f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, "
-                f"but {len(jobs[0].samples)} answers to one prompt must be generated together. Raise "
+                f"the memory for keys and values holds {most} responses of up to {self._max_model_len} tokens at once, "
+                f"but {len(jobs[0].samples)} responses to one prompt must be generated together. Raise "
                 f"{key}gpu_memory_utilization, lower {key}{self._longest}"
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )

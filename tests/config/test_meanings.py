@@ -41,7 +41,7 @@ def test_a_loss_takes_its_own_mean_unless_one_is_set(loss, own):
         assert make_step_passes(load(command).config).aggregation == expected
         assert f"grpo advantages, {loss} loss, {expected}" in plan_of(command)
     assert meanings(f"{mode} actor.loss_agg_mode={own}") == []
-    assert ["verl 0.9 takes token-mean" in line for line in meanings(mode)] == [True] * (loss == "gspo")
+    assert ["verl 0.9 uses token-mean" in line for line in meanings(mode)] == [True] * (loss == "gspo")
 
 
 def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
@@ -70,8 +70,8 @@ def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
         ("actor.shuffle=True", "samples within a rank", "actor.shuffle=False"),
         (f"critic.shuffle=True {GAE}", "samples within a rank", "critic.shuffle=True"),
         (GROUPS, "seq_reward here", f"{GROUPS} algorithm.filter_groups.metric=acc"),
-        ("data.reward_fn_key=kind", "there it is data_source", "data.reward_fn_key=data_source"),
-        ("data.truncation=right", "cuts on the left", "data.truncation=right data.filter_overlong_prompts=True"),
+        ("data.reward_fn_key=kind", "use the column data_source", "data.reward_fn_key=data_source"),
+        ("data.truncation=right", "truncates on the left", "data.truncation=right data.filter_overlong_prompts=True"),
         ("rollout.top_k=20", "does not send it", "rollout.top_k=1000000"),
         ("rollout.val_kwargs.top_k=20", "does not send it", "rollout.val_kwargs.top_k=-1"),
         ("rollout.repetition_penalty=1.1", "always generate with 1", "rollout.repetition_penalty=1.0"),

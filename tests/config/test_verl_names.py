@@ -63,12 +63,12 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("actor.grad_clip=0", f"{A}actor.grad_clip=0.0: it must be over 0. Try 1."),
         ("rollout.multi_turn={enable:True,max_parallel_calls:0}", f"{A}rollout.multi_turn.max_parallel_calls=0: "),
         ("actor.use_rollout_log_probs=True", "bypass_mode=True"),
-        ("rollout.skip.enable=True", "every step generates its own answers"),
+        ("rollout.skip.enable=True", "every step generates new responses"),
         ("actor.optim.name=muon", "AdamW"),
         ("trainer.project_name=sppo-sglang", "verl's recipe SPPO"),
         ("trainer.experiment_name=verl_FlowRL_7b", "verl's recipe FlowRL"),
         ("custom_reward_function.path=recipe/flowrl/reward.py", "verl's recipe FlowRL"),
-        ("reward.reward_manager.name=limited", "use naive: at most reward.num_workers answers"),
+        ("reward.reward_manager.name=limited", "use naive: at most reward.num_workers responses"),
     ],
 )
 def test_verl_s_words_are_refused_with_a_reason(command, message):

@@ -95,7 +95,7 @@ def _agree(one: str, other: str, log_base: int | None, proportional: bool) -> bo
         pairs: list[tuple[Value, Value]] = []
         for point in range(len(_POINTS)):
             if point >= _NUM_FRACTIONAL and len(pairs) > 1:
-                break  # integer points are only for formulas that need them: factorials, (-1)^n
+                break  # integer points are only for formulas that need them, such as factorials and (-1)^n
             try:
                 ours, theirs = (_Reading(text, point, allow_complex, log_base) for text in (one, other))
             except Undefined:
@@ -247,7 +247,8 @@ class _Reading:
         if token == "sqrt":
             index = self._group("[", "]") if self._peek() == "[" else Fraction(2)
             return self._root(self._argument(), index)
-        if token in ("overline", "bar"):  # over a number: its conjugate; over letters: a name, compared as text
+        # over a number this means its conjugate; over letters it is a name, which is compared as text
+        if token in ("overline", "bar"):
             letters = len(self.names)
             number = self._argument()
             if len(self.names) > letters or isinstance(number, Fraction):

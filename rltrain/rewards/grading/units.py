@@ -88,7 +88,7 @@ def contradict(answer: Quantity, truth: Quantity) -> bool:
         return True
     if not answer.unit or not truth.unit or answer.unit == truth.unit:
         return False
-    # "12 cubes" and "12 red cubes" may be the same.
+    # One side may have additional words: "12 cubes" and "12 red cubes" may be the same.
     return not (answer.words and truth.words and (answer.words <= truth.words or truth.words <= answer.words))
 
 

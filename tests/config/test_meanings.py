@@ -96,7 +96,7 @@ def test_one_answer_to_a_prompt_is_said_in_the_plan():
     for estimator in ("grpo_passk", "rloo_vectorized", "gpg_paper"):
         (line,) = problems(f"algorithm.adv_estimator={estimator} rollout.n=1")
         assert "actor_rollout_ref.rollout.n must be >= 2 (got 1)" in line
-    assert any("a prompt has one response, and all are kept" in note for note in notes(f"{GROUPS} rollout.n=1"))
+    assert any("prompts have one response, and all are kept" in note for note in notes(f"{GROUPS} rollout.n=1"))
 
 
 def test_a_reward_model_alone_decides_unless_rules_have_a_weight():

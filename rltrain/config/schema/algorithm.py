@@ -49,7 +49,7 @@ class FilterGroupsConfig:
     """DAPO's dynamic sampling."""
 
     enable: bool = key(
-        False, only_with={"actor_rollout_ref.rollout.n>1": "a prompt has one response, and all are kept"}
+        False, only_with={"actor_rollout_ref.rollout.n>1": "prompts have one response, and all are kept"}
     )
     """Replace groups whose responses all have the same score by new generations."""
     metric: str = key("acc", only_with="enable")

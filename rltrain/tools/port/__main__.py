@@ -61,9 +61,7 @@ def _port(name: str, recording: Recording, folders: list[Path], output: Path | N
     runs, notes = launches(recording.calls, folders)
     notes += [f"{name} was taken to be {value} where sizes follow from it" for name, value in recording.assumed.items()]
     if not recording.finished:
-        notes.append(
-            "the script did not end in time (it may wait for something): later commands of it are missing here"
-        )
+        notes.append("the script did not end in time (it may wait for something): its later commands are missing here")
     if not runs:
         note_lines = "".join(f"\n{line}" for line in notes)
         raise ConfigError(f"{name} does not start a recognizable verl run.{note_lines}")

@@ -143,7 +143,7 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         ("reward_model.micro_batch_size=0", "at least 1, or reward_model.micro_batch_size_per_gpu."),
         ("actor.optim.betas=[2,3]", "betas=[2.0, 3.0]: give two numbers"),
         (f"+{KWARGS}={{truncation:true,max_length:9}}", "kwargs.truncation=True: see data.trunc"),
-        (f"+{KWARGS}.add_generation_prompt=False", "it is always true, as the model is to"),
+        (f"+{KWARGS}.add_generation_prompt=False", "it is always true, because the model"),
         ("reward_model.enable=True", "needs reward_model.model.path"),
         ("reward_model.enable=True reward_model.rule_weight=0 reward_model.weight=0", "means no reward"),
         (

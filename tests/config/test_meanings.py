@@ -77,7 +77,7 @@ def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
         ("rollout.repetition_penalty=1.1", "always generate with 1", "rollout.repetition_penalty=1.0"),
         ("actor.clip_ratio=0.1", "both bounds", "actor.clip_ratio=0.1 actor.clip_ratio_high=0.3"),
         *(
-            (f"algorithm.adv_estimator={estimator} rollout.n=1", "ONE ANSWER TO A PROMPT", "rollout.n=2")
+            (f"algorithm.adv_estimator={estimator} rollout.n=1", "ONE RESPONSE PER PROMPT", "rollout.n=2")
             for estimator in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
         ),
     ],
@@ -90,13 +90,13 @@ def test_a_key_that_means_something_else_than_in_verl_is_noted(command, note, wi
 
 
 def test_one_answer_to_a_prompt_is_said_in_the_plan():
-    assert "grpo advantages (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" in plan_of("rollout.n=1")
+    assert "grpo advantages (ONE RESPONSE PER PROMPT: THE SCORE ITSELF)" in plan_of("rollout.n=1")
     load("rollout.n=1 rollout.do_sample=False")  # greedy answers differ from prompt to prompt
-    assert "ONE ANSWER" not in plan_of()
+    assert "ONE RESPONSE" not in plan_of()
     for estimator in ("grpo_passk", "rloo_vectorized", "gpg_paper"):
         (line,) = problems(f"algorithm.adv_estimator={estimator} rollout.n=1")
         assert "actor_rollout_ref.rollout.n must be >= 2 (got 1)" in line
-    assert any("prompts have one response, and all are kept" in note for note in notes(f"{GROUPS} rollout.n=1"))
+    assert any("a prompt has one response, which is kept" in note for note in notes(f"{GROUPS} rollout.n=1"))
 
 
 def test_a_reward_model_alone_decides_unless_rules_have_a_weight():

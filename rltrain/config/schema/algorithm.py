@@ -48,9 +48,7 @@ class KLControlConfig:
 class FilterGroupsConfig:
     """DAPO's dynamic sampling."""
 
-    enable: bool = key(
-        False, only_with={"actor_rollout_ref.rollout.n>1": "prompts have one response, and all are kept"}
-    )
+    enable: bool = key(False, only_with={"actor_rollout_ref.rollout.n>1": "a prompt has one response, which is kept"})
     """Replace groups whose responses all have the same score by new generations."""
     metric: str = key("acc", only_with="enable")
     """Metric that is compared: acc (else the scorer's score), score (the scorer's, without penalties), seq_reward and

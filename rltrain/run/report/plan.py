@@ -66,7 +66,7 @@ def _algorithm(plan: Plan, config: Config) -> str:
         return f"supervised: negative log-likelihood of {turns}, {actor.loss_agg_mode or TOKEN_MEAN}"
     if config.distillation.is_alone:
         return f"{distance} only, {actor.loss_agg_mode or TOKEN_MEAN}"
-    single = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
+    single = " (ONE RESPONSE PER PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
     more = f", and {teacher.distillation_loss_coef:g} x {distance}" if config.distillation.enabled else ""
     estimator, loss = config.algorithm.adv_estimator, actor.policy_loss.loss_mode
     return f"{estimator} advantages{single}, {loss} loss, {plan.passes.aggregation}{more}"

@@ -73,7 +73,7 @@ def build_config(family: str) -> PreTrainedConfig:
             image_token_id=image, image_seq_length=(TILE // PATCH // MERGE) ** 2, vision_feature_layer=-1,
         )  # fmt: skip
     vision |= {"depth": 2, "num_heads": HIDDEN // HEAD}
-    # The parts of a head's rotation for time, height and width.
+    # Widths of the parts of a head that are rotated by time, height and width.
     rope["mrope_section"] = [4, 6, 6]
     ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end}
     if family == "qwen2_vl":
@@ -87,7 +87,7 @@ def build_config(family: str) -> PreTrainedConfig:
     vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text["head_dim"] = HEAD
     if family == "qwen3_vl_moe":
-        # The last is in the published config.json: vLLM reads it, and transformers assumes it.
+        # The last value is in the published config.json: vLLM reads it, and transformers assumes it.
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
         return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
@@ -119,7 +119,7 @@ def build_processor(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
         tiles, tokens = GotOcr2ImageProcessor(size=size, crop_to_patches=False), (TILE // PATCH // MERGE) ** 2
         video = InternVLVideoProcessor(size=size)
         return InternVLProcessor(tiles, tokenizer, video, image_seq_length=tokens, chat_template=template)
-    unit = (MERGE * PATCH) ** 2  # pixels of one token
+    unit = (MERGE * PATCH) ** 2  # pixels per token
     sizes = {"patch_size": PATCH, "merge_size": MERGE, "size": {"shortest_edge": unit, "longest_edge": 64 * unit}}
     kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
     video = (Qwen2VLVideoProcessor if family in kinds else Qwen3VLVideoProcessor)(**sizes)
@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="the kind of model")
-    parser.add_argument("--seed", type=int, default=0, help="decides the weights")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="family of the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     options = parser.parse_args(argv)
     torch.manual_seed(options.seed)
     tokenizer, model = (
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = f"<user>{IMAGE}area=?<assistant>9<eos>"
     if AutoTokenizer.from_pretrained(options.output).encode(text) != tokenizer.encode(text):
         sys.exit("error: the tokenizer changes when it is saved and loaded.")
-    model.save_pretrained(options.output)  # last: a folder with a config.json is complete
+    model.save_pretrained(options.output)  # written last, so that a folder with a config.json is complete
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.output}: {options.family}, {parameters / 1e6:.2f} million random parameters")
     return 0

@@ -54,8 +54,8 @@ def test_the_slowest_pair_and_the_rank_of_the_slow_ones_are_named():
 def test_a_pair_that_changes_numbers_fails():
     within, _ = doctor.pairs(speeds([(2, 3)], 0.0), NAMES, NODES)
     assert within.problems == [
-        "rank 2 on node-b and rank 3 on node-b: what arrived was not what was sent. 1 pair in all changed numbers, 1 "
-        "of them with rank 2 on node-b or rank 3 on node-b. Take that device out of use, and look again."
+        "rank 2 on node-b and rank 3 on node-b: received data differed from sent data. 1 pair in all changed numbers, "
+        "1 of them with rank 2 on node-b or rank 3 on node-b. Exclude that device and run the doctor again."
     ]
 
 

@@ -45,7 +45,7 @@ def test_a_terminal_shows_step_numbers_warnings_and_the_time_left(run):
     assert "0:00:40 left" in text
     assert "score=0.5" in text
     with_steps(run, 1, 2, 3, 4)
-    assert "all steps are made" in on_screen(run)
+    assert "all steps are done" in on_screen(run)
 
 
 class Writer(Clock):

@@ -39,11 +39,11 @@ def _entry(key: Key) -> str:
     said = [_linked(" ".join(key.help.split()))]
     conditions = [condition for _, condition, _ in key.only_with]
     if conditions:
-        said.append("Counts only with " + " and ".join(f"`{condition}`" for condition in conditions) + ".")
+        said.append("Has an effect only with " + " and ".join(f"`{condition}`" for condition in conditions) + ".")
     if unused := [name for name, engine in ENGINES.items() if key.name.rpartition(".")[2] in engine.unused_keys]:
         said.append("No effect with " + " and ".join(f"`rollout.name={name}`" for name in unused) + ".")
     if others := names_elsewhere(key.name):
-        said.append("Elsewhere called " + ", ".join(f"`{name}`" for name in others) + ".")
+        said.append("Other trainers call it " + ", ".join(f"`{name}`" for name in others) + ".")
     return f"#### `{key.name}` {{#{key.name}}}\n\n*{' · '.join(facts)}*\n\n{' '.join(said)}\n\n"
 
 

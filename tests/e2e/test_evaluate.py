@@ -84,11 +84,11 @@ def test_an_evaluation_that_was_stopped_goes_on_with_equal_numbers(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "answer", stopped)
         assert main([*words, f"out={tmp_path / 'cut'}"]) == 130
-    message = f"stopped; 2 of 6 prompts of {tiny_model.name} are answered: the same command continues after them"
+    message = f"stopped; 2 of 6 prompts of {tiny_model.name} are done: the same command continues after them"
     assert message in capfd.readouterr().err
     assert not (tmp_path / "cut" / "evaluation.json").exists()
     assert main([*words, f"out={tmp_path / 'cut'}", "temperature=0.5"]) == 2
     assert "val_kwargs.temperature: 1.0 then, 0.5 now" in capfd.readouterr().err
     assert main([*words, f"out={tmp_path / 'cut'}"]) == 0
-    assert "2 of 6 prompts are answered already" in capfd.readouterr().out
+    assert "2 of 6 prompts already have responses" in capfd.readouterr().out
     assert found(tmp_path / "cut") == found(tmp_path / "whole")

@@ -225,8 +225,8 @@ def test_results_go_beside_the_model_and_below_out_where_there_are_several(tiny_
     [
         (["n=0"], "n=0: it must be at least 1"),
         (["n=null"], "n=null: 'null' is not a whole number"),
-        (["trainer.val_only=True"], "an evaluation never trains"),
-        (["trainer.default_local_dir=x"], "out=FOLDER says where results go"),
+        (["trainer.val_only=True"], "an evaluation does not train"),
+        (["trainer.default_local_dir=x"], "out=FOLDER sets the folder of the results"),
         (["out=a,b"], "results go into one folder"),
         (["model="], "model= is not given"),
         (["modl=x"], "unknown key modl. Did you mean model=?"),

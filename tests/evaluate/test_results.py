@@ -55,7 +55,7 @@ def test_an_answer_that_could_not_be_scored_is_not_taken_for_wrong():
     assert values(found["sources"]["a"])["avg@2"] == pytest.approx((1 + 1 + 0) / 3)
     assert values(found["sources"]["a"])["failed"] == pytest.approx(2 / 6)
     assert (
-        "2 of 6 answers could not be scored and count for nothing; with 0 for each the mean were 0.5"
+        "2 of 6 responses could not be scored and are excluded; with 0 for each the mean would be 0.5"
         in found["notes"][1]
     )
 

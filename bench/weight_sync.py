@@ -104,7 +104,7 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
 
 def measure(folder: Path, way: str, *, ranks: int, bucket_mib: float, syncs: int, dtype: torch.dtype, start="spawn"):
     """Return ([(seconds, peak in MiB above the memory before)] of every sync, MiB of the engine's weights)."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory leaves the resident memory at once
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory is returned to the system at once
     mp.start_processes(rank_main, (ranks, folder, way, bucket_mib, syncs, dtype), nprocs=ranks, start_method=start)
     return torch.load(folder / f"{way}.pt", weights_only=False)
 

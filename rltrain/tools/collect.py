@@ -149,8 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rltrain collect",
         description="Pack the files that a bug report needs into one archive: configuration, plan, versions, logs, "
-        "metrics, incidents, the newest responses and Ray's logs, but no weights. Values of keys that name a secret are masked, "
-        f"large files are cut to their ends, and the archive has at most {MOST_BYTES >> 20} MiB. Check it before you "
+        "metrics, incidents, the newest responses and Ray's logs, but no weights. Values of keys that name a secret are "
+        f"masked, large files are cut to their ends, and the archive has at most {MOST_BYTES >> 20} MiB. Check it before you "
         "share it: it contains prompts and responses.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")

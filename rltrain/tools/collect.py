@@ -150,8 +150,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="rltrain collect",
         description="Pack the files that a bug report needs into one archive: configuration, plan, versions, logs, "
         "metrics, incidents, the newest responses and Ray's logs, but no weights. Values of keys that name a secret are "
-        f"masked, large files are cut to their ends, and the archive has at most {MOST_BYTES >> 20} MiB. Check it before you "
-        "share it: it contains prompts and responses.",
+        f"masked, large files are cut to their ends, and the archive has at most {MOST_BYTES >> 20} MiB. Check it "
+        "before you share it: it contains prompts and responses.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
     parser.add_argument("archive", type=Path, nargs="?", help="default: NAME_OF_THE_RUN-report.zip in this folder")

@@ -46,7 +46,7 @@ def test_the_newest_step_is_shown_plainly_where_it_is_piped(run, capsys):
     assert "\x1b" not in text
     assert text.count("answer: s7 says") == 5
     assert "prompt: <user>0+0=?" in text
-    assert text.endswith("5 of 6 answers, step 7\n")
+    assert text.endswith("5 of 6 responses, step 7\n")
     assert "s1 says" in shown(capsys, run, "--step", 1)
 
 
@@ -63,7 +63,7 @@ def test_answers_that_could_not_be_scored_are_found(run, capsys):
     failed.to_parquet(run / "samples" / "train_000008.parquet")
     text = shown(capsys, run, "--failed")
     assert "reward_error: Traceback: boom" in text
-    assert text.endswith("1 of 1 answers, step 8\n")
+    assert text.endswith("1 of 1 responses, step 8\n")
 
 
 def test_answers_before_and_after_stand_below_each_other(run, capsys):

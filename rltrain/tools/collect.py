@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rltrain collect",
         description="Pack the files that a bug report needs into one archive: configuration, plan, versions, logs, "
-        "metrics, incidents, the newest responses and Ray's logs, but no weights. Values of keys that name a secret are "
+        "metrics, incidents, newest responses and Ray's logs, no weights. Values of keys that name a secret are "
         f"masked, large files are cut to their ends, and the archive has at most {MOST_BYTES >> 20} MiB. Check it "
         "before you share it: it contains prompts and responses.",
     )

@@ -28,7 +28,10 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("rollout.agent.default_agent_loop=tool_agent", "needs tools"),
         (f"{A}hybrid_engine=0", "synchronous"),
         ("model_engine=veomni", "FSDP2"),
-        ("rollout.multi_turn.max_user_turns=5 rollout.multi_turn.max_assistant_turns=6", "at most one turn more"),
+        (
+            "rollout.multi_turn.max_user_turns=5 rollout.multi_turn.max_assistant_turns=6",
+            "follows from the number of policy turns",
+        ),
         ("data.tool_config_path=a", f"use {A}rollout.multi_turn.tool_config_path"),
         ("reward_model.elliptical.lamb=0.01", "this is a key of representation-based exploration"),
         # A sentence names the section of the same model.

@@ -323,7 +323,7 @@ def test_only_what_is_known_to_be_harmless_is_called_so(setting, kept):
     ("entry", "told"),
     [
         ("/home/me/sft_rl/verl/trainer/main_ppo.py", ""),
-        ("/home/me/sft_rl/my_ppo.py", "another trainer"),
+        ("/home/me/sft_rl/my_ppo.py", "is not verl's main_ppo"),
         ("examples/data_preprocess/gsm8k.py", "data files"),
         ("-m verl.trainer.fsdp_sft_trainer", "fine-tuning"),
     ],
@@ -333,7 +333,7 @@ def test_a_trainer_is_known_by_its_own_name(entry, told):
     text = "".join([*said, *(line for launch in found for line in launch.lost)])
     assert told in text
     assert bool(told) == bool(text)
-    assert bool(found) == (told in ("", "another trainer"))
+    assert bool(found) == (told in ("", "is not verl's main_ppo"))
 
 
 def test_a_config_name_is_read_from_beside_the_script(tmp_path):
@@ -409,7 +409,7 @@ def test_checkpoints_of_verls_stay_where_they_are(tmp_path, monkeypatch):
     names = "trainer.project_name=p trainer.experiment_name=e"
     _, [settings], text = ported(tmp_path, GRPO.replace('"$@"', f"trainer.default_local_dir=$HOME/ckpts {names}"))
     assert "trainer.default_local_dir=/home/me/ckpts-rltrain" in settings
-    assert "# was ${HOME}/ckpts, where verl's checkpoints lie" in text
+    assert "# was ${HOME}/ckpts, where verl's checkpoints are" in text
     # The default folder has verl's name, too.
     monkeypatch.chdir(tmp_path)
     assert not [each for each in ported(tmp_path, GRPO.replace('"$@"', names))[1][0] if "default_local" in each]

@@ -23,7 +23,7 @@ from rltrain.data.files import files_of
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import PromptRow, Rows, bad_rows, keys_of, scan_rows
 from rltrain.data.tables import num_rows
-from rltrain.data_preprocess.lint import best_form, look_at
+from rltrain.data_preprocess.lint import best_form, check_rows
 from rltrain.data_preprocess.lint import describe as describe_problems
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
@@ -275,6 +275,8 @@ def _check_rows(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> 
         return []
     by_rule = cfg.reward.judge.runs_rule or not (cfg.reward.judge.url or cfg.reward_model.judges)
     grade = cfg.reward_model.runs_scorers and by_rule and not (cfg.custom_reward_function.path or cfg.reward.url)
-    text = describe_problems(look_at(first, encoder=chat_encoder(cfg) if result.tokenizer_works else None, grade=grade))
+    text = describe_problems(
+        check_rows(first, encoder=chat_encoder(cfg) if result.tokenizer_works else None, grade=grade)
+    )
     shares = [f"{min(_GRADED_ROWS, len(split)):,} of {len(split):,} {name}" for name, split in rows.items()]
     return [f"data: looked at {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]

@@ -65,7 +65,7 @@ def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
     code, text = dry()
     assert (code, text.splitlines()[-1]) == (0, "a run would start")
     assert "5 per epoch of 20 prompts" in text
-    assert re.search(r"data: looked at (\d+) of \1 train and (\d+) of \2 val rows", text)
+    assert re.search(r"data: checked (\d+) of \1 train and (\d+) of \2 val rows", text)
     assert "'rltrain/arithmetic', the ground truth as the answer: 1" in text
     assert not (tmp_path / "run").exists()
 

@@ -279,4 +279,4 @@ def _check_rows(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> 
         check_rows(first, encoder=chat_encoder(cfg) if result.tokenizer_works else None, grade=grade)
     )
     shares = [f"{min(_GRADED_ROWS, len(split)):,} of {len(split):,} {name}" for name, split in rows.items()]
-    return [f"data: looked at {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]
+    return [f"data: checked {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]

@@ -246,7 +246,7 @@ def test_vllm_answers_images_with_gated_delta_nets(family, tmp_path):
     )
     with running_engine(settings) as engine:
         policy = make(folder)
-        load(engine, whole_weights(policy, torch.bfloat16, names=CheckpointNames(policy.model)))
+        load(engine, gathered_weights(policy, torch.bfloat16, names=CheckpointNames(policy.model)))
         found = run(engine, asked, Sampling(12, ignore_eos=True), 4)
         policy.to(torch.bfloat16)
         expected, control = (by_trainer(policy, prompts, answers(found)).float() for prompts in (asked, blank))

@@ -113,7 +113,7 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
 
     ``*ppl*`` and ``w_product*`` are over responses, all others over tokens.
     """
-    # Computed in float64, because k3 of a small gap is a difference of nearly equal numbers.
+    # Compute in float64, because k3 of a small gap is a difference of nearly equal numbers.
     log_ratio = train.like((train.values - engine.values).double())
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
     train_prob, engine_prob = (log_probs.values.double().exp() for log_probs in (train, engine))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-# Imported to register its losses.
+# Import the module to register its losses.
 import rltrain.algorithms.sequence_losses  # noqa: F401
 from rltrain.algorithms.advantages import suffix_sums
 from rltrain.algorithms.kl import binary_kl

@@ -76,7 +76,7 @@ def vespo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
         for good, bad in ((shape.k_pos, shape.k_neg), (shape.lambda_pos, shape.lambda_neg))
     )
     log_weight = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # Computed as a single exponential, because W^k alone would overflow where phi is nearly 0.
+    # Compute a single exponential, because W^k alone would overflow where phi is nearly 0.
     weight = (power * log_weight + rate * (1 - log_weight.exp())).exp()
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, vespo_weight=weight))
 

@@ -254,7 +254,7 @@ def _theirs(
     reference: ReferenceStates, part: slice, temperature: float, num_columns: int, vocabulary: Vocabulary
 ) -> Tensor:
     """Compute log pi_ref [part, vocabulary] of the policy's tokens, without padding rows of a larger model's head."""
-    # Computed by the same operations as log pi instead of log_softmax, so that the KL of equal models is exactly 0.
+    # Use the same operations as for log pi instead of log_softmax, so that the KL of equal models is exactly 0.
     logits = reference.logits(reference.hidden[part], temperature)[:, :num_columns]
     return logits.sub_(vocabulary.logsumexp(logits)[:, None])
 

@@ -110,7 +110,7 @@ def _cut(file: Path, step: int, aside: Path) -> None:
     if later := [line for line in lines if line.strip() and _step_of(line) > step]:
         aside.mkdir(exist_ok=True)
         (aside / file.name).write_text("".join(f"{line}\n" for line in later), encoding="utf-8")
-    # Written to a second file, because a kill during the write would lose the lines of all steps.
+    # Write to a second file, because a kill during the write would lose the lines of all steps.
     anew = file.with_suffix(".tmp")
     anew.write_text("".join(f"{line}\n" for line in head), encoding="utf-8")
     anew.replace(file)
@@ -126,7 +126,7 @@ def append_last_line(file: Path, step: int, metrics: dict[str, float]) -> None:
     """Append the line of ``step`` if it is missing because the run was killed between checkpoint and line."""
     if metrics and not any(_step_of(line) == step for line in _lines(file)):
         with disk_errors(file), file.open("a", encoding="utf-8") as lines:
-            # Prefixed by a newline, because the kill may have cut a line off.
+            # Begin with a newline, because the kill may have truncated the last line.
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
 

@@ -67,7 +67,7 @@ class PendingPrompts:
         for place, prompt in enumerate(started):
             if prompt.answers:
                 pending_mask[place] = ~prompt.answers[c.COMPLETE]
-        # At least 1: with a target of 0 no replica would start a job, and the step would have no response.
+        # The target is at least 1, because with 0 no replica would start a job, and the step would have no response.
         target = max(1, self._wanted - int((~pending_mask.any(1)).sum()))
         mask = pending_mask if self._carries else None
         return {"target_complete": target, "num_required": self._num_waited_for(started), "pending_mask": mask}
@@ -108,7 +108,8 @@ class PendingPrompts:
         if self._carries:
             self._add_earlier(started, samples)
         complete = np.flatnonzero(samples[c.COMPLETE].reshape(-1, n).all(1))
-        # In queue order, not in order of completion, so that the oldest complete prompts are trained on first.
+        # Select prompts in queue order, not in order of completion, so that the oldest complete prompts are trained on
+        # first.
         chosen = complete[: self._wanted]
         left = np.setdiff1d(np.arange(len(started)), chosen)
         ids, left_ids = ((places[:, None] * n + np.arange(n)).ravel() for places in (chosen, left))

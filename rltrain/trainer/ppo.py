@@ -121,7 +121,7 @@ class PPOTrainer:
             samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n responses each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
             self.advantages.mask(samples)
-            # Before any update, so that a run that stops here still has the weights of the previous step.
+            # Check before any update, so that a run that stops here still has the weights of the previous step.
             self._alarms.damaged(metrics)
             if passes.rewarded:
                 record.metrics |= self._alarms.collapsed(valid_samples(samples)[c.SCORE])
@@ -372,7 +372,8 @@ class PPOTrainer:
         """State of the driver for a checkpoint."""
         drawn, sampler, pending = self.experience.batches_drawn, self.experience.sampler, self.experience.pending
         lengths, experts = self.actor.lengths.state(), self._expert_load.state()
-        # Saved only for a controller. Without one the config applies, even if a resumed run enables a controller.
+        # Save the coefficient only for a controller. Without one the config applies, even if a resumed run enables a
+        # controller.
         entropy = self.cfg.actor_rollout_ref.actor.adaptive_entropy
         coef = self.advantages.kl_coef if self.cfg.algorithm.kl_ctrl.type == "adaptive" else None
         entropy_coef, metrics = self.entropy_bonus.coef if entropy.enabled else None, self._metrics

@@ -137,7 +137,7 @@ class Validation:
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
         # Each chunk numbers its groups from 0; after joining the numbers must be unique.
         samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
-        # Scored in chunks too, because a single call would take many times as long as in a step, and time out.
+        # Score in chunks too, because a single call would take many times as long as in a step, and time out.
         scores = self._rewards.score("val", samples, at_once=at_once * num_samples)
         return samples, scores, num_samples
 

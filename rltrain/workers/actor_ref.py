@@ -91,7 +91,8 @@ class ActorRefWorker(Actor):
         if passes.exact_teacher:
             teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
             self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
-        # Registered last: onloading follows this order, and an update needs the models before the optimizer.
+        # Register the optimizer last: onloading follows this order, and an update needs the models before the
+        # optimizer.
         self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property

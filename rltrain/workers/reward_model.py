@@ -85,7 +85,7 @@ class RewardModelWorker(RewardModel):
             for row, text in zip(places, texts, strict=True)
         ]
         encoded = self._encoder.encode_batch(conversations, answered=True)
-        # Checked here, because the model's forward would silently replace a larger token id by its last one.
+        # Check here, because the model's forward would silently replace a larger token id by its last one.
         if (last := max(map(max, encoded))) >= (size := self._encoder.model_vocab_size or last + 1):
             raise ConfigError(
                 f"reward_model.model.path={self._path}: its tokenizer has the token id {last:,}, but the "

@@ -147,7 +147,7 @@ VALUES = _add("values", PER_POLICY_TOKEN, "float32", "values pass", "token advan
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
-# Sent to devices as float32, because not every accelerator supports float64.
+# The number is sent to devices as float32, because not every accelerator supports float64.
 ADVANTAGE = _add(
     "advantage", PER_SAMPLE, "float64 or float32", "estimators (of tokens: the mean)", "actor loss, metrics"
 )

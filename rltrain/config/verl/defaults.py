@@ -1,6 +1,6 @@
 """Extraction of the user's settings from a configuration saved by a run of verl.
 
-A saved tree has 300 to 900 keys, but the user wrote about thirty. All others would be reported as without effect, or
+A saved tree has 300 to 900 keys, but the user wrote about thirty. All other keys would be reported as without effect, or
 count as chosen. So values equal to verl's defaults count as not written. The tables hold the defaults of verl 0.5 to
 main that differ from rltrain's.
 """

@@ -108,8 +108,8 @@ class AttentionPlan:
             self._on_devices[device] = queries, keys, where
         return self._on_devices[device]
 
-    # Cached in the plan itself. A separate cache object that refers to the plan would keep device memory until garbage
-    # collection.
+    # Cache the tensors in the plan itself. A separate cache object that refers to the plan would keep device memory
+    # until garbage collection.
     @cached_property
     def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
         return {}

@@ -251,7 +251,7 @@ def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
     as in kernels."""
     filters = weights.filters.float().mT
     length = row.shape[-2] - len(filters) + 1
-    # Computed by explicit products, because not every device has a depthwise convolution.
+    # Compute explicit products, because not every device has a depthwise convolution.
     convolved = sum(row.narrow(-2, first, length).float() * tap for first, tap in enumerate(filters))
     convolved = convolved if weights.bias is None else convolved + weights.bias
     return ACT2FN[activation](convolved.to(row.dtype))

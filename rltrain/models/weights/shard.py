@@ -246,8 +246,8 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
     if mesh.experts:
         _spread_experts(packed, mesh, held)
-    # Called after the expert exchange is set up: `split` then wraps the exchange, so that only this rank's share of the
-    # tokens is sent to the experts.
+    # Call `split` after the expert exchange is set up. It then wraps the exchange, so that only this rank's share of
+    # the tokens is sent to the experts.
     shared = split(packed.model, mesh.tensor) if mesh.tensor else []
     packed.tensor_size = mesh.tensor.size() if mesh.tensor else 1
     for part in shared if not mesh.experts else ():

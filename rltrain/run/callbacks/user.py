@@ -95,7 +95,7 @@ class UserCallbacks(Callback):
 
 def _hooks_of(callback: Any) -> dict[str, Callable[..., Any]]:
     """Return the hooks of an object or a class. A plain function is an on_step."""
-    # Not `callable`, because an object with `__call__` may also have hooks, and these take precedence.
+    # Do not test `callable`, because an object with `__call__` may also have hooks, and these take precedence.
     if inspect.isfunction(callback):
         return {"on_step": callback}
     return {name: getattr(callback, name) for name in dir(callback) if name.startswith("on_")}

@@ -59,7 +59,7 @@ class Checkpoints:
 
         Returns None if there is no checkpoint. Raises CheckpointError if there are checkpoints but none is usable.
         """
-        # Found by listing the folder, because a file that points to the newest checkpoint could be wrong.
+        # List the folder, because a file that points to the newest checkpoint could be wrong.
         problems = []
         for step in reversed(self.steps()):
             if not (problem := self.damage(self.step_folder(step))):
@@ -209,7 +209,8 @@ class RunFolder(Checkpoints):
         if existing.exists():
             if not self.damage(existing):
                 raise CheckpointError(f"{existing} already exists; a checkpoint is never overwritten.")
-            # Moved aside instead of removed, because it may be an interrupted copy whose weights are still useful.
+            # Move the folder aside instead of removing it, because it may be an interrupted copy whose weights are
+            # still useful.
             os.rename(existing, existing.with_name(f"damaged_{existing.name}_{int(time.time())}"))
         folder = self.under_way(step)
         folder.mkdir()

@@ -133,7 +133,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
             _refuse_other_run(cfg, folder, record, dataset, images)
             if problem := other_weights(record, cfg):
                 raise CheckpointError(f"{folder} cannot be resumed from: {problem}")
-        # Checked here, because the workers would notice it only after the models are loaded.
+        # Check here, because the workers would detect the problem only after the models are loaded.
         needs_critic = has_critic(cfg) and not cfg.trainer.val_only
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(

@@ -123,7 +123,7 @@ class Saver(Callback):
         late = trainer.saves_by_time and self._clock.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
         if not late or self._pending:
             return False
-        # Checked in the background, because the disk may not respond. Then it is checked again after the next step.
+        # Check in the background, because the disk may not respond. Then it is checked again after the next step.
         self._room = self._room or BackgroundJob("room", partial(self._has_room_for_two, step))
         if not self._room.ready(_LOOK_S):
             return False
@@ -206,7 +206,7 @@ class Saver(Callback):
         self._go_on(waits=True)
 
     def _go_on(self, waits: bool) -> None:
-        # Cleared first, because this method is called again while it waits for workers.
+        # Clear the field first, because this method is called again while it waits for workers.
         pending, self._pending = self._pending, None
         if not pending:
             return

@@ -144,7 +144,7 @@ class SampleLogger(Callback):
                     self._logged_problems.add(kind)
                     log.warning("step %d, %s: responses are not saved: %s", result.step, result.split, result.problem)
             elif result.example and (result.split == "val" or result.step == 1 or result.step % _EXAMPLE_EVERY == 0):
-                # Logged after writing, perhaps after lines of later steps, so it names its step.
+                # The line names its step, because it is logged after writing, perhaps after lines of later steps.
                 log.info("a response of step %d, %s: %s", result.step, result.split, result.example)
 
 

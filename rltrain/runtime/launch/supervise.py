@@ -97,15 +97,15 @@ class Supervisor:
                 return 130 if self._stop_signal == signal.SIGINT else _AGAIN
 
     def _attempt(self) -> Attempt:
-        # Created again, because temporary folders may be cleaned up after some days. If it fails, only the cause is
-        # unknown.
+        # Create the folder again, because temporary folders may be cleaned up after some days. If it fails, only the
+        # cause is unknown.
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
             self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
-            # In a new session, because otherwise a terminal would send Ctrl-C to the run too, in addition to
+            # Start it in a new session, because otherwise a terminal would send Ctrl-C to the run too, in addition to
             # `_forward_signal`.
             self._child = child = os.posix_spawnp(
                 self._command[0], self._command, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]

@@ -31,8 +31,8 @@ class Alarms:
     def __init__(
         self, gap_limit: float, stops_on_gap: bool = False, collapse_steps: int | None = None, compares: bool = True
     ) -> None:
-        # Also read by `PPOTrainer`: if it is True, the gap is checked before the update instead of in the step's
-        # report.
+        # `PPOTrainer` reads this field too: if it is True, the gap is checked before the update instead of in the
+        # step's report.
         self.stops_on_gap = stops_on_gap
         self._collapse_steps = collapse_steps
         self._equal_steps = 0
@@ -111,7 +111,7 @@ class Alarms:
 
     def skipped(self, role: str, metrics: Metrics) -> Metrics:
         """Raise NonFiniteError if ``role`` skipped an optimizer step in three consecutive steps."""
-        # Counted per role: otherwise updates of the actor would hide a critic that is never updated.
+        # Count per role: otherwise updates of the actor would hide a critic that is never updated.
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(

@@ -286,7 +286,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return a tensor sharded like ``tensor``, with ``local`` as this rank's shard."""
-    # Not `from_local`, which would move host tensors to the device.
+    # Do not use `from_local`, which would move host tensors to the device.
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 

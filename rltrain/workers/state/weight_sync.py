@@ -122,7 +122,7 @@ class WeightSync:
             )
         log_probs = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
         gap = float((log_probs - expected).abs().mean())
-        # Not `gap > limit`, which is False for NaN and would accept a broken engine.
+        # Do not write `gap > limit`, which is False for NaN and would accept a broken engine.
         if not gap <= self._gap_limit:
             with_image = " with an image" if self._canary.images else ""
             raise SyncError(

@@ -89,7 +89,7 @@ class CountedSampler(nn.Module):
         plain = self._unpenalised(logits)
         if plain is not logits:
             plain = plain / self._sampling.temperature
-        # Computed first, because sampling overwrites the logits.
+        # Compute the log-probs first, because sampling overwrites the logits.
         log_probs = torch.log_softmax(plain, -1, dtype=torch.float32)
         return self._draw(logits), log_probs
 

@@ -1,7 +1,7 @@
 """The agent's view of a conversation with the policy: request a turn, add messages, request the next turn.
 
-Turns and messages cannot be changed later, so that the tokens of a trajectory are the sampled ones. If an agent is restarted because its
-process died, `Chat.reply` returns its previous turns again at once.
+Turns and messages cannot be changed later, so that the tokens of a trajectory are the sampled ones. If an agent is
+restarted because its process died, `Chat.reply` returns its previous turns again at once.
 """
 
 from __future__ import annotations

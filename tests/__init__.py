@@ -1,4 +1,4 @@
-"""Tests; every call of `rltrain.algorithms` in them is checked for the shapes that its annotations state."""
+"""Tests. Every call of `rltrain.algorithms` in them is checked against the shapes in its annotations."""
 
 import sys
 

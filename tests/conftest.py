@@ -1,4 +1,4 @@
-"""Shared fixtures: a tiny model with its own tokenizer, made on the spot, and two-process runs without Ray."""
+"""Shared fixtures: a tiny model with its own tokenizer, created on demand, and two-process runs without Ray."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Set the markers of cost, make long the cases that ``few(n)`` leaves out, and put expensive files first."""
+    """Set the markers of cost, mark the cases that ``few(n)`` omits as long, and put expensive files first."""
     tests, smoke = defaultdict(list), Counter()
     for item in items:
         if marker := item.get_closest_marker("smoke"):
@@ -77,7 +77,8 @@ def pytest_runtest_makereport():
 
 @pytest.fixture(autouse=True)
 def announced_costs(request):
-    """Fail a test that starts another Python without a marker: the README's command would get slow unnoticed."""
+    """Fail a test that starts another Python without a marker. Otherwise the README's test command would slow down
+    unnoticed."""
     yield
     if not MARKERS.intersection(mark.name for mark in request.node.iter_markers()):
         assert not STARTED, f"{STARTED[0]} was started: tests/cost.py needs a name of this test's code that tells so"
@@ -89,13 +90,14 @@ def pytest_unconfigure():
 
 @pytest.fixture(scope="session", autouse=True)
 def threads():
-    """One, unless OMP_NUM_THREADS asks for more."""
+    """One thread, unless OMP_NUM_THREADS sets more."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """Imports and what else a module begins with: to look through it again and again took a third of the time."""
+    """Freeze imports and other objects that modules create, because searching them repeatedly took a third of
+    the time."""
     gc.collect()
     gc.freeze()
 
@@ -117,7 +119,7 @@ def arithmetic_files(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def process_group():
-    """A process group of this process alone, which trainers and models without Ray need."""
+    """A process group of this process only, which trainers and models without Ray need."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -144,7 +146,7 @@ def tiny_trainer(tiny_model, arithmetic_files, tmp_path):
 
 @pytest.fixture
 def twisted_trainer(tiny_trainer):
-    """The same, with scores that differ from answer to answer."""
+    """The same, with different scores for different responses."""
 
     def make(twist=lambda row, score: score, **changes):
         count = itertools.count()
@@ -166,7 +168,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    """network(number, delay_ms=0, loss=0): that many `Host`s, which end with the module's tests."""
+    """network(number, delay_ms=0, loss=0): create that many `Host`s, which end with the module's tests."""
     if reason := forbidden():
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:
@@ -181,10 +183,7 @@ def network(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def local_ray():
-    """A plain Ray of this process, with four CPUs and forked workers (`tests.faults.nursery`).
-
-    It ends with the module: whole runs in the same process start another one, or join a cluster.
-    """
+    """A local Ray of this process, with four CPUs and forked workers (`tests.faults.nursery`)."""
     import ray
 
     from rltrain.runtime.cluster import start_ray

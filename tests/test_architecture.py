@@ -54,7 +54,7 @@ def run(folder, *arguments):
 
 @pytest.mark.parametrize("dry", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_run_uses_everything_that_was_added(extended, tiny_model, tmp_path, dry):
-    """A scorer, an estimator, a loss, an engine, a tracker and a key, each added as the page says."""
+    """A scorer, an estimator, a loss, an engine, a tracker and a key, each added as described on the page."""
     file = write_arithmetic(tmp_path / "train.parquet", range(24), data_source="my/parity")
     changes = {
         "data__val_files": "null",

@@ -1,4 +1,4 @@
-"""What the doctor measures, and what it makes of it. Two hosts with Ray: tests/hosts/test_doctor.py."""
+"""The doctor's measurements and conclusions. Two hosts with Ray: tests/hosts/test_doctor.py."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_pairs_and_collectives_are_timed_and_their_numbers_checked():
 
 
 def speeds(slow: list[tuple[int, int]], value: float) -> np.ndarray:
-    """20 GB/s within nodes and 10 between them, but for some pairs."""
+    """Return 20 GB/s within nodes and 10 between them, except for some pairs."""
     found = np.where(NODES[:, None] == NODES, 20.0, 10.0)
     np.fill_diagonal(found, np.nan)
     for one, other in slow:
@@ -60,7 +60,7 @@ def test_a_pair_that_changes_numbers_fails():
 
 
 class Group:
-    """`WorkerGroup` of three ranks, of which two do not come back from their round."""
+    """`WorkerGroup` of three ranks, of which two do not return from their round."""
 
     names, nodes, world = ["a", "a", "b"], [0, 0, 1], 3
 

@@ -1,4 +1,4 @@
-"""--dry-run: what it sees, and that its exit code says whether a run would start."""
+"""--dry-run: its findings, and an exit code that tells whether a run would start."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def dry(made, tmp_path, capsys, monkeypatch):
-    """Runs it with changes; returns exit code and text."""
+    """Run it with changes; return exit code and text."""
     # Templates end here (tests/data/test_chat.py has some that do not): a fork that tries each takes most of the time.
     monkeypatch.setattr(chat, "problem_in_fork", lambda *_: "")
 
@@ -364,7 +364,7 @@ class Backwards:
 
 
 def of_verl(folder, *more, **changes):
-    """The classes by verl's keys."""
+    """Return the classes by verl's keys."""
     (folder / "mine.py").write_text(CLASSES)
     keys = {"data.custom_cls.path": folder / "mine.py", "data.custom_cls.name": "Sums", "+data.number": 12}
     keys |= {"data.sampler.class_path": f"file://{folder}/mine.py", "data.sampler.class_name": "Backwards"}

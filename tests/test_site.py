@@ -1,7 +1,4 @@
-"""The site of the documentation: which pages it has, the page of keys, recipes, and tables of other trainers' keys.
-
-`make docs`, a part of `make check`, builds it and refuses a link that leads nowhere.
-"""
+"""The documentation site: its pages, the page of keys, recipes, and tables of other trainers' keys."""
 
 import re
 

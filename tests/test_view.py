@@ -1,4 +1,4 @@
-"""The answers of a run on the terminal."""
+"""Display of a run's responses on the terminal."""
 
 import json
 
@@ -11,7 +11,7 @@ from rltrain.tools.view import main
 
 
 def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:
-    """Two answers to each of the prompts 0, 1, …"""
+    """Return two responses to each of the prompts 0, 1, …"""
     n = len(scores)
     rows = [place // 2 for place in range(n)]
     return pd.DataFrame(
@@ -115,7 +115,7 @@ PLAYED = [said("assistant", "16"), said("user", "higher"), said("assistant", "24
 
 @pytest.fixture
 def conversations(run):
-    """Step 9: a call and its answer; a game; one turn; a trajectory that could not go on."""
+    """Step 9 has a call and its result, a game, one turn, and a failed trajectory."""
     alone = [said("assistant", "no")]
     messages = [json.dumps(each, ensure_ascii=False) for each in (CALCULATED, PLAYED, alone, alone)]
     table = frame(

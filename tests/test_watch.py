@@ -1,4 +1,4 @@
-"""`rltrain watch`: the view on a terminal, and the lines of the log elsewhere."""
+"""`rltrain watch`: the view on a terminal, and log lines elsewhere."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_a_terminal_shows_step_numbers_warnings_and_the_time_left(run):
 
 
 class Writer(Clock):
-    """While somebody sleeps, a log gets the next text."""
+    """Appends the next text to the log at each sleep."""
 
     def __init__(self, log, *texts):
         self.log, self.texts = log, iter(texts)

@@ -1,4 +1,4 @@
-"""The endpoint for agents of other libraries: what they are told, and what becomes of the one conversation there is."""
+"""The endpoint for agents of other libraries: its replies, and the conversation that results."""
 
 import http.client
 import json
@@ -111,7 +111,7 @@ def leaves(chat, row, seed):
 
 
 class Room:
-    """Hosts with one process, and what was printed there."""
+    """Executors with one process, and the output printed there."""
 
     def __init__(self, folder):
         (folder / "tools.py").write_text(TOOLS)
@@ -131,7 +131,7 @@ class Room:
         return line["request"]
 
     def printed(self, word):
-        """What stands behind ``word``, in all lines that begin with it, one at least."""
+        """Return the rest of all lines that start with ``word``. There must be at least one."""
 
         def lines():
             self._printed += self.executors.take_printed()
@@ -264,7 +264,7 @@ def address(room):
 
 
 def raw(port, data):
-    """All that comes back, until the other end closes."""
+    """Return all received bytes until the other end closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         connection.sendall(data)
         received = b""
@@ -291,7 +291,7 @@ def test_requests_without_the_key_are_rejected(room, address):
 
 
 def local_address():
-    """Of this machine, as others know it; with none, another of the loopback, where nothing listens either."""
+    """Return this machine's address in its network, or else another loopback address, where nothing listens either."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))

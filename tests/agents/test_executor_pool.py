@@ -1,4 +1,5 @@
-"""ExecutorPool: many trajectories in a process that can be killed, and what becomes of the others when one ends it."""
+"""ExecutorPool: many trajectories in a process that can be killed, and the other trajectories if one ends the
+process."""
 
 import os
 import re
@@ -158,7 +159,7 @@ async def endless(chat, row, seed):
 
 @pytest.fixture
 def make(tmp_path):
-    """Hosts of a file of tools, a class or both."""
+    """Create executors for a file with tools, a class or both."""
     made = []
     (tmp_path / "tools.py").write_text(TOOLS)
     (tmp_path / "shop.py").write_text(SHOP)
@@ -208,12 +209,12 @@ def reply(executors):
 
 
 def process():
-    """The first of the processes of the executors: the subreaper of the one."""
+    """Return the first process of the executors: the subreaper of the only one."""
     return (pids(os.getpid(), "rltrain.agents.executor_main") or [0])[0]
 
 
 def killed():
-    """As any program may."""
+    """Kill the process, as any program may."""
     os.kill(pid := eventually(process), signal.SIGKILL)
     ended([pid])
 

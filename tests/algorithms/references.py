@@ -1,4 +1,4 @@
-"""Every formula once more, slowly: lists, loops and floats, written from the papers and not from the library."""
+"""Slow second implementations of all formulas, with lists, loops and floats, written from the papers."""
 
 import math
 
@@ -57,20 +57,20 @@ def grpo_passk(scores, groups, by_std=True):
 
 
 def maxrl(scores, groups):
-    """Tajwar et al. 2026: the gradient of log p of the group's own pass rate p."""
+    """Tajwar et al. 2026: the gradient of log p, where p is the pass rate of the group."""
     means = [mean([scores[j] for j in members(groups, i)]) for i in range(len(scores))]
     return [(score - m) / m if m > 1e-9 else 0.0 for score, m in zip(scores, means, strict=True)]
 
 
 def lite_ppo(scores, groups):
-    """Liu et al. 2025: the mean of the group, the deviation of all rewards."""
+    """Liu et al. 2025: the mean of the group and the standard deviation of all rewards."""
     return [
         (score - mean([scores[j] for j in members(groups, i)])) / (std(scores) + 1e-6) for i, score in enumerate(scores)
     ]
 
 
 def normalise(advantages, groups, lengths, mean_level, std_level):
-    """AReaL's adv_norm: token by token, as every token of an answer has its advantage."""
+    """AReaL's adv_norm, computed token by token. Every token of a response has its advantage."""
 
     def tokens(values, level, i):
         return [
@@ -101,7 +101,7 @@ def gpg_paper(scores, groups):
 
 
 def whiten_answers(advantages, lengths):
-    """Every token of answer i has advantages[i]; answers without tokens are moved alike."""
+    """Every token of response i has advantages[i]. Responses without tokens are shifted in the same way."""
     tokens = [a for a, length in zip(advantages, lengths, strict=True) for _ in range(length)]
     if len(tokens) < 2:
         return advantages
@@ -201,7 +201,7 @@ def real_of(new, old, advantages, mask, weight):
 
 
 def real(scores, labels, groups, tau):
-    """L of the paper, mean over groups; torch scalars, so that it can be differentiated."""
+    """The paper's L, averaged over groups, as a differentiable torch scalar."""
     losses = []
     for group in sorted(set(groups)):
         of_label = {1: 1.0, -1: 1.0}
@@ -255,7 +255,7 @@ def topr(new, old, advantages, mask):
 
 
 def influences(new, old, advantages, mask, dual, decay_rate, width, high_only, safe):
-    """FIPO's f_t."""
+    """Return FIPO's f_t."""
     logs, gamma, weights = [n - o for n, o in zip(new, old, strict=True)], 0.5 ** (1 / decay_rate), []
     for t, a in enumerate(advantages):
         future = sum(gamma ** (k - t) * logs[k] for k in range(t, len(logs)) if mask[k] and logs[k] <= math.log(dual))
@@ -273,7 +273,7 @@ def future_kl(new, old, advantages, mask, low, high, dual, *keys):
 
 
 def aggregate(mode, losses, masks, horizon):
-    """Rows of token losses and masks -> one number, over the whole batch."""
+    """Reduce rows of token losses and masks to one number over the whole batch."""
     having = [sum(mask) for mask in masks]
     sums = [sum(x * m for x, m in zip(row, mask, strict=True)) for row, mask in zip(losses, masks, strict=True)]
     rows = max(sum(count > 0 for count in having), 1)
@@ -339,7 +339,7 @@ def binary_kl(p, q):
 
 
 def accepted(log_ratios, rules):
-    """rules: (over, measure, low, high). The engine gives every token exp(-5)."""
+    """rules: (over, measure, low, high). The engine's probability of every token is exp(-5)."""
     engine = math.exp(-5)
     measures = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
     measures["binary_kl"] = lambda x: max(

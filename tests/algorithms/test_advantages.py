@@ -35,7 +35,7 @@ OUTCOME = {
 
 @st.composite
 def answers(draw):
-    """(scores, groups, lengths, two terms), groups of at least two in any order, lengths down to 0."""
+    """Draw (scores, groups, lengths, two terms). Groups have at least two members in any order; lengths may be 0."""
     sizes = draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
     groups = draw(st.permutations([group * 7 for group, size in enumerate(sizes) for _ in range(size)]))
     column = st.lists(SCORES, min_size=len(groups), max_size=len(groups))
@@ -88,8 +88,8 @@ def test_an_answer_alone_has_its_score_for_an_advantage(name, factor):
 
 
 def test_estimators_that_need_a_second_answer_say_so():
-    """The lead on the second best, and counts of mixed groups, are nothing without others; verl's vectorized RLOO gives
-    0, so a run would learn nothing."""
+    """Both estimators need other responses: the lead over the second best, and counts of mixed groups. With one
+    response, verl's vectorized RLOO returns 0, so a run would learn nothing."""
     for name in ("grpo_passk", "gpg_paper", "maxrl", "lite_ppo"):
         with pytest.raises(ValueError, match="one answer"):
             estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1])
@@ -100,14 +100,14 @@ def test_estimators_that_need_a_second_answer_say_so():
 
 @pytest.mark.parametrize("name", OUTCOME)
 def test_the_order_in_which_a_score_is_added_up_is_no_advantage(name):
-    """0.1 + 0.2 is not 0.3 in floating point, and a spread of 6e-17 under 1e-6 is still a direction for Adam."""
+    """In floating point 0.1 + 0.2 is not 0.3, and Adam would follow even a spread of 6e-17 divided by 1e-6."""
     scores = [0.1 + 0.2, 0.3, 0.3, 0.3]
     assert estimate(name, scores, [0] * 4, [3, 1, 2, 2], (scores, scores)) == [0.0] * 4
 
 
 @given(score=st.floats(0.01, 100), length=st.integers(1, 1000))
 def test_a_response_that_alone_weighs_in_its_group_has_exactly_no_advantage_with_opo(score, length):
-    """A rounding of 1e-17 would put masked responses into the update, and into its metrics."""
+    """A rounding error of 1e-17 would include masked responses in the update and in its metrics."""
     assert estimate("opo", [score, 2 * score, 0.0], [0, 0, 0], [length, 0, 0])[0] == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Which tokens have a high entropy, and the weight of an entropy bonus."""
+"""The selection of high-entropy tokens, and the coefficient of an entropy bonus."""
 
 import math
 

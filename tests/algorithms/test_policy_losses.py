@@ -42,7 +42,7 @@ STOPPED = {"gspo", "cispo", "dppo_tv", "dppo_kl", "luspo", "vespo", "topr", "fut
 
 @st.composite
 def rows(draw):
-    """Per answer: new and old log-probs, advantages, mask, selected."""
+    """Draw for each response: new and old log-probs, advantages, mask, selection."""
     lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum))
     log_prob = st.floats(-4, -0.01)
     columns = []
@@ -105,8 +105,8 @@ def test_the_gradient_is_that_of_finite_differences(name):
 @pytest.mark.parametrize("name", sorted(STOPPED))
 @given(columns=rows())
 def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
-    """d loss / d log pi of each token; the value of cispo, dppo, vespo and topr is weight x -A log pi, that of others
-    ratio x -A, where no clip holds it."""
+    """The gradient d loss / d log pi of each token. The loss of cispo, dppo, vespo and topr is weight x -A log pi; that
+    of the others is ratio x -A, unless it is clipped."""
     inputs = inputs_of(columns, requires_grad=True)
     POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
     expected = []

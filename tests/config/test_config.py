@@ -1,4 +1,4 @@
-"""The configuration a user types: spellings, types, secrets, rules between keys."""
+"""The configuration: spellings, types, secrets, and rules between keys."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ KEYS_FILE = Path(__file__).parent / "keys.txt"
 
 
 def test_the_list_of_keys_is_frozen():
-    """Regenerate after a deliberate change: python -m tests.config.test_config"""
+    """After a deliberate change regenerate the list with python -m tests.config.test_config."""
     assert sorted(all_keys()) == KEYS_FILE.read_text().split()
     assert [key.name for key in all_keys().values() if len(key.help) < 5] == []
 

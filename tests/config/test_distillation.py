@@ -1,4 +1,4 @@
-"""What a teacher can be asked, and what it cannot stand beside; one sentence each."""
+"""Settings of a teacher: valid ones, and combinations that are refused with one sentence each."""
 
 import pytest
 

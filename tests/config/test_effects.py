@@ -1,4 +1,4 @@
-"""Settings that change nothing are said to change nothing, and only those."""
+"""Notes on settings without effect; all others have none."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files as users of Hydra have them: lists of defaults, and the whole tree that a run of verl saves."""
+"""Hydra's files: lists of defaults, and the tree that a verl run saves."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ SAVED = (Path(__file__).parent / "verl_saved.txt").read_text().splitlines()
 
 
 def saved(version, **chosen):
-    """The tree that a run of verl saves, with the settings of its script, follow-ups resolved."""
+    """Return the tree that a verl run saves, with the settings of its script and resolved interpolations."""
     tree = OmegaConf.create()
     for line in SAVED:
         versions, _, setting = line.partition(" ")
@@ -56,7 +56,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("version", "579")
 def test_a_saved_tree_of_verl_means_what_it_meant(version, tmp_path):
-    """It loads without a note, though it sets every key."""
+    """The tree loads without a note, although it sets every key."""
     actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
     chosen = CHOSEN | {f"{actor}policy_loss.loss_mode": "sapo", f"{actor}clip_ratio": 0.1}
     chosen |= {f"{actor}ppo_micro_batch_size_per_gpu": 4, f"{rollout}log_prob_micro_batch_size_per_gpu": 4}

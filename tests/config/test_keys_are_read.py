@@ -1,8 +1,4 @@
-"""Every key is read by something that acts on it, and not by the tables and checks of the configuration alone.
-
-`tests/trainer/test_every_key.py` shows of each key of the algorithm and the actor what it does. This one is quick, goes
-over all keys, and finds one that nothing reads at all. A name that several sections have counts as read where one does.
-"""
+"""Every key is read by code that acts on it, not only by tables and checks of the configuration."""
 
 import ast
 from pathlib import Path
@@ -18,7 +14,7 @@ JUDGES = {
 
 
 def read_names() -> tuple[set[str], set[str]]:
-    """Attributes that are read, and texts, in all files that act."""
+    """Return the attributes that are read, and the texts, in all files that act on keys."""
     attributes, texts = set(), set()
     for file in PACKAGE.rglob("*.py"):
         name = str(file.relative_to(PACKAGE))

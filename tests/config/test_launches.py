@@ -1,13 +1,4 @@
-"""Recorded launches of public verl scripts, walked through ``--dry-run``: which run, and why the others do not.
-
-A launch is a block of ``launches/*.txt``: the script's path in verl (with the knobs that were set, as ``NAME=value``),
-its version and kind, what happens to it, and the words after ``python -m verl.trainer.main_ppo`` with all variables of
-the shell expanded. ``HOME`` and ``DATA`` stand for folders. What happens is ``runs``; ``refused: words`` where a
-decision of docs/from-verl.md refuses it and the message has these words; or ``not yet: words`` for a gap.
-Kinds other than ``text``, ``images`` (FSDP, the latter with prompts that have images) and ``tools`` are outside of the
-promise. Models and files are replaced by small ones, a vision-language model by one of its family, and the files of
-settings of verl's examples with tools by files that set the same.
-"""
+"""Recorded launches of public verl scripts in ``--dry-run``: which ones run, and why the others do not."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -96,7 +87,7 @@ LAUNCHES = recorded()
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory):
-    """key -> what stands for the value that a launch gives it."""
+    """Map each key to a replacement for its value in a launch."""
     folder = tmp_path_factory.mktemp("launches")
     model = save_tiny_model(folder / "model", heads=16, kv_heads=16, positions=131_072)
     data = write_arithmetic(folder / "data.parquet", range(5000))
@@ -115,7 +106,7 @@ def stand_ins(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
-    """seeing(launch): what stands for models and files of a launch with images."""
+    """seeing(launch): return replacements for models and files of a launch with images."""
     folder = tmp_path_factory.mktemp("seeing")
     data = write_arithmetic(folder / "data.parquet", range(5000), "hiyouga/geometry3k", image=RED)
 
@@ -141,7 +132,7 @@ def seeing(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory):
-    """What stands for models and files of a launch with tools, and for the folder of their configurations."""
+    """Replacements for models and files of a launch with tools, and for the folder of their configurations."""
     folder = tmp_path_factory.mktemp("calling")
     (folder / "gsm8k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
     (folder / "geo3k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
@@ -158,7 +149,7 @@ def calling(tmp_path_factory):
 
 @pytest.fixture
 def walk(stand_ins, seeing, calling, of_another_machine, monkeypatch, capsys):
-    """walk(launch): None, or the text of the refusal."""
+    """walk(launch): return None, or the text of the error."""
     # Rows and reward functions are ours, so what they are like says nothing of the launch.
     for name in ("try_reward", "_check_rows"):
         monkeypatch.setattr(dry_run, name, lambda *_: [])

@@ -1,4 +1,4 @@
-"""Keys that mean what they mean in verl, and the notes on those that do not."""
+"""Keys with the same meaning as in verl, and the notes on the others."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The tables of docs/from-verl.md against the code: keys that exist, and notes that a run prints."""
+"""The tables of docs/from-verl.md, compared with the code: existing keys, and notes that a run prints."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The launch scripts of examples/, each on the devices it is for: with data as the converters make them, and models of
-the real sizes without weights. What a device needs is estimated as for a user, and stands in examples/README.md.
+"""The launch scripts in examples/, each on its devices, with data from the converters and models of the real sizes
+without weights. The memory of a device is estimated as for a user and listed in examples/README.md.
 """
 
 import json
@@ -73,7 +73,7 @@ VISION = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table in examples/README.md: a script on nodes of one kind, and the GiB of its fullest phases."""
+    """A row of the table in examples/README.md: a script on nodes of one kind, and the GiB of its largest phases."""
 
     script: str
     nodes: int
@@ -116,7 +116,8 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with the data and, for each model, its configuration, its tokenizer and a file without its weights."""
+    """A folder with the data and, for each model, its configuration, its tokenizer and a weight file without
+    weights."""
     folder = tmp_path_factory.mktemp("recipes")
     sources = {
         geometry3k: {"images": ["images/a.png"], "problem": "<image>Find x.", "answer": "7"},
@@ -153,7 +154,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def typed(tmp_path, made):
-    """typed(row, *more): what a script hands to ``rltrain.main_ppo``."""
+    """typed(row, *more): return the arguments that a script passes to ``rltrain.main_ppo``."""
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
 
@@ -177,7 +178,7 @@ def typed(tmp_path, made):
 
 @pytest.fixture
 def dry(typed, of_another_machine, monkeypatch, capsys):
-    """dry(row, *more): exit code and text of the script's dry run on its devices."""
+    """dry(row, *more): return exit code and text of the script's dry run on its devices."""
     monkeypatch.setattr(dry_run, "missing_room", lambda *_: ("", ""))
     # Of models there is the configuration alone.
     monkeypatch.setattr(preflight_models, "check_weight_files", lambda *_: [])
@@ -193,7 +194,7 @@ def dry(typed, of_another_machine, monkeypatch, capsys):
 
 @pytest.fixture
 def without_memory(monkeypatch):
-    """What foretells it takes seconds."""
+    """Without the memory estimate, which takes seconds."""
     monkeypatch.setattr(dry_run, "check_memory", lambda *_: ([], ""))
 
 

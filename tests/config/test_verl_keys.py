@@ -1,4 +1,4 @@
-"""The table of verl's keys (rltrain/config/verl/keys.tsv): its rows are reached and lead to keys that exist."""
+"""The table of verl's keys (rltrain/config/verl/keys.tsv): all rows are used and refer to existing keys."""
 
 import math
 import re
@@ -66,7 +66,7 @@ def test_what_is_turned_off_is_not_refused(off):
 
 
 def concrete(pattern: str) -> str:
-    """A key that a row fits."""
+    """Return a key that a row matches."""
     return ("critic" + pattern[1:] if pattern.startswith("*.") else pattern).replace("*", "x").rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""verl's names and values, and those of other trainers: read, noted, or refused with the key as it was written."""
+"""Names and values of verl and other trainers: read, noted, or refused with the key as it was written."""
 
 import re
 from contextlib import suppress
@@ -80,7 +80,7 @@ def test_verl_s_words_are_refused_with_a_reason(command, message):
 
 
 def typed(row):
-    """A word that this row of `keys.tsv` answers."""
+    """Return an argument that this row of `keys.tsv` applies to."""
     condition, key = row.condition, re.sub(r"^\*\.", A, row.key)
     key = re.sub(r"\*$", row.to or "x", key) if row.action == "section" else key
     values = {"": "1", "=": condition.values and condition.values[0], "!=": "other", ">": "7"}
@@ -88,7 +88,7 @@ def typed(row):
 
 
 def sentence_of(row):
-    """Of the row's note, up to its first place for a key."""
+    """Return the row's note up to its first place for a key."""
     return row.note.partition("{")[0]
 
 
@@ -159,7 +159,7 @@ def test_mistakes_of_all_kinds_are_told_together():
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize(("file", "recipe"), [("spin", "SPIN"), ("prime", "PRIME")])
 def test_the_file_of_a_recipe_s_own_trainer_says_whose_it_is(file, recipe, there, tmp_path, capsys):
-    """SPIN's has no key that PPO has not."""
+    """SPIN has no key that PPO lacks."""
     if there:
         (tmp_path / f"{file}_trainer.yaml").write_text("data: {train_files: t.parquet}\n")
     typed = ["--config-path", str(tmp_path), "--config-name", f"{file}_trainer", f"{A}model.path=m"]

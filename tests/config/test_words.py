@@ -1,4 +1,4 @@
-"""Words of the command line and of files: taken whole, or refused."""
+"""Arguments and file contents are accepted completely, or refused."""
 
 import pytest
 

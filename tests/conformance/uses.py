@@ -1,9 +1,4 @@
-"""What our adapters use of packages that cannot be run here, with the places in those packages where it stands.
-
-`test_conformance` fails where an adapter uses something that is not listed here (or no longer uses what is), and where
-a supported version of the package has it not, or would not take the arguments. After a change of an adapter: list the
-new use at the class, module or file of the package that has it, then ``make conformance``.
-"""
+"""The uses of packages that cannot run here by our adapters, with their places in those packages."""
 
 from __future__ import annotations
 
@@ -12,15 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Package:
-    """One package as several adapters use it.
-
-    files: patterns below rltrain/. foreign: the packages or modules that are meant. versions: wheels that are
-    installed together. attributes: owner (``module:Class``, or ``module:`` for functions) -> names; ? behind a
-    name: not in every version, and the adapter asks. replaced: the owner's place in a package that derives from it.
-    texts: place (``module:Class`` for its fields, ``module`` for its constants) -> texts. ours: texts that name
-    nothing of the package's. called: our method -> theirs, in whose place it is called. optional: keywords that an
-    adapter asks for before it hands them on. only: which texts could be the package's.
-    """
+    """One package and its uses by several adapters."""
 
     files: tuple[str, ...]
     foreign: tuple[str, ...]

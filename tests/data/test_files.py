@@ -1,4 +1,4 @@
-"""Which files are read as training data, and that one that is not is named for what it is."""
+"""The file formats of training data, and errors that name the format of other files."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Conversations with images as tokens, pixels and positions: those of transformers' own processors and models."""
+"""Conversations with images as tokens, pixels and positions, compared with transformers' processors and models."""
 
 import importlib.util
 import io
@@ -54,7 +54,7 @@ def folder(request, folders) -> str:
 
 
 def parts(messages):
-    """Content as transformers' templates want it, written by hand."""
+    """Return the content in the form that transformers' templates need, written by hand."""
     found = []
     for message in messages:
         pieces = message["content"].split(SLOT)
@@ -166,7 +166,7 @@ def test_transparency_is_white_and_images_are_upright():
 
 
 def test_a_file_that_starts_a_program_is_not_opened(tmp_path, monkeypatch):
-    """Pillow starts Ghostscript for EPS."""
+    """Pillow starts Ghostscript for EPS files."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -187,7 +187,7 @@ def test_greys_of_16_bits_keep_their_shades(order):
 
 
 def bomb() -> bytes:
-    """A PNG of a few hundred bytes that says it has 30,000 x 30,000 pixels."""
+    """Return a PNG of a few hundred bytes that declares 30,000 x 30,000 pixels."""
     head = RED.index(b"IHDR") + 4
     sizes = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
     return RED[:head] + sizes + struct.pack(">I", zlib.crc32(b"IHDR" + sizes)) + RED[head + 17 :]

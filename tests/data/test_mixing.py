@@ -1,4 +1,4 @@
-"""Batches have given shares of parts of the data, and follow from seed and step alone."""
+"""Batches have the configured shares of the data's parts, and depend only on seed and step."""
 
 import pickle
 
@@ -59,7 +59,7 @@ def test_each_part_is_gone_through_before_a_row_of_it_comes_again():
 
 
 class Parts(list):
-    """Rows that have nothing but a source and a file."""
+    """Rows with only a source and a file."""
 
     def sources(self):
         return [source for source, _ in self]

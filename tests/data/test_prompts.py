@@ -1,4 +1,4 @@
-"""Prompts with images: tokens from the heads of the files at the start, pixels when they are asked for."""
+"""Prompts with images: tokens come from the file headers at the start, and pixels are read when needed."""
 
 import importlib.util
 import io
@@ -62,7 +62,7 @@ def folder(request, folders) -> str:
 
 @pytest.fixture
 def make(tmp_path, write, good_row):
-    """Writes rows of texts and images (entries of the column); returns the path."""
+    """Write rows of texts and images (entries of the column); return the path."""
 
     def made(prompts, column="images", name="train"):
         rows = [
@@ -175,7 +175,7 @@ def test_many_images_below_the_limit_are_too_many_for_a_row(make):
 
 
 def test_warnings_of_a_crafted_image_are_not_repeated(tmp_path):
-    """A TIFF of thousands of tags that are each broken, in a process that shows warnings."""
+    """A TIFF with thousands of broken tags, read in a process that shows warnings."""
     tags = b"".join(struct.pack("<HHII", 40_000 + tag, 3, 9, 1 << 30) for tag in range(2000))
     (tmp_path / "a.tif").write_bytes(b"II*\0" + struct.pack("<IH", 8, 2000) + tags + bytes(4))
     code = "import sys; from rltrain.data.images import open_image; open_image(sys.argv[1])"

@@ -1,4 +1,4 @@
-"""Converters of benchmarks, on made-up records with the columns of the originals."""
+"""Benchmark converters, on made-up records with the original columns."""
 
 import base64
 import importlib
@@ -113,7 +113,7 @@ SETS = {
 
 
 def convert(name, records, folder, *options, file="test.parquet"):
-    """The rows that a converter makes of records, and its exit code."""
+    """Return the rows that a converter makes of records, and its exit code."""
     given = write(folder / file, records)
     main = importlib.import_module(f"rltrain.data_preprocess.{name}").main
     code = main(["--input", str(given), "--output", str(folder / "out"), *options])

@@ -1,4 +1,4 @@
-"""``rltrain evaluate`` with Ray: the trainer's own validation, from the command line."""
+"""``rltrain evaluate`` with Ray equals the trainer's own validation."""
 
 import json
 import os

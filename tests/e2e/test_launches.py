@@ -1,4 +1,4 @@
-"""Launches of verl's scripts, run for two steps: the recorded words, and behind them smaller paths and sizes."""
+"""verl launch scripts, run for two steps: the recorded arguments, followed by smaller paths and sizes."""
 
 import math
 
@@ -56,7 +56,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def smaller(launch: Launch, paths: dict[str, object]) -> list[str]:
-    """The launch's words, then those that shrink it."""
+    """Return the launch's arguments, then those that shrink it."""
     given = dict(word.lstrip("+").split("=", 1) for word in launch.words)
     ours = {key: value for key, value in (SIZES | paths).items() if given.get(key, "0") != "0"} | MACHINE
     if "reward.reward_model.enable" not in given:

@@ -1,4 +1,4 @@
-"""The real command on tiny models with experts: replay, the load of the experts, learning."""
+"""The real command on tiny models with experts: replay, expert load, learning."""
 
 import pytest
 from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""``rltrain resolution`` with Ray: from the command line to the words to type."""
+"""``rltrain resolution`` with Ray: from the command line to the resulting keys."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A run whose policy calls tools, by the command: from the first prompt to the kept answers."""
+"""A run whose policy calls tools, by the command: from the first prompt to the saved samples."""
 
 import json
 import re

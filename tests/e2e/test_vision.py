@@ -1,4 +1,4 @@
-"""Runs of models with a vision tower, on texts and on prompts with pictures."""
+"""Runs of models with a vision tower, on text and on prompts with images."""
 
 import importlib.util
 

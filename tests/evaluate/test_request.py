@@ -1,4 +1,4 @@
-"""The words of an evaluation, and the models that they name."""
+"""The arguments of an evaluation, and the models that they name."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ ANSWERS = "actor_rollout_ref.rollout.val_kwargs"
 
 
 def save_checkpoint(run: Path, base: Path, step: int, **frozen: object) -> Path:
-    """What an evaluation reads of a checkpoint: progress, export, manifest."""
+    """Save the parts of a checkpoint that an evaluation reads: progress, export, manifest."""
     folder = RunFolder(str(run))
     record = {"global_step": step, "frozen": {"actor_rollout_ref.model.path": str(base), "data.seed": 1} | frozen}
     begun = folder.begin_save(step, {"progress.json": json.dumps(record).encode()})

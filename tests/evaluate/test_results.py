@@ -1,4 +1,4 @@
-"""From answers on disk to numbers, tables and a page."""
+"""From saved samples to numbers, tables and a page."""
 
 import re
 
@@ -17,7 +17,7 @@ from rltrain.tools.evaluate.results import ResultFolder
 
 
 def answers(source="a", rights=((1, 0), (1, 1), (0, 0)), first_row=0, **columns):
-    """Two answers each to some prompts."""
+    """Return two responses to each of some prompts."""
     right = np.array(rights, dtype=float).ravel()
     number = len(right)
     frame = {
@@ -111,7 +111,7 @@ def test_a_model_is_a_column_of_statistics_and_several_are_rows(capsys):
 
 
 def test_two_models_are_compared_prompt_by_prompt(capsys):
-    """B answers a quarter of the prompts better; 39 prompts of A are too long for it, and its row numbers differ."""
+    """B is better on a quarter of the prompts. 39 prompts are too long for A, and its row numbers differ."""
     rights = np.tile([[0, 0], [1, 1]], (60, 1))
     questions = {"question": np.repeat(np.arange(120).astype(str), 2), "ground_truth": "1"}
     first = pd.concat([answers(rights=rights, **questions), answers("b", ((1, 0),), question="x", ground_truth="1")])

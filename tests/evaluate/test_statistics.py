@@ -49,7 +49,7 @@ def test_the_average_gives_every_source_the_same_weight_and_takes_what_all_have(
 
 
 def test_intervals_hold_the_truth_in_about_95_of_100_evaluations():
-    """Prompts of all difficulties, four answers each: accuracy, pass@2 and majority of another set of prompts."""
+    """Prompts of all difficulties with four responses each: accuracy, pass@2 and majority of another set of prompts."""
     random = np.random.default_rng(1)
     difficulty = random.beta(0.7, 0.9, size=200_000)
     truth = {"avg": difficulty.mean(), "pass": (1 - (1 - difficulty) ** 2).mean()}

@@ -1,5 +1,5 @@
-"""What tools, environments and agents may do to a step: it ends, the other answers are those of a quiet run, and no
-process is left."""
+"""Failures of tools, environments and agents: the step finishes, the other responses are those of an undisturbed run,
+and no process is left."""
 
 from types import SimpleNamespace
 
@@ -136,7 +136,8 @@ def calling(tmp_path_factory):
 
 @pytest.fixture
 def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
-    """played(code, **keys): answers of a run, one per prompt, as far as the policy was asked; and what was left."""
+    """played(code, **keys): return the responses of a run, one per prompt, up to the number of requested turns, and the
+    remaining processes."""
 
     monkeypatch.setenv(MARK, str(tmp_path))
 
@@ -163,7 +164,7 @@ def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
 
 
 def first(quiet, count):
-    """The row of the first answer of which at least one turn was answered."""
+    """Return the row of the first response with at least one turn that got a reply."""
     return int(np.flatnonzero(quiet.numbers[count] > (count == c.NUM_TURNS))[0])
 
 

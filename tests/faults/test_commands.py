@@ -1,4 +1,4 @@
-"""Pulling the plug: the command as a user starts it, in its own process."""
+"""Kills of the command as a user starts it, in a separate process."""
 
 import os
 import re
@@ -84,7 +84,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder, s
 
 @pytest.fixture
 def waiting(start, tiny_model, arithmetic_files, tmp_path):
-    """waiting(steps, slow, **more): the words of a run, and its process, which waits for an answer."""
+    """waiting(steps, slow, **more): return the arguments of a run, and its process, which waits for a response."""
 
     def run(steps, slow, later=False, **more):
         (tmp_path / "reward.py").write_text(WAITING_REWARD)

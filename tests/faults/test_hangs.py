@@ -1,4 +1,5 @@
-"""What hangs: a worker, storage under a worker, the driver itself. Every hang ends with 75, and its stacks are kept."""
+"""Hangs of a worker, of storage under a worker, and of the driver. Every hang ends with exit code 75 and saves its
+stacks."""
 
 import os
 import re
@@ -23,13 +24,13 @@ def on_step(step, metrics):
 
 @pytest.fixture
 def command(tiny_model, arithmetic_files, tmp_path):
-    """The words of a run whose calls have LIMIT_S."""
+    """The arguments of a run whose calls have the deadline LIMIT_S."""
     always = {"trainer__total_training_steps": 100000, "trainer__hang_timeout_s": LIMIT_S, "trainer__save_freq": -1}
     return lambda **changes: small_run(tiny_model, arithmetic_files, tmp_path / "run", **always | changes)
 
 
 def hung(process, started) -> str:
-    """What the command says, once it has ended with 75 and all that it started has ended too."""
+    """Return the output of the command after it and all its processes have ended, with exit code 75."""
     output = over(process, 75)
     ended(started)
     # Nothing has told these runs to save, and half an hour has not gone by.

@@ -1,4 +1,4 @@
-"""What the host does not give: no memory, files that cannot be read or written. Told as that, and not as damage."""
+"""Failures of the host: no memory, files that cannot be read or written. They are not reported as damage."""
 
 import os
 import re

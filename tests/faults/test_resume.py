@@ -1,7 +1,4 @@
-"""Runs that are stopped after every step, and end as the run that never was: files are compared, all of them.
-
-Without Ray, and with more ways to train, tests/trainer/test_resume.py does the same.
-"""
+"""Runs that are stopped after every step end with the same files as a run that was never stopped."""
 
 import json
 import shutil
@@ -64,7 +61,7 @@ RUNS = {
 
 @pytest.fixture
 def arguments(tiny_model, tmp_path):
-    """arguments(folder, **changes): a run with dropout in the model's configuration, and a `FUSE`."""
+    """arguments(folder, **changes): a run of a model with dropout in its configuration, and a `FUSE`."""
     (tmp_path / "fuse.py").write_text(FUSE)
 
     def make(folder: Path, **changes: object) -> list[str]:
@@ -87,7 +84,7 @@ def arguments(tiny_model, tmp_path):
 
 
 def told(run: Path) -> dict[int, dict[str, float]]:
-    """The metrics of every step, but for those of the clock."""
+    """Return the metrics of every step, except times."""
     steps: dict[int, dict[str, float]] = {}
     for line in read_metrics(run):
         steps.setdefault(line["step"], {}).update(line)
@@ -99,7 +96,7 @@ def told(run: Path) -> dict[int, dict[str, float]]:
 
 
 def kept(run: Path) -> dict[str, object]:
-    """The contents of checkpoints and samples."""
+    """Return the contents of checkpoints and samples."""
     found: dict[str, object] = {}
     for step in range(1, STEPS + 1):
         folder = run / f"global_step_{step}"

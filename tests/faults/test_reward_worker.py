@@ -1,4 +1,4 @@
-"""A reward worker that is killed or stopped while it scores a slow answer."""
+"""A reward worker that is killed or stopped while it scores a slow response."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Stopping within a notice, and saving on demand: real signals to the command."""
+"""Stops within a notice, and saves on demand, by real signals to the command."""
 
 import os
 import signal

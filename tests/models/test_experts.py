@@ -1,4 +1,4 @@
-"""Experts that stay on their ranks compute, learn and save what one process computes, learns and saves."""
+"""Expert parallelism: scores, learning and checkpoints equal one process."""
 
 import re
 from dataclasses import replace
@@ -56,10 +56,7 @@ def given(part: int) -> Batch:
 
 
 def step(policy, parts, scale: int, *, once: bool = False) -> dict[str, torch.Tensor]:
-    """Log-probs, those of tokens that go elsewhere, gradients, and the weights behind a step of AdamW.
-
-    once: gradients are spread over the ranks behind the last backward pass alone.
-    """
+    """Return log-probs, those of tokens sent to other ranks, gradients, and the weights after a step of AdamW."""
     optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
     found = {}
     for part in parts:
@@ -126,7 +123,7 @@ def save(name: str, folder: Path) -> AutoModelForCausalLM:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request):
-    """What all ranks have found of the cases that are asked for, and what one process has."""
+    """The results of all ranks for the collected cases, and of one process."""
     own = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
     cases = [item.callspec.params["case"] for item in own]
     folder = tmp_path_factory.mktemp("experts")
@@ -160,7 +157,8 @@ def state_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def goes_between_layouts(rank: int, world: int, folder: Path) -> None:
-    """Weights and moments that a layout saves, another one loads, bit for bit; and files, however they are read."""
+    """Every layout loads the weights and moments that another layout has saved, bit for bit; files too, however they
+    are read."""
     states, files = {}, {}
     sizes = [(1, -1), (2, -1), (4, -1), (2, 2)]
     for size in sizes:

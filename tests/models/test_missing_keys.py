@@ -1,4 +1,5 @@
-"""A checkpoint that lacks weights of its model, or holds them under other names, is refused from its headers."""
+"""A checkpoint that lacks weights of its model, or stores them under other names, is refused after its headers are
+read."""
 
 import json
 import shutil
@@ -22,7 +23,7 @@ KEY = "actor_rollout_ref.model.path="
 
 @pytest.fixture
 def changed(tiny_model, tmp_path):
-    """changed(function of the weights, **fields of config.json): the folder of a model changed so."""
+    """changed(function of the weights, **fields of config.json): return the changed folder of a model."""
 
     def make(change=dict, **fields):
         folder = shutil.copytree(tiny_model, tmp_path / "model")

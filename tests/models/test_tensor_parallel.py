@@ -72,7 +72,7 @@ def given() -> dict[int, Batch]:
 
 
 def of_rank(parts: dict[int, Batch], rank: int, world: int, same: int) -> dict[int, Batch]:
-    """Return the batches of a rank. same: the number of neighbours that get the same ones."""
+    """Return the batches of a rank. same: the number of neighbours with equal batches."""
     return {part: samples for part, samples in parts.items() if part % (world // same) == rank // same}
 
 
@@ -162,7 +162,7 @@ def test_scores_gradients_and_a_step_are_those_of_one_process(found, case):
 
 
 def replay_experts(rank: int, world: int, folder: Path) -> None:
-    """Record experts, replay others with a loss on their balance, and compare all layouts with that of FSDP alone."""
+    """Record experts, replay others with a balance loss, and compare all layouts with FSDP alone."""
     expected = {}
     for layout in ("1", "2", "4", "2, experts on 2", "2, long sequences"):
         size, sharing, *_ = LAYOUTS[layout]

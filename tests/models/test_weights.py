@@ -1,4 +1,4 @@
-"""Whole weights: what gathering them asks of the network, and that every bit arrives."""
+"""Gathered weights: the number of collectives, and bit-exact results."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ RANKS = 64
 
 @pytest.fixture
 def model():
-    """Two matrices and a vector, sharded by rows over 64 ranks of which 63 are not there."""
+    """Two matrices and a vector, sharded by rows over 64 ranks, of which only one exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield sharded({"large": torch.zeros(512, 64), "small": torch.zeros(100, 8), "norm": torch.zeros(64)}, RANKS)
     dist.destroy_process_group()
@@ -32,7 +32,7 @@ def sharded(weights: dict[str, torch.Tensor], ranks: int) -> nn.ParameterDict:
 
 @pytest.mark.parametrize(("bucket_bytes", "gathers"), [(1 << 20, 1), (1 << 16, 2), (0, 3)])
 def test_a_bucket_is_one_gather_and_nothing_else(model, bucket_bytes, gathers):
-    """The large weight alone fills the second bucket."""
+    """The large weight fills the second bucket alone."""
     with CommDebugMode() as seen:
         found = list(gathered_weights(model, torch.float32, bucket_bytes))
     assert seen.get_total_counts() == gathers

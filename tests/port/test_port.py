@@ -1,4 +1,4 @@
-"""Scripts of verl's, ported."""
+"""Ported verl scripts."""
 
 import functools
 import operator
@@ -46,7 +46,8 @@ def translated(command):
 
 
 def ported(tmp_path, text, *arguments, name="run.sh"):
-    """Exit code, the settings of each launch as their script gives them to rltrain, and the text of the script."""
+    """Return the exit code, the settings of each launch as the new script passes them to rltrain, and the script's
+    text."""
     script, new = tmp_path / name, tmp_path / "new.sh"
     script.write_text(text)
     code = main([str(script), "-o", str(new), *arguments])
@@ -102,7 +103,8 @@ def test_secrets_of_a_script_are_not_copied(tmp_path):
 
 
 def test_secrets_under_unknown_keys_are_not_shown(tmp_path, capsys):
-    """In comments and on standard error, also with spaces in them; a variable of the user's is not a secret."""
+    """Neither comments nor standard error show them, even with spaces in the value. A variable of the user is not a
+    secret."""
     words = "+nonsense.openai_key='topsecret 2 topsecret' +nonsense.passwd=$HOME +x.y=https://me:topsecret@h/x"
     words += " +z='{api_key: topsecret}'"
     words += (
@@ -382,7 +384,7 @@ ADDED = ("n_gpus_per_node", "trainer.logger", "rollout.name", "tensor_model_para
 
 
 def at(tree, key):
-    """The leaf of a nested dictionary under a dotted key."""
+    """Return the leaf of a nested dictionary under a dotted key."""
     return functools.reduce(operator.getitem, key.split("."), tree)
 
 

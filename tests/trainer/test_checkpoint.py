@@ -1,4 +1,4 @@
-"""The run folder: checkpoints that are whole or not there, one owner, and room for what is saved."""
+"""The run folder: checkpoints that are complete or absent, one owner, and space for saves."""
 
 import json
 import os
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_not_the_best(folder):
 
 @pytest.mark.parametrize("appears", [True, False])
 def test_a_file_that_was_written_is_waited_for_and_must_come(folder, clock, appears):
-    """Of two files that were both written, one is seen."""
+    """Of two written files, one is visible at first."""
     temporary = folder.begin_save(1, {"progress.json": b'{"global_step": 1}', "__0_0.distcp": b"x"})
     digests = {str(temporary / f"__{rank}_0.distcp"): xxhash.xxh3_128(b"x").hexdigest() for rank in (0, 1)}
     if appears:
@@ -328,7 +328,7 @@ def test_an_old_checkpoint_that_cannot_be_read_is_no_failed_save(folder, hiccup,
 
 
 def test_a_folder_that_cannot_be_looked_into_is_not_empty(folder, hiccup):
-    """A run that took it for empty would begin anew."""
+    """A run that regarded the folder as empty would start over."""
     save(folder, 1)
     folder.path.chmod(0)
     user = os.geteuid()

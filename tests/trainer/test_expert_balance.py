@@ -1,4 +1,4 @@
-"""A step learns to use its experts evenly, by a loss or by a bias that do not depend on how the step is cut."""
+"""A step balances the load of the experts, by a loss or a bias that does not depend on the layout of the step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Models next to the policy (a reference, a teacher, a judge), as they are checked before anything starts."""
+"""Additional models (a reference, a teacher, a judge), as they are checked before anything starts."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ OFFLOAD = "reward_model.model.fsdp_config.param_offload"
 
 @pytest.fixture(scope="module")
 def another(tmp_path_factory):
-    """A model of the same tokens, with other weights and twice the width."""
+    """A model with the same tokens, other weights and twice the width."""
     return save_tiny_model(tmp_path_factory.mktemp("another") / "model", seed=7, width=64)
 
 
@@ -146,7 +146,7 @@ def test_the_update_holds_the_teacher_where_it_runs_it(settings, another):
 
 @pytest.fixture
 def judged(settings, tmp_path):
-    """judged(path, **rollout): the settings of a run with a judge."""
+    """judged(path, **rollout): return the settings of a run with a judge."""
     scripted = save_scripted_judge(tmp_path / "judge")
 
     def make(path=scripted, **rollout):

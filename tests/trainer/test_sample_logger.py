@@ -1,4 +1,4 @@
-"""Which answers are kept, where, and what happens if that fails. The writer lives in this process, without Ray."""
+"""Which responses are saved, where, and the behaviour after failures. The writer runs in this process, without Ray."""
 
 import json
 import logging
@@ -25,14 +25,14 @@ BYTES = 100.0  # of the step, per answer, without the sample_logger
 
 
 class Letters:
-    """A tokenizer: ids are letters, 0 is special."""
+    """A tokenizer whose ids are letters; 0 is special."""
 
     def decode(self, ids, skip_special_tokens):
         return "".join(chr(each) if each else "<user>" for each in ids if each or not skip_special_tokens)
 
 
 class LocalWriter(SampleWriter):
-    """`WriterProcess` in this process; what it is asked to write is heard of at once."""
+    """`WriterProcess` in this process, which writes at once."""
 
     def submit(self, job):
         return [self.write(job)]
@@ -49,7 +49,7 @@ class LocalWriter(SampleWriter):
 
 @pytest.fixture
 def make(tmp_path):
-    """make(keys…): an sample_logger in tmp_path/run, with the tables that trackers got."""
+    """make(keys…): return a sample_logger in tmp_path/run, with the tables that trackers got."""
     rows = read_rows(str(write_arithmetic(tmp_path / "rows.parquet", range(10))))
     ids = [np.array([0, *map(ord, row.prompt[0]["content"])]) for row in rows]
     offsets = np.cumsum([0, *map(len, ids)])
@@ -70,7 +70,7 @@ def make(tmp_path):
 
 
 def batch(num_prompts=5) -> Samples:
-    """N answers to each of the rows 9, 8, …; texts in two objects, the second in another order."""
+    """Return N responses to each of the rows 9, 8, …; texts are in two objects, the second in another order."""
     n = num_prompts * N
     samples = Samples(n)
     texts, cut = [f"answer {i}" for i in range(n)], n // 2
@@ -216,7 +216,8 @@ class Died(Exception):
 
 
 class StandInOfRay(ModuleType):
-    """Ray as far as the writer uses it; calls are over when ``done(job)``, and end their process if ``deadly(job)``."""
+    """The part of Ray that the writer uses; calls finish when ``done(job)``, and end their process if
+    ``deadly(job)``."""
 
     def __init__(self, done=lambda step: True, deadly=lambda step, process: False):
         super().__init__("ray")

@@ -1,4 +1,4 @@
-"""Which passes a step makes, from the configuration and from what estimators and losses declare."""
+"""The passes of a step, from the configuration and the declarations of estimators and losses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every model is tried on a small copy: numbers that would be wrong are refused in a sentence, and right ones pass."""
+"""Every model is tried on a small copy: wrong numbers are refused with a sentence, and right ones pass."""
 
 import copy
 import pkgutil

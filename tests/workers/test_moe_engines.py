@@ -1,4 +1,4 @@
-"""Experts and latent attention in vLLM: after every sync it has the trainer's weights, or says what it lacks."""
+"""Experts and latent attention in vLLM: after every sync it has the trainer's weights, or reports the missing ones."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The SGLang adapter beyond the contract of all engines: what it passes exists in the real API, and how it fails."""
+"""The SGLang adapter beyond the contract of all engines: its arguments exist in the real API, and its failures."""
 
 import multiprocessing
 import os
@@ -112,7 +112,7 @@ def test_tokens_of_images_are_never_drawn(make, plain, monkeypatch):  # noqa: F8
 
 
 def test_weights_travel_in_buckets(make, plain):  # noqa: F811
-    """One call for each weight with a bucket of nothing; the last call asks for the weights that were refused."""
+    """With a bucket of size 0 each weight needs a call; the last call requests the weights that were refused."""
     for megabytes, expected in ((1 << 10, 2), (0, len(list(plain.parameters())) + 1)):
         engine = make(update_weights_bucket_megabytes=megabytes)
         load(engine, weights_of(plain))
@@ -121,7 +121,7 @@ def test_weights_travel_in_buckets(make, plain):  # noqa: F811
 
 
 class Pair(Replica):
-    """A replica of two members that stand still: the other's device is the one before."""
+    """A replica of two members that do not run; the other member's device is the one before."""
 
     def agree(self, found):
         return found

@@ -1,4 +1,4 @@
-"""Calls in a turn: what every format reads, and what none of them falls over."""
+"""Calls in a turn: each format's calls, and malformed text for all formats."""
 
 import re
 
@@ -240,7 +240,7 @@ def test_json_is_the_call_that_was_written_or_a_problem(name, opening, closing, 
 
 @every_format
 def test_a_call_without_one_of_its_marks_is_read_or_a_problem(name):
-    """The rule: the call that was written or words for the policy, never another call and never nothing."""
+    """The rule: the result is the written call or an error for the policy, never another call and never nothing."""
     calls = [CALL, Call("look_up", {"rows": [1, "b"], "text": "007"})]
     written = "\n".join(FORMATS[name].write(call.name, call.arguments) for call in calls)
     pieces = re.findall(r"<[^<>]*>|\[[A-Z_]+\]|```|[{}\[\]\",:]|\w+|\s+|.", written)
@@ -322,7 +322,7 @@ UNTYPED = ["qwen3_coder", "glm", "seed", "minimax"]
     ],
 )
 def test_untyped_values_take_the_schema_s_type(name, schema, value, read_as):
-    """None, unless the schema takes it: the value is a problem that names the argument and its type."""
+    """None is accepted only if the schema allows it. Otherwise the error names the argument and its type."""
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
     parsed = FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas)
     if read_as is None and "null" not in schema["type"] and "nullable" not in schema:
@@ -336,7 +336,7 @@ def test_untyped_values_take_the_schema_s_type(name, schema, value, read_as):
 @pytest.mark.parametrize("name", UNTYPED)
 @pytest.mark.parametrize("value", ["__import__('os').mkdir('{}')", "[x for x in [open('{}', 'w')]]"])
 def test_a_value_is_never_run(name, value, tmp_path):
-    """As the first version of verl's parser for Qwen 3 did."""
+    """The first version of verl's parser for Qwen 3 ran values."""
     value = value.format(tmp_path / "marker")
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}]
     assert FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas).calls == []
@@ -345,7 +345,7 @@ def test_a_value_is_never_run(name, value, tmp_path):
 
 @every_format
 def test_no_text_makes_a_parser_raise(name):
-    """Nor wait: of such long texts a reader of quadratic time takes longer than the limit of a test."""
+    """A parser must not hang either: with quadratic time, such long texts would exceed the limit of a test."""
     chance = np.random.default_rng(7)
     written = FORMATS[name].write("look_up", {"text": "a", "rows": [[1]], "more": {"b": "c"}})
     pieces = [*marks(name), written, *(written[i : i + 6] for i in range(0, len(written), 6))]

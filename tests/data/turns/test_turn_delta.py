@@ -1,4 +1,5 @@
-"""The text between two turns: every template's trajectory against the render of the whole conversation."""
+"""The text between two turns: the trajectory of every template, compared with its rendering of the whole
+conversation."""
 
 import pytest
 
@@ -28,7 +29,7 @@ def said(message):
 
 
 def end_of(encoder, text):
-    """The id of a token's text."""
+    """Return the id of a token's text."""
     return encoder.tokenizer.convert_tokens_to_ids(text)
 
 
@@ -112,7 +113,7 @@ def test_no_text_of_a_tool_or_a_user_becomes_a_special_token(family, name):
 
 
 def test_results_without_a_call_and_calls_without_a_result(family):
-    """A call that could not be read is answered as well."""
+    """A call that could not be parsed gets a reply too."""
     for name in FAMILIES:
         if name in NEVER:
             continue
@@ -125,7 +126,7 @@ def test_results_without_a_call_and_calls_without_a_result(family):
 
 @pytest.mark.parametrize("version", ["v3", "v7", "v11", "v13"])
 def test_real_templates_of_mistral(tmp_path, version):
-    """mistral_common writes them."""
+    """The templates are written by mistral_common."""
     generator = pytest.importorskip("mistral_common.integrations.chat_templates.template_generator")
     number = generator.TokenizerVersion(version)
     template = generator.build_chat_template(generator.TemplateConfig(version=number))

@@ -91,7 +91,7 @@ def test_estimators_that_need_a_second_answer_say_so():
     """Both estimators need other responses: the lead over the second best, and counts of mixed groups. With one
     response, verl's vectorized RLOO returns 0, so a run would learn nothing."""
     for name in ("grpo_passk", "gpg_paper", "maxrl", "lite_ppo"):
-        with pytest.raises(ValueError, match="one answer"):
+        with pytest.raises(ValueError, match="one response"):
             estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1])
     alone = {name for name, traits in declarations.ESTIMATORS.items() if traits.compares and not traits.takes_one}
     # A run with one answer a prompt is refused beside estimators over turns: verl has none to follow.

@@ -66,7 +66,7 @@ def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
     assert (code, text.splitlines()[-1]) == (0, "a run would start")
     assert "5 per epoch of 20 prompts" in text
     assert re.search(r"data: checked (\d+) of \1 train and (\d+) of \2 val rows", text)
-    assert "'rltrain/arithmetic', the ground truth as the answer: 1" in text
+    assert "'rltrain/arithmetic', the ground truth as the response: 1" in text
     assert not (tmp_path / "run").exists()
 
 
@@ -165,7 +165,7 @@ def test_a_tokenizer_that_is_not_the_model_s_is_known(dry, made, tmp_path):
     assert "config.json has pad_token_id=15, but the model has 8 tokens" in refused(dry, **few)
     critic = {"algorithm__adv_estimator": "gae", "critic__model__path": tmp_path / "few"}
     (tmp_path / "few/config.json").write_text(json.dumps(config))
-    assert "knows 8 tokens, and the policy writes 20. Use a model" in refused(dry, **critic)
+    assert "has 8 tokens, but the policy can generate 20. Use a model" in refused(dry, **critic)
 
 
 def test_data_that_cannot_be_read_are_a_problem_and_the_other_split_is_looked_at(dry, made, tmp_path):
@@ -259,7 +259,7 @@ def test_a_reward_of_ones_own_is_called_once_a_source(dry, tmp_path):
     path = own(tmp_path, f"open({str(calls)!r}, 'a').write('x'); print('hello'); return {{'score': 0.5, 'acc': 1}}")
     code, text = dry(custom_reward_function__path=path)
     assert code == 0
-    assert "the ground truth as the answer: 0.5 with acc=1.0" in text
+    assert "the ground truth as the response: 0.5 with acc=1.0" in text
     assert "printed: hello" in text
     assert calls.read_text() == "x"
 
@@ -285,16 +285,16 @@ def test_a_judge_is_looked_for_and_judges_nothing(dry, tmp_path):
     try:
         code, text = dry(**keys, reward__judge__rule="first")
         assert code == 0
-        assert f"judge: {judge.url} answers and has grader; no answer was judged" in text
-        assert f"with the judge grader at {judge.url} where the scorer finds nothing right, 32 requests" in text
-        assert "the ground truth as the answer" in text
+        assert f"judge: {judge.url} responds and has grader; no response was judged" in text
+        assert f"with the judge grader at {judge.url} if the scorer does not accept the response, 32 requests" in text
+        assert "the ground truth as the response" in text
         assert judge.paths == ["/v1/models"]
         assert "reward.judge.model=other is not among the models" in dry(**keys | {"reward__judge__model": "other"})[1]
     finally:
         judge.close()
     code, text = dry(**keys)
     assert code == 0
-    assert f"{judge.url}/models does not answer now: ConnectError" in text
+    assert f"{judge.url}/models does not respond now: ConnectError" in text
     (tmp_path / "ask.txt").write_text("{{ anwser }}")
     assert "{{ anwser }} is unknown" in refused(dry, **keys, reward__judge__prompt=str(tmp_path / "ask.txt"))
 
@@ -405,7 +405,7 @@ def test_a_family_with_wrong_numbers_is_refused_before_anything_starts(dry, tmp_
     save_tiny_tokenizer(tmp_path / "bloom")
     said = refused(dry, **{M + "path": tmp_path / "bloom"})
     assert f"{tmp_path / 'bloom'}: Bloom computes attention outside of transformers' attention interface" in said
-    assert said.rstrip().endswith("Use a model of a family that works (docs/models.md).")
+    assert said.rstrip().endswith("Use a supported family (docs/models.md).")
 
 
 def test_a_library_of_the_user_s_own_is_imported_before_models_are_looked_at(dry, tmp_path, monkeypatch):

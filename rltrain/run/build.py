@@ -82,7 +82,7 @@ def build(
         images = plan.passes.images_in_training
 
         def find() -> ResumePoint:
-            stop.searching()  # called again only if the previous checkpoint is damaged
+            stop.searching()  # called again only if the selected checkpoint is damaged
             start = find_resume_point(cfg, folder, identity, images=images)
             stop.reached(start.step, plan.total_steps, start.step)
             return start

@@ -115,7 +115,7 @@ def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, resul
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
     result.problems += [problem for problem in (refusal, lacking) if problem]
     result.notes += [note] if note else []
-    ending = "; all its steps are made" if start.step >= plan.total_steps else ""
+    ending = "; all its steps are done" if start.step >= plan.total_steps else ""
     return [f"resumes from {start.folder}, step {start.step}{ending}"] if start.folder else []
 
 
@@ -142,7 +142,7 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
             continue
         sizes[split] = number if limit <= 0 else min(number, limit)
         if sizes[split] > MOST_ROWS:
-            result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
+            result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are checked")
         try:
             # At least one row is read, because `scan_rows` takes 0 as all rows.
             _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, result)
@@ -225,7 +225,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
         try:
             for source, row in firsts.items():
                 started = time.perf_counter()
-                answer, how = str(row.ground_truth), "the ground truth as the answer"
+                answer, how = str(row.ground_truth), "the ground truth as the response"
                 # A built-in scorer may require a certain form. A user's function is called only once.
                 if isinstance(scorer, ScoringSlot) and not custom and row.reward_style == "rule":
                     answer, how = _in_best_form(scorer, row)
@@ -253,7 +253,7 @@ def _in_best_form(scorer: ScoringSlot, row: PromptRow) -> tuple[str, str]:
     """Return the ground truth in the form that its scorer accepts best, and a description of the form."""
     form = best_form(scorer, row)[1]
     truth = row.ground_truth[0] if isinstance(row.ground_truth, list) and row.ground_truth else row.ground_truth
-    how = "the ground truth as the answer" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
+    how = "the ground truth as the response" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
     return form.format(truth), how
 
 

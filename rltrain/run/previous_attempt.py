@@ -119,7 +119,7 @@ def _cut(file: Path, step: int, aside: Path) -> None:
 def _log_archived(folder: Path, aside: Path, step: int | None) -> None:
     if aside.exists():
         content = "the output of an earlier start" if step is None else f"the output of steps after {step}"
-        log.info("%s: %s was moved to %s, because this start writes it again", folder, content, aside.name)
+        log.info("%s: %s was moved to %s, because this run writes it again", folder, content, aside.name)
 
 
 def append_last_line(file: Path, step: int, metrics: dict[str, float]) -> None:

@@ -69,6 +69,6 @@ def test_a_generation_longer_than_the_notice_is_given_up(start, trap, tiny_model
     trap.wait(process)
     process.send_signal(signal.SIGTERM)
     output = over(process, 75)
-    assert "how long step 1 takes is not known yet" in output
+    assert "the duration of step 1 is not known yet" in output
     assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts over"
     assert os.path.exists(tmp_path / "train.log")

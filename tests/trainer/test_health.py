@@ -151,9 +151,9 @@ def test_a_broken_device_is_refused_and_a_full_one_noted(run):
 
 def test_small_memory_disks_and_limits_are_notes(run):
     found = run(Hosts(probe_node=changed(room={"/dev/shm": 0.0625, "local disk": -2.0, "open files": 1024})))
-    assert "b: /dev/shm: 0.1 GiB. Ray and NCCL want more: --shm-size=64g" in found["/dev/shm"].notes[0]
+    assert "b: /dev/shm: 0.1 GiB. Ray and NCCL need more: --shm-size=64g" in found["/dev/shm"].notes[0]
     assert "b: local disk: -2 GiB for Ray. Free some" in found["local disk"].notes[0]
-    assert "b: open files: 1,024 per process. Type `ulimit -n 65536`" in found["open files"].notes[0]
+    assert "b: open files: 1,024 per process. Run `ulimit -n 65536`" in found["open files"].notes[0]
     assert all(not check.problems for check in found.values())
 
 

@@ -48,7 +48,7 @@ def asked(clock):
 @pytest.mark.parametrize(
     ("steps", "more", "why"),
     [
-        ((), {}, "how long step 7 takes is not known yet, and trainer.stop_notice_s=100 leaves 90 s"),
+        ((), {}, "the duration of step 7 is not known yet, and trainer.stop_notice_s=100 leaves 90 s"),
         ([(10.0, 1.0), (95.0, 20.0)], {"save_s": 1.0}, "step 7 needs about 95 s more, its save 1 s, and .* leaves 90"),
         ([(60.0, 20.0)], {"save_s": 40.0}, "step 7 needs about 60 s more, its save 40 s"),
         ([(70.0, 20.0)], {}, "step 7 needs about 70 s more, its save 25 s"),

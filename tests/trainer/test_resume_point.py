@@ -237,7 +237,7 @@ def test_a_finished_run_says_where_it_is_and_what_differs(folder, caplog):
     assert changes == ["data.seed: 3 -> 1"]
     log_finished(folder.path, 3, changes)
     assert "nothing left to do: the run has its 3 steps" in caplog.text
-    assert "other settings than this command has (data.seed: 3 -> 1). A new run" in caplog.text
+    assert "other settings than those of this command (data.seed: 3 -> 1). To start a new run" in caplog.text
 
 
 def test_another_experiment_needs_a_name_to_resume(folder):

@@ -276,5 +276,5 @@ def test_a_writer_that_dies_is_started_again_and_what_is_lost_is_said(monkeypatc
     told = [each for step in (1, 2, 3) for each in process.submit(job_of(step))] + process.close(5.0)
     assert {each.step: each.problem is None for each in told} == {step: step not in lost for step in (1, 2, 3)}
     assert len(ray.started) == processes
-    said = "the process that writes samples died (it was killed) and is started again"
+    said = "the process that writes samples died (it was killed) and is restarted"
     assert caplog.text.count(said) == processes - 1

@@ -125,7 +125,7 @@ def test_kept_answers_say_where_the_pictures_are(make, picture_files):
 
 
 REFUSED = {
-    "sglang": ({ROLLOUT + "name": "sglang"}, "takes texts only"),
+    "sglang": ({ROLLOUT + "name": "sglang"}, "supports text only"),
     "a critic of another family": (
         {"algorithm__adv_estimator": "gae", "critic__model__path": "qwen3_vl"},
         "is a qwen3_vl",

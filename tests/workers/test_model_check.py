@@ -77,7 +77,7 @@ WRONG = {
     "samples see each other": (
         "rltrain.models.attention.packed.attend",
         lambda right: lambda q, k, v, plan, *more: right(q, k, v, plan.of_lengths([plan.num_tokens]), *more),
-        "takes a packed row for one text",
+        "treats a packed row as one text",
     ),
     "noise in training": (
         "rltrain.models.forward.PackedModel.train",

@@ -93,7 +93,7 @@ class Checkpoints:
         except BlockingIOError:
             return _in_use(self.path, (self.path / _LOCK).read_text("utf-8"))
         except IsADirectoryError:
-            return f"{self.path / _LOCK} is a folder, and a run keeps its lock there. Remove it."
+            return f"{self.path / _LOCK} is a folder, but a run needs a lock file of this name. Remove it."
         except OSError:  # the lock file does not exist, or the storage has no locks
             return None
         return None
@@ -130,7 +130,7 @@ class RunFolder(Checkpoints):
             if final.exists():
                 shutil.rmtree(old, ignore_errors=True)
             else:
-                log.warning("%s gets its name back: a command was interrupted that would have replaced it", final)
+                log.warning("%s is restored: a command that would have replaced it was interrupted", final)
                 os.rename(old, final)
 
     def _take_lock(self) -> IO[str]:

@@ -138,7 +138,7 @@ class _Role:
         return elements * slot_rank(ranks) // min(ranks.values())
 
     def resting(self, phase: str) -> Owners:
-        """Return the resident memory in ``phase``, without its computation."""
+        """Return the resident memory in ``phase``, without the memory of its computation."""
         weights, learning, _ = self.sizes
         return Counter({
             "weights": weights if phase in self.phases or not self.offload else 0,

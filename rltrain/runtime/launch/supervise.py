@@ -112,7 +112,7 @@ class Supervisor:
             )
         except OSError as error:
             raise ConfigError(f"the command cannot be started: {error}") from error
-        if self._stop_signal:  # by a signal during the start
+        if self._stop_signal:  # a signal arrived during the start
             self._forward_signal(self._stop_signal, None)
         pid = 0
         while pid != child:  # the first process of a container must reap adopted processes
@@ -155,7 +155,7 @@ class Supervisor:
         """Send a signal to the run, but not to its group: Ray's processes in it must live until the run has saved."""
         below = descendants(os.getpid())
         runs = [pid for pid in read_reports(self._file)["pids"] if pid in below]
-        if number == signal.SIGUSR1:  # would kill a program without a handler, such as a shell
+        if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell
             send((pid for pid in runs if catches(pid, number)), number)
             return
         self._stop_signal = number

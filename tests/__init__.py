@@ -6,5 +6,5 @@ from jaxtyping import install_import_hook
 
 from tests import shapes  # noqa: F401 - the hook looks it up by name
 
-if "pytest" in sys.modules:  # and not in benchmarks, which use tests.tiny
+if "pytest" in sys.modules:  # benchmarks also use tests.tiny, without these checks
     install_import_hook("rltrain.algorithms", "tests.shapes.check")

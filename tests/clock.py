@@ -12,7 +12,7 @@ from typing import TypeVar
 from rltrain.common.clock import Clock
 
 T = TypeVar("T")
-# How long to wait for what must come, on a machine with ten other programs. Only a test that fails waits so long.
+# Timeout for events that must occur, on a machine with ten other programs. Only a failing test waits that long.
 PATIENCE_S = 180.0
 
 

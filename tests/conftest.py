@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# A token in the home of whoever runs the tests is no part of them. Those of tokens have homes of their own.
+# Tests must not use a token in the user's home. Tests of tokens have separate homes.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.hosts.hosts import Network, forbidden
 from tests.tables import Tables
 from tests.tiny import save_tiny_model, small_config, small_run, write_arithmetic
 
-# A third of the time of reading a configuration, of which tests read thousands: its references, always the same few.
+# Resolving references took a third of the time of reading a configuration, which tests do thousands of times.
 omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 
 
@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(items):
         for place, item in enumerate(cases):
             if place not in made:
                 item.add_marker(pytest.mark.long)
-    # Files that wait for processes start first, and so does the longest of the others: at the end cores would be idle.
+    # Files that wait for processes start first, followed by the longest of the others, so that no core is idle at the
+    # end.
     expensive = {item.path for item in items if MARKERS.intersection(mark.name for mark in item.iter_markers())}
     items.sort(key=lambda item: item.path not in expensive and item.path.name != "test_model_check.py")
 
@@ -85,7 +86,7 @@ def announced_costs(request):
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # packages complain of what is left when Python ends
+    gc.unfreeze()  # packages report objects left at the end of Python
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -133,7 +134,8 @@ def tiny_trainer(tiny_model, arithmetic_files, tmp_path):
     made = []
 
     def make(twist=None, **changes):
-        # To compute layers twice takes longer and changes nothing: tests/trainer/test_lora_step.py, and runs with Ray.
+        # Recomputing layers takes longer and changes nothing: tests/trainer/test_lora_step.py and runs with Ray test
+        # it.
         keys = {"actor_rollout_ref__model__enable_gradient_checkpointing": False} | changes
         made.append(local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **keys), twist))
         return made[-1]
@@ -197,5 +199,5 @@ def local_ray():
     start_ray(config.cluster)
     yield ray
     ray.shutdown()
-    os.environ.clear()  # Ray and a start of it leave variables behind
+    os.environ.clear()  # Ray and its start leave variables behind
     os.environ.update(before)

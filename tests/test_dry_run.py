@@ -230,7 +230,7 @@ def test_arguments_that_an_engine_does_not_have_are_named(dry):
 
 def test_an_engine_that_nobody_named_is_told_on_accelerators(dry, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # counts as not installed
-    assert "rollout.name is not set: hf, a plain decode loop, as vLLM" in dry(trainer__device="npu")[1]
+    assert "rollout.name is not set: hf, a plain decode loop, is used, because vLLM" in dry(trainer__device="npu")[1]
     assert "rollout.name is not set" not in dry()[1]
     monkeypatch.setitem(sys.modules, "sglang", None)
     assert "rltrain[sglang]" in refused(dry, **{R + "name": "sglang"})

@@ -142,7 +142,7 @@ class Room:
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # of a cluster, which does not reach the process
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # a cluster's proxy would not reach this process
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     made = Room(tmp_path)
     yield made
@@ -192,7 +192,7 @@ def test_calls_go_to_the_library_and_results_come_in_their_order(room):
         "echo {'word': 'a'}", "nap {'seconds': 1}", "Error: not run: at most 2 calls in a turn"
     ]  # fmt: skip
     assert (line["counts"]["tool_calls"], line["counts"]["calls_not_run"]) == (3, 1)
-    # What no library can run is answered as by all other agents; the library sees the turn behind it.
+    # Requests that no library can send get a reply too; the library then sees the next turn.
     room.executors.send_turn(number, turn(("fly", {}), problems=["it is no JSON."]))
     line = reply(room.executors)
     assert texts(line)[0].startswith("Error: there is no tool 'fly'")
@@ -244,7 +244,7 @@ def test_request_of_a_cancelled_trajectory_gets_a_response(room):
     assert (told["status"], told["code"]) == (401, "unknown_trajectory")
 
 
-# At every run: tests/trainer/test_agents.py.
+# tests/trainer/test_agents.py tests this in every run.
 @pytest.mark.long
 def test_restarted_agent_gets_its_previous_turns(room):
     number = room.begin("talks", turn(text="one"))
@@ -343,7 +343,7 @@ def test_invalid_http_requests_are_rejected(room, address):
     }
     messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "?"}]}]
     with socket.create_connection(("127.0.0.1", port)) as half:
-        half.sendall(head + b"Content-Length: 10\r\n\r\n{")  # and nothing more comes
+        half.sendall(head + b"Content-Length: 10\r\n\r\n{")  # the rest never arrives
         for data, status in hostile.items():
             assert raw(port, data).split(b" ")[:2] == [b"HTTP/1.1", status], data[:80]
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:

@@ -322,7 +322,7 @@ def test_an_environment_answers_every_turn_until_it_is_done(make, tmp_path):
     assert (texts(line), line["rewards"]) == (["2 of 3"], [0.5])
     executors.send_turn(number, turn(text="c"))
     assert reply(executors)["end"] == {"score": 1.5}
-    # Half a turn is no move; no room for an answer is the end as well.
+    # A truncated turn is not a move. Without room for a response the trajectory ends too.
     executors.start(start(), turn(text="ha", finish="length"))
     assert reply(executors)["end"] == {"score": 0.0}
     number = executors.start(start(), turn(text="a"))

@@ -115,7 +115,7 @@ def test_turns_of_an_environment_may_be_typed(attempt):
     assert "1 of rltrain/arithmetic 7: a\n" in text
     assert "2 of rltrain/arithmetic 7: b\nc\n" in text
     assert text.endswith("the end, after 3 turns ──\nrewards: [0.25, 0.25, 0.25]\nscore: 0.75\n")
-    # The end of the input is the end of the trajectory: as where a run has no room for a further turn.
+    # The end of the input ends the trajectory, as in a run without room for a further turn.
     code, text = attempt("count.py:Count", typed="a\n")
     assert code == 0
     assert text.endswith("the end, after 1 turns ──\nrewards: [0.25]\nscore: 0.25\n")

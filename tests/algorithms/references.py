@@ -22,7 +22,7 @@ def members(groups, i):
     return [j for j, group in enumerate(groups) if group == groups[i]]
 
 
-# -- advantages of whole answers: scores, groups, lengths -> one number an answer ---------------------------------
+# -- advantages of whole responses: scores, groups, lengths -> one number per response -----------------------------
 
 
 def grpo(scores, groups, by_std=True):
@@ -117,7 +117,7 @@ def gdpo(terms, weights, groups, lengths):
     return whiten_answers(total, lengths)
 
 
-# -- advantages of tokens: rows of rewards -> rows ----------------------------------------------------------------
+# -- advantages of tokens: rows of rewards -> rows of advantages ----------------------------------------------------
 
 
 def gae(rewards, values, gamma, lam):
@@ -137,7 +137,7 @@ def returns(rewards, gamma):
     return [[sum(gamma ** (u - t) * row[u] for u in range(t, len(row))) for t in range(len(row))] for row in rewards]
 
 
-# -- policy losses: log-probs, advantages of one answer -> its token losses ---------------------------------------
+# -- policy losses: log-probs and advantages of one response -> its token losses -------------------------------------
 
 
 def vanilla(new, old, advantages, low, high, dual):
@@ -269,7 +269,7 @@ def future_kl(new, old, advantages, mask, low, high, dual, *keys):
     return vanilla(new, old, [a * f for a, f in zip(advantages, weights, strict=True)], low, high, dual)
 
 
-# -- the rest -----------------------------------------------------------------------------------------------------
+# -- other formulas --------------------------------------------------------------------------------------------------
 
 
 def aggregate(mode, losses, masks, horizon):
@@ -363,7 +363,7 @@ def overlong(length, limit, buffer, factor):
     return 0.0 if length <= expected else max(-factor, -(length - expected) / buffer * factor)
 
 
-# -- advantages of turns: rewards of every turn, groups -> one number a turn ---------------------------------------
+# -- advantages of turns: rewards of every turn, groups -> one number per turn ---------------------------------------
 
 
 def discounted(rewards, gamma):

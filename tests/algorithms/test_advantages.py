@@ -14,7 +14,7 @@ from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.load_profile("quick")
-# Scores as they come: few values, so that groups tie, and some that are not exact in binary.
+# Realistic scores: few values, so that groups tie, and some that are not exact in binary.
 SCORES = st.sampled_from([0.0, 1.0, -1.0, 0.1, 0.3, 2.5])
 TERMS = AlgorithmConfig(gdpo_reward_keys=["a", "b"], gdpo_reward_weights=[1.0, 0.5])
 OUTCOME = {
@@ -71,8 +71,8 @@ def test_an_outcome_estimator_equals_its_loop(name, batch):
         assert estimate(name, *batch, cfg=cfg) == pytest.approx(expected, abs=1e-9)
 
 
-# By verl's formulas: a mean of 0, a deviation of 1 (grpo), no baseline (rloo, opo); gpg: times 4 answers / 3 that earn.
-# The tokens of all answers, 1 0 0 -2 .5 .5, have a mean of 0 and a variance of 5.5 / 5.
+# By verl's formulas: a mean of 0, a deviation of 1 (grpo), no baseline (rloo, opo); gpg: times 4 responses / 3 with a
+# reward. The tokens of all responses, 1 0 0 -2 .5 .5, have a mean of 0 and a variance of 5.5 / 5.
 @pytest.mark.parametrize(
     ("name", "factor"),
     [
@@ -94,7 +94,7 @@ def test_estimators_that_need_a_second_answer_say_so():
         with pytest.raises(ValueError, match="one response"):
             estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1])
     alone = {name for name, traits in declarations.ESTIMATORS.items() if traits.compares and not traits.takes_one}
-    # A run with one answer a prompt is refused beside estimators over turns: verl has none to follow.
+    # A run with one response per prompt is also refused for estimators over turns, which verl lacks.
     assert alone == {"grpo_passk", "gpg_paper", "maxrl", "lite_ppo", "rloo_vectorized", "turn_rloo", "gigpo"}
 
 
@@ -111,7 +111,7 @@ def test_a_response_that_alone_weighs_in_its_group_has_exactly_no_advantage_with
     assert estimate("opo", [score, 2 * score, 0.0], [0, 0, 0], [length, 0, 0])[0] == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name in OUTCOME if name != "gdpo"])  # its terms have no KL in them
+@pytest.mark.parametrize("name", [name for name in OUTCOME if name != "gdpo"])  # reward terms do not include the KL
 def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
     def advantages(off):
         scores = torch.tensor([1 - 1e-9, 1.0, 1 + off, 1.0, 1.0, 0.0], dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
         rounding = torch.tensor([1e-9, 1e-9, 3e-9, 1e-9, 0, 0], dtype=torch.float64)
         return ESTIMATORS[name](OutcomeInputs(scores, groups, lengths, rounding=rounding), TERMS)
 
-    # A whitened estimator takes the mean of the batch off, which is 0 here.
+    # A whitened estimator subtracts the mean of the batch, which is 0 here.
     assert advantages(1e-9)[:4].abs().max() < 1e-15
     assert advantages(1e-8)[:4].abs().max() > 1e-9
     assert advantages(1e-9)[4] > 0
@@ -131,9 +131,9 @@ def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
         ("grpo", [math.sqrt(3) / 2, -math.sqrt(3) / 2, -math.sqrt(3) / 2, math.sqrt(3) / 2, 0, 0]),
         ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3, 0, 0]),
         ("opo", [0.7, -0.3, -0.3, 0.7, 0, 0]),  # baseline (1 + 2) / 10
-        ("gpg", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 answers / 4 that earn something
-        ("gpg_paper", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 answers / 4 in a mixed group
-        ("grpo_passk", [0.0] * 6),  # two share the best score
+        ("gpg", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 responses / 4 with a reward
+        ("gpg_paper", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 responses / 4 in a mixed group
+        ("grpo_passk", [0.0] * 6),  # two responses share the best score
         ("maxrl", [1, -1, -1, 1, 0, 0]),  # the mean is a half
         ("lite_ppo", [a / math.sqrt(28 / 5) for a in (0.5, -0.5, -0.5, 0.5, 0, 0)]),  # all rewards: mean 2, squares 28
     ],
@@ -153,7 +153,7 @@ def test_normalised_advantages_equal_their_loop_over_tokens(mean_level, std_leve
         AdvNormConfig(mean_level, std_level),
     )  # fmt: skip
     expected = slow.normalise(values, groups, lengths, mean_level, std_level)
-    # What an answer without tokens has is nothing to anybody.
+    # Values of a response without tokens have no effect.
     pairs = [(a, b) for a, b, length in zip(found.tolist(), expected, lengths, strict=True) if length]
     assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-6, rel=1e-6)
 

@@ -83,7 +83,7 @@ def test_bad_answers_that_the_policy_has_left_are_passed_over():
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0])
     found = keeps(mask, current.values, engine.values, advantages, 0.9)
     assert found.tolist() == [False, False, True, True, True, True, False, False, True]
-    assert keeps(mask, current.values, engine.values, advantages, 1.5).all()  # it is no more than that
+    assert keeps(mask, current.values, engine.values, advantages, 1.5).all()  # this is its only effect
 
 
 def test_the_unbiased_kl_has_the_gradient_of_the_policy_that_is_trained():

@@ -73,5 +73,5 @@ def test_an_exact_distance_is_differentiated_itself():
     share, _ = loss(distance, loss_mode="reverse_kl", distillation_loss_coef=2.0, mask=(1.0, 0.0, 1.0))
     assert distance.grad.tolist() == [1.0, 0.0, 1.0]
     assert float(share.token_sums["distillation/kl"]) == 4.0
-    # That of another divergence is not said to be a KL of the policy.
+    # Another divergence must not be called a KL of the policy.
     assert "distillation/kl" not in loss(distance.detach().requires_grad_(), loss_mode="jsd")[0].token_sums

@@ -12,7 +12,7 @@ from rltrain.config.notes import other_meanings
 from rltrain.config.schema.keys import get
 
 A = "actor_rollout_ref."
-# All that a valid command needs.
+# The arguments that a valid command needs.
 BASE = [
     f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4",
     "trainer.n_gpus_per_node=8",

@@ -187,7 +187,7 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         (f"{AGENT}=my_agent", "unknown agent. Use single_turn_agent, tool_agent"),
         (f"{TOOLS} reward_model.enable=True reward_model.model.path=m", "it would also score the text of tools"),
         (f"{TOOLS} rollout.multi_turn.max_user_turns=2", "use multi_turn.max_assistant_turns"),
-        # What an engine would not share with the trainer.
+        # Arguments that would make the engine differ from the trainer.
         (f"{ENGINE}.quantization=fp8", "vllm.quantization=fp8: the engine loads the trainer's weights"),
         (f"{ENGINE}.mm_device_do_normalize=True", "images are processed by the trainer"),
         (f"{ENGINE}.limit_mm_per_prompt={{image:5,video:0}}", f"are {A}rollout.limit_images=N"),
@@ -197,7 +197,7 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         ),
         (f"{ENGINE}.language_model_only=True", "does not load the vision tower"),
         ("rollout.quantization=fp8", "rollout.quantization=fp8: the engine loads"),
-        # Code that cannot be kept, with the way out.
+        # Code that cannot be used, with the alternative.
         ("data.my_key=3", "unknown key 'data.my_key'"),
         ("data.custom_cls=a.py:B data.suffle=False", "Did you mean data.shuffle?"),
         ("data.custom_cls.path=a.py", "name the class in it with data.custom_cls.name"),
@@ -396,7 +396,7 @@ def test_a_config_file_runs_nothing(tmp_path, text):
     (tmp_path / "hostile.yaml").write_text(text.format(tmp_path / "it_ran"))
     for arguments in (
         ([], [str(tmp_path / "hostile.yaml")]),
-        # What stands in no brackets is a text on the command line.
+        # Values without brackets are plain text on the command line.
         ([text.format(tmp_path / "it_ran").replace(": ", "=[", 1) + "]"],),
     ):
         with pytest.raises(ConfigError, match="python/"):

@@ -81,7 +81,7 @@ def test_a_saved_tree_of_verl_means_what_it_meant(version, tmp_path):
 def test_a_saved_tree_means_what_its_script_meant(version):
     written = chosen_settings(saved(version, **CHOSEN))
     assert written.items() >= CHOSEN.items()
-    # What verl and rltrain say differently is kept, and nothing else.
+    # Values that differ between verl and rltrain are kept, and no others.
     assert len(written) < 24
     as_wandb_saves_it = {key: {"desc": None, "value": value} for key, value in saved(version, **CHOSEN).items()}
     own = {"_wandb": {"desc": None, "value": {"cli_version": "0.19"}}, "wandb_version": 1}
@@ -137,7 +137,7 @@ def test_defaults_lists_are_composed_in_hydras_order(tmp_path):
     )
     assert compose(tmp_path / "run.yaml") == {
         "actor_rollout_ref": {"rollout": {"n": 4, "temperature": 0.7}},
-        # Without a _self_ the list comes after the file, as in Hydra.
+        # Without _self_ the list follows the file, as in Hydra.
         "data": {"max_prompt_length": 50, "max_response_length": 60},
         "algorithm": {"adv_estimator": "grpo"},
     }

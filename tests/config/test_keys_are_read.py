@@ -6,7 +6,7 @@ from pathlib import Path
 from rltrain.config.schema.keys import all_keys
 
 PACKAGE = Path(__file__).parents[2] / "rltrain"
-# What walks over all keys, or only judges them.
+# Files that loop over all keys, or only check them.
 JUDGES = {
     "config/check.py", "config/engine_rules.py", "config/load.py", "config/notes.py",
     "config/reader.py", "config/schema/keys.py",
@@ -30,12 +30,12 @@ def read_names() -> tuple[set[str], set[str]]:
 
 def unread(names: list[str]) -> list[str]:
     attributes, texts = read_names()
-    # A budget's key is put together of a role's section and one of these.
+    # The key of a budget consists of a role's section and one of these.
     ends = tuple(text for text in texts if text.endswith(("_per_gpu", "_dynamic_bsz")))
 
     def is_read(name: str) -> bool:
         leaf = name.rpartition(".")[2]
-        # One of a role's section is put together likewise.
+        # These keys are also composed with a role's section.
         return leaf in attributes or any(text in texts for text in (leaf, f".{leaf}", name)) or leaf.endswith(ends)
 
     return [name for name in names if not is_read(name)]

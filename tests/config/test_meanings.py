@@ -91,7 +91,7 @@ def test_a_key_that_means_something_else_than_in_verl_is_noted(command, note, wi
 
 def test_one_answer_to_a_prompt_is_said_in_the_plan():
     assert "grpo advantages (ONE RESPONSE PER PROMPT: THE SCORE ITSELF)" in plan_of("rollout.n=1")
-    load("rollout.n=1 rollout.do_sample=False")  # greedy answers differ from prompt to prompt
+    load("rollout.n=1 rollout.do_sample=False")  # greedy responses differ only between prompts
     assert "ONE RESPONSE" not in plan_of()
     for estimator in ("grpo_passk", "rloo_vectorized", "gpg_paper"):
         (line,) = problems(f"algorithm.adv_estimator={estimator} rollout.n=1")
@@ -167,7 +167,7 @@ def test_versions_of_verl_differ(version, mean, with_sum, warmup, prompts, metri
     assert (plan.passes.aggregation, plan.lr_warmup_steps) == (mean, warmup)
     assert (plan.prompts_per_step, plan.prompts_per_round) == (prompts, prompts)
     assert make_step_passes(load(chosen, gspo, "actor.loss_agg_mode=token-sum").config).aggregation == with_sum
-    # A checkpoint of this run is refused if the command now has another size of a step.
+    # A checkpoint of this run is refused if the command now has another batch size.
     assert frozen_values(load(chosen, sizes).config)["prompts per round"] == prompts
     filtered = load(chosen, GROUPS, sizes).config
     assert (filtered.data.train_batch_size, filtered.algorithm.filter_groups.metric) == (16, metric)
@@ -220,7 +220,7 @@ def test_a_metric_that_no_scorer_returns_is_told_with_those_there_are():
     weighed = load("trainer.val_only=True data.val_files=v.parquet reward.weights.fromat=1").config
     with pytest.raises(ConfigError, match=r"reward.weights=fromat: a scorer of data.val_files does not return"):
         check_columns(weighed.algorithm, weighed.reward.weights, [Score(1.0, "ok", extras={"format": 1.0})], "val")
-    # A scorer that returned it for the first rows, and not for others.
+    # The scorer returned it for the first rows, but not for others.
     samples = Samples(2)
     samples.update({"score": np.ones(2), "scorer/acc": np.ones(2), "reward_failed": np.zeros(2)})
     with pytest.raises(RewardError, match=r"the number 'solved' .* It returned acc"):

@@ -42,7 +42,7 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("actor.optim.override_optimizer_config={amsgrad:True}", "leave it out"),
         ("actor.tensor_parallel_size=2", f"training has it as {A}actor.fsdp_config.tensor_parallel_size"),
         ("critic.model.tensor_model_parallel_size=2", f"engines as {A}rollout.tensor_model_parallel_size"),
-        # Weights that learn rest in float32; sizes of an engine that are not here.
+        # Trained weights are stored in float32; sizes of an engine that is not used here.
         ("actor.fsdp_config.model_dtype=fp16", "trained weights are kept in float32"),
         ("algorithm.adv_estimator=gae critic.fsdp.model_dtype=float16", "trained weights are kept in float32"),
         # Bounds of old that are none.
@@ -148,9 +148,9 @@ def test_mistakes_of_all_kinds_are_told_together():
     )
     for part in ("data.sed", "many", "rollout.n must be", "skip.rollout", "clip_ratio=-1", "'nobody'"):
         assert sum(part in line for line in lines) == 1, part
-    # A value that did not fit was not taken, so nothing is said of the default in its place.
+    # A value that did not fit was not used, so there is no note about the default in its place.
     assert not any("1024" in line for line in lines)
-    # A value that others follow is told once, by its own name.
+    # A value that other keys follow is reported once, under its own name.
     lines = problems("algorithm.adv_estimator=gae data.train_batch_size=100 actor.ppo_mini_batch_size=32")
     assert len(lines) == 1
     assert "critic" not in lines[0]
@@ -226,7 +226,7 @@ THEIRS = "distillation.teacher_models.teacher_model.model_path=theirs"
         (f"{C}bypass_old_logprob_for_rollout=true", f"{C}bypass_mode=True"),
         (f"{C}use_pure_rollout_correction=true", f"{C}loss_type=reinforce"),
         (f"{C}use_policy_gradient=False", f"{C}loss_type=ppo_clip"),
-        # Weights. Of those that are masked what lies outside of the bounds is rejected.
+        # Weights. Masked ones reject everything beyond the bounds.
         ("actor.tis_imp_ratio_cap=3", f"{C}rollout_is=token {C}rollout_is_threshold='3.0'"),
         ("actor.tis_imp_ratio_cap=-1", f"{C}rollout_is=null"),
         (IS, f"{C}rollout_is=token {C}rollout_is_threshold='2'"),
@@ -237,13 +237,13 @@ THEIRS = "distillation.teacher_models.teacher_model.model_path=theirs"
             "algorithm.rollout_is_level=geometric algorithm.rollout_is_threshold_lower=0.25",
             f"{C}rollout_is=null {RS}seq_mean_k1 {C}rollout_rs_threshold='0.5_4'",
         ),
-        # The tail that is carried over is colocated asynchronous training; a tail that is written stays.
+        # carry_over replaces colocated asynchronous training; a written tail stays.
         ("trainer.v1.trainer_mode=colocate_async", f"rollout.tail=carry_over {C}rollout_is=token"),
         (
             f"trainer.v1.trainer_mode=colocate_async rollout.tail=oversample {C}bypass_mode=True",
             f"rollout.tail=oversample {C}rollout_is=null",
         ),
-        # Sizes that are not written.
+        # Sizes that are not set.
         ("data.train_batch_size=64", "actor.ppo_mini_batch_size=64 critic.ppo_mini_batch_size=64"),
         ("rollout.name=vllm data.max_response_length=9000", "rollout.max_num_batched_tokens=8192"),
         (

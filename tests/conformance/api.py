@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tests.conformance.wheels import Wheel
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
-# Where torch_npu lists its operators, which are made by C++: torch_npu.NAME is the one of this schema.
+# The file in which torch_npu lists its C++ operators: torch_npu.NAME has this schema.
 _OPERATORS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 
 
@@ -86,12 +86,12 @@ class Api:
                     return Found(node, module)
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    # A star, too, may bring it.
+                    # A star import may also provide it.
                     if (alias.asname or alias.name) not in (name, "*"):
                         continue
                     if found := self._imported(module, node, name if alias.name == "*" else alias.name):
                         return found
-        # Packages that import on demand list where from: "LLM": ".entrypoints.llm:LLM".
+        # Packages that import on demand list their sources: "LLM": ".entrypoints.llm:LLM".
         lazy = {k.value: v.value for node in ast.walk(tree) if isinstance(node, ast.Dict)
                 for k, v in zip(node.keys, node.values, strict=True)
                 if isinstance(k, ast.Constant) and isinstance(v, ast.Constant)}  # fmt: skip

@@ -13,7 +13,7 @@ from tests.conformance.uses import PACKAGES, Package
 from tests.conformance.wheels import Unreachable
 
 API = json.loads(record.FILE.read_text())
-# An adapter that is not there uses nothing.
+# A missing adapter uses nothing.
 each_package = pytest.mark.parametrize("name", [name for name in PACKAGES if record.scans(PACKAGES[name])])
 
 

@@ -43,7 +43,7 @@ VLLM = Package(
         "vllm.v1.utils:CpuGpuBuffer": "np",
         "vllm.v1.worker.gpu_input_batch:InputBatch":
             "num_computed_tokens_cpu num_prompt_tokens num_tokens_no_spec req_ids",
-        # Adapters beside their weights need these; versions without them are refused where somebody asks for that.
+        # Separate adapters need these; versions without them are refused if they are requested.
         "vllm.lora.layers.base:BaseLayerWithLoRA": "load_weights?",
         "vllm.model_executor.models.utils:WeightsMapper": "get_rename_mapper?",
         "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
@@ -62,9 +62,9 @@ VLLM = Package(
         "vllm.model_executor.models.qwen2:Qwen2ForCausalLM": "load_weights",
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
         "vllm.distributed.device_communicators.cpu_communicator:": "_CPUSHMDistributed",
-        # Versions without it are refused where somebody asks for it.
+        # Versions without it are refused if it is requested.
         "vllm.model_executor.layers.logits_processor:LogitsProcessor": "head_dtype?",
-        # On the CPU alone.
+        # Only on the CPU.
         "vllm.model_executor.custom_op:CustomOp": "_forward_method forward_native",
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": "rotary_dim",
         "vllm.model_executor.layers.linear:LinearBase": "quant_method",
@@ -160,7 +160,7 @@ TORCH_NPU = Package(
         "torch_npu.profiler:": "profile tensorboard_trace_handler",
         "torch_npu:": "npu_fusion_attention",
     },
-    # The modules of those; and what stands in the wheel's compiled part: by torch_npu's documentation alone.
+    # The modules of those, and the compiled part of the wheel, by torch_npu's documentation only.
     ours="CPU NPU ProfilerActivity memory profiler",
     only=r"(?!)",
 )
@@ -207,7 +207,7 @@ ENVIRONMENT = Package(
         "torch_npu.npu": "ASCEND_RT_VISIBLE_DEVICES",
         "torch_npu._init.core.optional_features": "TASK_QUEUE_ENABLE",
     },
-    # Read by CANN, which is no Python package, and by torch's C++.
+    # Read by CANN, which is not a Python package, and by torch's C++ code.
     ours="HCCL_CONNECT_TIMEOUT HCCL_EXEC_TIMEOUT HCCL_HOST_SOCKET_PORT_RANGE HCCL_NPU_SOCKET_PORT_RANGE "
     "PYTORCH_ALLOC_CONF",
     only=r"(VLLM|SGLANG|ASCEND|HCCL|TASK|PYTORCH)_[A-Z0-9_]+[A-Z0-9]",

@@ -12,7 +12,7 @@ from typing import Any
 from zipfile import ZipFile
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rltrain" / "wheels"
-# Wheels of one Python version have the sources of all.
+# The wheels of one Python version have the sources of all.
 _FOR = ("--no-deps", "--only-binary", ":all:", "--python-version", "3.11")
 _RESOURCES = contextlib.ExitStack()
 
@@ -44,7 +44,7 @@ class Wheel:
         if path not in archive.namelist():
             missing.touch()
             return None
-        # Whole or not at all: others may read it, and this process may be stopped.
+        # Written atomically, because other processes may read it, and this process may be stopped.
         part = file.with_name(f"{file.name}.{os.getpid()}")
         part.write_bytes(archive.read(path))
         part.replace(file)
@@ -68,12 +68,12 @@ class Wheel:
 @cache
 def _archive(name: str, version: str) -> ZipFile:
     try:
-        # pip warns of itself (pkg_resources is old, says setuptools), and a test takes warnings for errors.
+        # pip itself warns (setuptools reports pkg_resources as old), and a test treats warnings as errors.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ZipFile(_RESOURCES.enter_context(_ranges(name, version)))
     except Exception as error:
-        # What else goes wrong is no want of an index, and must not be skipped as one.
+        # Other errors do not mean that the index is missing, and must not be skipped.
         if not isinstance(error, OSError) and not type(error).__module__.startswith("pip."):
             raise
         raise Unreachable(f"{name} {version}: {error}") from error

@@ -106,7 +106,7 @@ def test_a_refusing_template_names_file_and_row(tmp_path, write, good_row, token
 )
 def test_endless_template_is_rejected(tokenizer_folder, template, said):
     encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
-    # A slow machine takes its time until the last two are refused for what they want.
+    # On a slow machine the last two take long until they are refused.
     limit = {"cpu_s": 1} if "1 s" in said else {}
     with pytest.raises(DataError, match=f"{said}.*custom_chat_template"):
         encoder.try_template([ASK], **limit)

@@ -64,7 +64,7 @@ def test_json_image_paths_are_relative_to_the_file(tmp_path, write, good_row, mo
     monkeypatch.chdir(tmp_path)
     found = read_rows("data/a.jsonl").select([1, 0])
     pictures = found.stored_images()
-    monkeypatch.chdir("/")  # as a worker has it
+    monkeypatch.chdir("/")  # as in a worker
     assert [pictures.of(row) for row in (0, 1)] == [[BLUE], [RED]]
     (tmp_path / "data/images/b.png").write_bytes(RED)
     with pytest.raises(DataError, match="have changed"):

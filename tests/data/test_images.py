@@ -33,7 +33,7 @@ from rltrain.data.chat import ChatEncoder
 from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_families
 
 SMALL, WIDE, TALL = picture(60, 60), picture(160, 60, seed=1), picture(60, 120, seed=2)
-# Texts with slots, and images: several, none, one at the very end, one that is alone.
+# Texts with slots, and images: several, none, one at the end, one alone.
 PROMPTS = [
     ([{"role": "user", "content": f"1+{SLOT}2{SLOT}=?"}], [SMALL, WIDE]),
     ([{"role": "user", "content": "3+4=?"}], []),
@@ -160,7 +160,7 @@ def test_transparency_is_white_and_images_are_upright():
     assert found[0, 0].tolist() == [0, 0, 0]
     assert found[1, 3].tolist() == [255, 255, 255]
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # must be rotated by 90 degrees
     assert open_image(as_file(picture(8, 4), "JPEG", exif=exif)).size == (4, 8)
     assert open_image(as_file(Image.new("L", (3, 3), 7))).getpixel((0, 0)) == (7, 7, 7)
 
@@ -222,7 +222,7 @@ def test_a_text_behind_another_has_the_images_and_positions_of_both(folders, fam
         assert np.array_equal(getattr(whole.images, name), part), name
     assert whole.position_shift == expected.position_shift
     assert sampled.followed_by(sampled).images is None
-    # A text of its own that is continued begins at 0, wherever it will stand.
+    # A separate text that is continued begins at position 0, wherever it will be placed.
     assert sampled.followed_by(other).images.places.tolist() == (other.images.places + 5).tolist()
 
 
@@ -257,6 +257,6 @@ def test_bounds_scale_as_qwens_processor_does():
         low, high = 56 * 56, 28 * 28 * int(random.integers(8, 60))
         found = bounded(Image.new("RGB", (width, height)), low, high, 28).size
         expected = smart_resize(height, width, 28, low, high)
-        # What is within the bounds is left to the processor, which then rounds it.
+        # Sizes within the bounds are left to the processor, which rounds them.
         rounded = tuple(round(edge / 28) * 28 for edge in (height, width))
         assert found == ((width, height) if rounded == expected else expected[::-1])

@@ -13,7 +13,7 @@ from rltrain.data.row_tools import RowTools, row_tools
 from rltrain.data.rows import read_rows
 from tests.tiny_tools import TOOLS
 
-# The names stand in the prompt, as words that the tokenizer knows.
+# The names appear in the prompt, as words that the tokenizer has.
 NAMES = ("what", "is", "system")
 SCHEMAS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in NAMES]
 SHOWING = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
@@ -93,7 +93,7 @@ AGENT = "open(__file__ + '.ran', 'w')\nasync def agent(chat, row, seed):\n    aw
             "'env_agent', and actor_rollout_ref.rollout.multi_turn.environment names no class with step",
         ),
         (("{folder}/gone.py:agent", {}), {"own_agents": GONE}, "which cannot be used: "),
-        # Code next to the data, or that is installed, is not loaded because the data names it.
+        # Code next to the data, or installed code, is not loaded because the data names it.
         (("{folder}/own.py:agent", {}), {}, "agent_name is '{folder}/own.py:agent', which the configuration does not"),
         (("file://{folder}/own.py:agent", {}), {"own_agents": GONE}, "which the configuration does not list"),
         (("antigravity:agent", {}), {"own_agents": GONE}, "'antigravity:agent', which the configuration does not"),

@@ -98,7 +98,7 @@ MMMU_PRO = {
     "subject": "Art",
 }
 
-# name, record, data source, ground truth, category, answer type, choices, who scores it as published, last words
+# name, record, data source, ground truth, category, answer type, choices, published scoring, last words
 SETS = {
     "gpqa": (GPQA, "gpqa_diamond", None, "Physics", "choice", 4, BY_RULE, ") "),
     "logicvista": (LOGICVISTA, "logicvista", "A, C", "spatial", "choices", 0, BY_RULE_FOR_JUDGE, "are turned?"),

@@ -13,7 +13,7 @@ from rltrain.rewards.custom import CustomReward
 from tests.images import BLUE, RED
 from tests.tiny import TEMPLATE, save_tiny_tokenizer
 
-# Scores as the vision scripts do: most of it for the answer, the rest for a thinking block at the very start.
+# Scores as in the vision scripts: most of it for the answer, the rest for a thinking block at the start.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if data_source == "slow":
@@ -125,7 +125,7 @@ def test_unreadable_images_are_named_with_and_without_pil(tmp_path, monkeypatch,
     rows = [picture_row(f"<image> {i}", [image]) for i, image in enumerate(images)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     found = lint([str(tmp_path / "a.parquet")])[1]["rows with schema errors"]
-    bad = [1, 2, 4, 5] if has_pil else [1, 4, 5]  # only Pillow sees that a picture is cut
+    bad = [1, 2, 4, 5] if has_pil else [1, 4, 5]  # only Pillow detects that an image is truncated
     assert [int(line.split("row ")[1][0]) for line in found] == bad
 
 

@@ -54,7 +54,7 @@ def test_checkpoints_get_the_numbers_that_their_run_has_found(tiny_model, arithm
     both = found(run / "evaluation", "evaluations.json")["evaluations"]
     assert [one["model"]["step"] for one in both] == [1, 2]
     assert (run / "evaluation" / "evaluation.html").is_file()
-    # What takes seconds is logged before it, by the run and by its evaluations.
+    # Slow operations are logged before they start, by the run and by its evaluations.
     logs = [
         file.read_text() for file in (run / "train.log", run / "evaluation" / "global_step_2" / "run" / "train.log")
     ]

@@ -172,7 +172,7 @@ def test_every_timer_is_there_and_the_phases_add_up(reference_run):
         assert phases + line["timing_s/other"] == pytest.approx(line["timing_s/step"])
         assert line["timing_s/other"] >= 0
         assert line["timing_s/reshard"] + line["timing_s/generate_sequences"] <= line["timing_s/gen"]
-    # Work that no phase has is in both steps; on a busy machine the driver waits its turn in one or the other.
+    # Both steps include work outside of phases; on a busy machine the driver may wait in either of them.
     assert any(line["timing_s/other"] < 0.03 * line["timing_s/step"] + 0.02 for line in lines)
     assert {"timing_s/testing", "timing_s/save_checkpoint"} <= lines[-1].keys()
 
@@ -185,7 +185,7 @@ def test_every_step_is_measured_validated_and_agrees_with_the_engine(reference_r
     for line in lines[1:]:
         assert line["rollout/log_prob_gap/mean"] < 1e-5
         assert line["reward/compute_s"] > 0
-        # Bytes that grow with the samples, and per rank and step the moments of some thirty quantities.
+        # Bytes that grow with the samples, and, per rank and step, the moments of about thirty quantities.
         assert line["perf/driver_bytes_per_sample"] < 160 + 2000 / 16
 
 
@@ -224,7 +224,7 @@ def test_a_callback_is_told_of_steps_validations_and_saves(reference_run):
     lines = read_metrics(reference_run)
     found = [[line.get(name) for name in ("watch/answers", "watch/validated", "callbacks/errors")] for line in lines]
     assert found == [[None, 1.0, 0.0], [16.0, 1.0, 0.0], [16.0, 1.0, 0.0]]
-    # A checkpoint is whole some time after its step has ended; the last one before the last line is written.
+    # A checkpoint is complete some time after its step has ended; the last one, before the last line is written.
     assert [lines[0].get("watch/whole"), lines[-1].get("watch/whole")] == [None, 1.0]
 
 

@@ -28,7 +28,7 @@ def save_checkpoint(run: Path, base: Path, step: int, **frozen: object) -> Path:
     record = {"global_step": step, "frozen": {"actor_rollout_ref.model.path": str(base), "data.seed": 1} | frozen}
     begun = folder.begin_save(step, {"progress.json": json.dumps(record).encode()})
     shutil.copytree(base, begun / "huggingface")
-    (begun / "huggingface" / "large.bin").write_bytes(bytes(2**22 + 1))  # workers read such files, not the driver
+    (begun / "huggingface" / "large.bin").write_bytes(bytes(2**22 + 1))  # workers read such files, the driver does not
     saved = folder.commit(begun, step)
     folder.release()
     return saved
@@ -92,7 +92,7 @@ def test_a_run_says_how_it_validates_unless_the_command_does(tiny_model, arithme
     assert found.data.train_batch_size != 7
     assert "data.max_response_length=9" not in request.run_settings_in_use(loaded)
     assert "custom_reward_function.path=reward.py" in request.run_settings_in_use(loaded)
-    # All models of a command are compared under the same settings.
+    # All models of a command are compared with the same settings.
     both = read(f"model={tiny_model},{run}", data)
     assert both.settings(both.models[0]).config.data.max_response_length == 9
     save_checkpoint(tmp_path / "second", tiny_model, 3)
@@ -161,7 +161,7 @@ def test_models_of_equal_names_are_told_apart(tiny_model, run, tmp_path):
     exports = [save_checkpoint(tmp_path / name / "x", tiny_model, 10) / "huggingface" for name in ("one", "two")]
     told_apart = models_of([str(export) for export in exports])
     assert [model.name for model in told_apart] == [f"{name}_x_global_step_10_huggingface" for name in ("one", "two")]
-    # Inside of the checkpoint its results would go with it.
+    # Results inside of the checkpoint would be removed with it.
     assert told_apart[0].output_folder == tmp_path / "one" / "x" / "evaluation"
     with pytest.raises(ConfigError, match=r"names .*global_step_10 twice"):
         models_of([str(run), str(run / "global_step_10")])

@@ -87,7 +87,8 @@ def test_what_is_missing_is_what_no_part_has(tmp_path):
     assert joined["row"].tolist() == [0, 2, 3]
     assert joined["acc"].isna().tolist() == [False, True, True]
     pq.write_table(pa.table({"row": np.array([1], np.int32), "acc": ["none"]}), kept.part(np.array([1], np.int32)))
-    assert pd.read_parquet(kept.join(7))["acc"].tolist()[:2] == ["1", "none"]  # a number here, a text there
+    # a number in one file, a text in the other
+    assert pd.read_parquet(kept.join(7))["acc"].tolist()[:2] == ["1", "none"]
     kept.part(np.array([1], np.int32)).write_text("no table", encoding="utf-8")
     with pytest.raises(DataError, match="a file that cannot be read"):
         kept.join(7)

@@ -56,7 +56,7 @@ def _tend(name: str, listens: "multiprocessing.synchronize.Event") -> None:
     server.listen()
     listens.set()
     parent = multiprocessing.parent_process().sentinel
-    children: dict[int, tuple[int, socket.socket]] = {}  # by what tells of its end
+    children: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that reports its end
     while True:
         lines = {line: pid for pid, line in children.values()}
         ready, _, _ = select.select([server, parent, *children, *lines], [], [])
@@ -155,6 +155,6 @@ def be_a_program(main: Callable[[], object]) -> NoReturn:
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # the reader has ended
             stream.flush()
     os._exit(code)

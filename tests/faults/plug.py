@@ -111,7 +111,7 @@ def processes_of(folder: Path) -> list[str]:
         try:
             if f"{MARK}={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 found.append(process.name + " " + (process / "cmdline").read_text().replace("\0", " ")[:200])
-        except OSError:  # it ended meanwhile, or is of another user
+        except OSError:  # it has ended meanwhile, or belongs to another user
             continue
     return found
 
@@ -125,7 +125,7 @@ def ended(pids: Iterable[int]) -> None:
 
 def gone(folder: Path) -> None:
     """Wait until no process that was started with `start` is left."""
-    Clock().poll(lambda: not processes_of(folder), PATIENCE_S, 0.3)  # it looks at everything in /proc
+    Clock().poll(lambda: not processes_of(folder), PATIENCE_S, 0.3)  # it reads all of /proc
     assert not (left := processes_of(folder)), left
 
 
@@ -151,10 +151,10 @@ class Trap:
         "save": PHASES["save"],
     }
     EXPORT = {"export": ("models/weights/export.py", "write")}  # noqa: RUF012 - read only
-    # Of vLLM: the process that looks at the model's class while the engine starts, and the loop of its steps.
+    # Of vLLM: the process that inspects the model's class while the engine starts, and the loop of its steps.
     ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("vllm/engine.py", "generate")}  # noqa: RUF012
 
-    # What "memory" needs: one heap, and large blocks that are asked of the kernel each by itself.
+    # For "memory": one heap, and large blocks that are requested from the kernel one by one.
     MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(3 << 19)}  # noqa: RUF012 - read only
 
     def __init__(self, folder: Path) -> None:

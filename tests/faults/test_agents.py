@@ -19,7 +19,7 @@ from tests.tiny_tools import save_calling_model, tool_run
 R = "actor_rollout_ref__rollout__"
 TURNS = R + "multi_turn__"
 NUM_PROMPTS = 12
-# Of calls that never end; all other calls have as long as a busy machine may need.
+# For calls that never end; all other calls have as long as a busy machine may need.
 LATE_S = 10.0
 TOOLS = '''
 import os, resource, select, signal, sys
@@ -180,7 +180,7 @@ def others_are_as_in(quiet, hurt, row):
 LATE = f"Error: no result after {LATE_S:g} s"
 CUT = "xxx...(truncated)...xxx"
 MEMORY = "Error: MemoryError"
-# What the policy is told, or why the answer is left out.
+# The message to the policy, or the reason why the response is excluded.
 FAULTS = {
     "hold": "the agent has sent nothing for",
     "leave": "the agent's process ended with exit code 3",
@@ -214,7 +214,7 @@ def test_a_tool_does_its_worst(played, tmp_path, what):
     results = [message["content"] for message in hurt.told[row]["messages"] if message["role"] == "tool"]
     assert results
     assert all(words in result for result in results), results
-    # The call of the last turn has no room for a result, which is not shown.
+    # The call of the last turn has no room for a result, so it is not shown.
     assert numbers[c.TOOL_CALLS] - len(results) in (0, 1)
     assert numbers[c.TOOL_TIMEOUTS] == (numbers[c.TOOL_CALLS] if words == LATE else 0)
     assert numbers[c.TOOL_ERRORS] == (numbers[c.TOOL_CALLS] if words.startswith("Error") else 0)
@@ -251,7 +251,7 @@ def test_an_agent_does_its_worst(played, tmp_path, name):
     assert hurt.numbers[c.AGENT_FAILED][row]
 
 
-# Once there is a checkpoint, the environment pulls the plug of the driver, between two turns of an answer.
+# Once a checkpoint exists, the environment kills the driver between two turns of a response.
 FUSE = """
 import os, signal
 
@@ -302,7 +302,7 @@ def test_a_driver_killed_between_turns_is_resumed_as_if_nothing_had_been(start, 
     assert codes[-1] == 0
     assert -9 in codes
     one, other = map(told, folders)
-    # Which turns are decoded together depends on when they were answered, and with it the engine's rounding.
+    # The time of the replies determines which turns are decoded together, and so the engine's rounding.
     differ = [
         (name, one[step][name], other[step].get(name, 0.0))
         for step in one

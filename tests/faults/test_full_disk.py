@@ -37,7 +37,7 @@ def ended_and_goes_on(process, start, command, disk) -> str:
     run = disk / "run"
     output = over(process, 74)
     assert re.search(ROOM, error_of(output)), output
-    # The half of a checkpoint that is removed may leave room for lines that have waited.
+    # The removed half of a checkpoint may leave room for lines that have waited.
     last = max(map(int, re.findall(r"step (\d+)/", output)), default=0)
     assert "metrics.jsonl lacks its last" in output or read_metrics(run)[-1]["step"] >= last, output
     assert not list(run.glob(".tmp_*"))

@@ -34,11 +34,11 @@ def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap
     process = start(words, shm=shm, **trap.environment)
     if phase != "load":
         wait_for_step(tmp_path / "run", 3, process)
-        # The first is written beside the steps, which may be faster.
+        # The first save runs during the steps, which may be faster.
         eventually(lambda: list((tmp_path / "run").glob("global_step_*")))
         trap.lay(phase, signal.SIGKILL)
     is_named(process, trap.wait(process), shm)
-    if phase == "save":  # half a checkpoint is none
+    if phase == "save":  # half a checkpoint does not count
         goes_on(start, words, tmp_path / "run")
 
 
@@ -88,7 +88,7 @@ def test_a_worker_killed_in_an_export_leaves_no_half_of_a_model(start, words, tr
     for folder in (tmp_path / "run").glob("global_step_*"):
         assert not find_damage(folder)
         assert not model_problem("model.path", str(folder / "huggingface"))
-    # What the kill has left has not the name of a checkpoint, and the next start removes it.
+    # The folder that a kill leaves does not have the name of a checkpoint, and the next start removes it.
     assert list((tmp_path / "run").glob(".tmp_global_step_*"))
     goes_on(start, words, tmp_path / "run")
 
@@ -106,14 +106,14 @@ def test_a_worker_without_host_memory_says_what_to_do(start, large, trap, tmp_pa
     if phase == "load":
         trap.lay(trapped, "memory")
     process = start([*large, *waits], **trap.environment, **Trap.MALLOC)
-    if phase != "load":  # and not the trial of the model's family, which the driver makes
+    if phase != "load":  # not the trial of the model's family, which the driver makes
         wait_for_step(tmp_path / "run", 1, process)
         trap.lay(trapped, "memory")
     trap.wait(process)
     started = below(process.pid)
     output = over(process, 75)
     message = error_of(output)
-    # The next call that asks for memory, be it the one that is caught or a save beside it.
+    # The next call that requests memory, whether the one that is caught or a concurrent save.
     where = rf"hybrid worker, rank 0 of 1 \(pid {trap.caught} on .*\), in [\w.]+"
     assert re.match(rf"error: {where}: the host is out of memory", message), message
     assert "Give the host (or the container) more" in message
@@ -140,7 +140,7 @@ def group():
 
 @pytest.mark.fault("A worker that the kernel ends because a control group has no memory left is named, exit 75")
 def test_a_worker_that_the_kernel_ends_for_memory_is_named(group, start, large, tmp_path):
-    # Every large tensor is memory that the kernel has to give.
+    # Every large tensor is memory that the kernel must provide.
     process = start(large, **Trap.MALLOC)
     wait_for_step(tmp_path / "run", 1, process)
     (worker,) = worker_pids(process.pid)

@@ -108,7 +108,7 @@ def test_power_may_fail_at_any_point_of_a_save(tiny_trainer, tmp_path):
         said = in_a_process(work)
         lose_power(run, said, random)
         found = Checkpoints(str(run))
-        newest = found.newest()  # raises where none is whole
+        newest = found.newest()  # raises if none is complete
         assert found.steps()[-1] == int(newest.name.rpartition("_")[2]), "a checkpoint that is there is whole"
         assert not checksum_mismatches(large_files(newest))
         return found.steps()[-1], said

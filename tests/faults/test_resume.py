@@ -15,7 +15,7 @@ from tests.trainer.steps import ACTOR, GAE, numbers_of
 
 pytestmark = pytest.mark.usefixtures("joined")
 
-# Pulls the plug as soon as there is a checkpoint, or asks the run to stop, in every step up to one.
+# Kills the driver as soon as a checkpoint exists, or asks the run to stop, in every step up to one.
 FUSE = """
 import os, signal
 
@@ -46,12 +46,12 @@ PICTURES = {
     "actor_rollout_ref__model__lora_rank": 4, "data__max_prompt_length": 48, "data__max_response_length": 20,
     ACTOR + "ppo_max_token_len_per_gpu": 160,
 }  # fmt: skip
-# With one worker: of two, time says whose answers are carried over.
+# One worker, because with two the timing determines whose responses are carried over.
 CARRIED = {
     ROLLOUT + "tail": "carry_over", ROLLOUT + "oversample_ratio": 1.5, ROLLOUT + "max_num_seqs": 8,
     "algorithm__rollout_correction__rollout_is": "token",
 }  # fmt: skip
-# What stops it, and the last step in which it does. One is stopped behind its last step too.
+# The ways to stop a run, and the last step in which each is tried. One is stopped after its last step too.
 RUNS = {
     "two workers, all roles": ("SIGKILL", STEPS, ALL_ROLES),
     "two workers, pictures and adapters": ("SIGKILL", STEPS - 1, PICTURES | {"trainer__n_gpus_per_node": 2}),
@@ -103,7 +103,7 @@ def kept(run: Path) -> dict[str, object]:
         for file in sorted(folder.rglob("*")):
             if file.suffix in (".distcp", ".npz", ".safetensors"):
                 found[str(file.relative_to(run))] = file.read_bytes()
-        # Those of a validation behind the save are not in it; they say no more than which prompt of one begins first.
+        # Metrics of a validation after the save are excluded; they only show which prompt is generated first.
         found[f"global_step_{step}/lengths.npz"] = np.load(folder / "lengths.npz")["train"].tobytes()
         progress = json.loads((folder / "progress.json").read_text())
         found[f"progress {step}"] = {name: value for name, value in progress.items() if name != "metrics"}

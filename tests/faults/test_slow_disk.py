@@ -72,12 +72,12 @@ def test_a_disk_that_never_answers_is_told(start, command, disk, tmp_path):
     wait_for_step(run, 11, process)
     disk.freeze()
     said = wait_for_line(process, "error:")
-    # Whichever is looked at first: what the driver does aside, or the worker that writes.
+    # Either may be noticed first: the driver's background job, or the writing worker.
     assert re.search(r"hangs: for \d+ s its thread '[^']+' has been in|in Actor\.\w+: not done after", said), said
     assert f"trainer.hang_timeout_s={LIMIT_S}" in said
     assert "incidents does not respond" in said
     assert "Traceback" not in said
-    disk.thaw()  # till then the kernel ends no process that waits for it
+    disk.thaw()  # until then the kernel ends no process that waits for it
     assert process.wait(PATIENCE_S) == 75
     gone(tmp_path)
     again = start(command(trainer__total_training_steps=12))

@@ -68,7 +68,7 @@ def test_a_family_that_is_computed_rightly_passes(case):
 def test_a_family_that_is_not_is_refused_with_a_remedy(family):
     with pytest.raises(ConfigError, match=REFUSED[family]) as error:
         check_numbers(PolicyModel, SPEC, config_of(family), decodes=True)
-    assert "Use a model" in str(error.value) or "Set " in str(error.value)
+    assert "Use a " in str(error.value) or "Set " in str(error.value)
 
 
 KV = "rltrain.workers.rollout.embedded.kv.KeyValues."

@@ -12,7 +12,7 @@ from rltrain.data.chat import ChatEncoder
 TEMPLATES = Path(__file__).parent / "templates"
 # Added without being special, as Qwen has them.
 PLAIN = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>", "\n\n"]
-# What ends a turn; other special tokens; the call format that a template is to be seen as.
+# The token that ends a turn; other special tokens; the call format of the template.
 FAMILIES = {
     "hermes": (["<|im_end|>", "<|endoftext|>"], ["<|im_start|>", "<|image_pad|>"], "hermes"),
     "thinking": (["<|im_end|>", "<|endoftext|>"], ["<|im_start|>", "<|image_pad|>"], "hermes"),

@@ -13,7 +13,7 @@ from rltrain.data.turns.detect import format_of
 from tests.data.turns.families import SCHEMAS
 
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
-# Of verl's ToolParser registry.
+# From verl's ToolParser registry.
 OF_VERL = [
     "hermes", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi", "gemma4", "deepseek_v4", "llama3_json",
 ]  # fmt: skip

@@ -12,13 +12,13 @@ from tests.data.turns.families import FAMILIES, PLAIN, SCHEMAS
 
 ASK = {"role": "user", "content": "What is 3 + 4?"}
 NAMES = [schema["function"]["name"] for schema in SCHEMAS]
-# Of what templates cannot do, as in test_turn_delta.
+# Reasons for which templates cannot be continued, as in test_turn_delta.
 ONE_CALL = ("llama", "harmony", "gemma")  # a call of Gemma ends the turn
 ONCE = ("deepseek_once",)
 NO_USER_BEHIND_A_CALL = ("mistral", "deepseek_once")
 AS_TEXT = ("deepseek", "deepseek_once")
 REASONS = {"thinking", "coder", "glm", "minimax"}
-# What templates drop at a user's message, and write or not in front of an answer.
+# Parts that templates drop at a user's message, and whether they write them before a response.
 REASONING = re.compile(r"<think>\n?(?:thought)?\n?</think>\n{0,2}|<think>\n(?=\Z)")
 
 words = st.lists(
@@ -79,7 +79,7 @@ def sampled(encoder, delta, history, turn):
     after = encoder.render([*history, turn], answered=True, tools=SCHEMAS)
     ids = encoder.tokenizer(after[shared(before, after) :], add_special_tokens=False)["input_ids"]
     ends = [place for place, token in enumerate(ids) if token in delta.stop_token_ids]
-    # GLM's past turns end with the next role's token, which nothing has written yet.
+    # Past turns of GLM end with the next role's token, which does not exist yet.
     return ids[: ends[0] + 1] if ends else [*ids, *encoder.tokenizer.convert_tokens_to_ids(["<|observation|>"])]
 
 

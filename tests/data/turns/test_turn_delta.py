@@ -8,9 +8,9 @@ from rltrain.data.turns.detect import detect_format
 from rltrain.data.turns.turn_delta import TurnDelta
 from tests.data.turns.families import FAMILIES, SCHEMAS, save_family
 
-# Of what templates cannot do, and why.
-MOVES_TOOLS = ("mistral",)  # the tools stand before the last question
-ONCE = ("deepseek_once",)  # a second group of results is opened otherwise
+# Templates that cannot be continued, and why.
+MOVES_TOOLS = ("mistral",)  # the tools are before the last question
+ONCE = ("deepseek_once",)  # a second group of results has another opening
 NEVER = ("counting",)
 every_family = pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NEVER])
 ASK = {"role": "user", "content": "What is 3 + 4?"}
@@ -102,7 +102,7 @@ def test_no_text_of_a_tool_or_a_user_becomes_a_special_token(family, name):
             assert [each for each in hostile if each in known] == [each for each in plain if each in known]
             shown = content if name not in ("llama", "harmony") or role == "user" else content.replace('"', '\\"')
             assert shown in encoder.decode_batch([hostile], special=True)[0]
-            # A name that the policy made up is no way in either.
+            # A name that the policy invented does not help either.
             called = delta.context(
                 None, [Call(f"look_up{mark}", {}, f"id{mark}xxxxxxx")], [result("a b c", f"x{mark}")]
             )

@@ -7,7 +7,7 @@ import os
 import sys
 
 _words = sys.orig_argv[1:]
-# Processes of Ray's that have none of our code.
+# Processes of Ray that run none of our code.
 _RAYS = ("/ray/dashboard/", "/ray/autoscaler/", "/log_monitor.py", "/runtime_env/agent/")
 
 

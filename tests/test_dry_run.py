@@ -104,7 +104,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
         (f"{SEVERAL} rollout.name=vllm rollout.tensor_model_parallel_size=4", "size=4 does not divide"),
         (
             "rollout.name=vllm rollout.enable_chunked_prefill=False rollout.max_num_batched_tokens=8",
-            "Leave it out, or set max_num_batched_tokens=24.",
+            "Remove it, or set max_num_batched_tokens=24.",
         ),
         ("reward_model.enable=True reward_model.model.path={model}", "has no classification head"),
         ("model.lora_adapter_path={model}", "is not a peft adapter"),
@@ -239,8 +239,8 @@ def test_an_engine_that_nobody_named_is_told_on_accelerators(dry, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "note"),
     [
-        ("data.max_response_length=200 actor.ppo_max_token_len_per_gpu=512", "the model knows 128 positions"),
-        ("rollout.max_model_len=200", "rollout.max_model_len = 200 tokens, and the model knows 128 positions"),
+        ("data.max_response_length=200 actor.ppo_max_token_len_per_gpu=512", "the model has 128 positions"),
+        ("rollout.max_model_len=200", "rollout.max_model_len = 200 tokens, but the model has 128 positions"),
         ("model.custom_chat_template={{messages[0].content}}", "the same with and without add_generation_prompt"),
         ("model.lora_rank=2 model.exclude_modules=DONT_EXCLUDE", "DONT_EXCLUDE matches no linear layer"),
         ("trainer.logger=[console,wandb]", "trainer.logger=wandb: not installed here"),

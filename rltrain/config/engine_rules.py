@@ -247,15 +247,15 @@ def position_problems(cfg: Config, limit: int | None, notes: list[str]) -> Itera
     if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:
         yield (
             f"{_R}enable_chunked_prefill=False: {rollout.name} then computes a sequence at once, and refuses "
-            f"{_R}max_num_batched_tokens={budget} below the longest, {longest}. Leave it out, or set "
+            f"{_R}max_num_batched_tokens={budget} below the longest, {longest}. Remove it, or set "
             f"max_num_batched_tokens={longest}."
         )
     if limit and longest > limit:
-        statement = f"{keys} = {longest:,} tokens, and the model knows {limit:,} positions"
+        statement = f"{keys} = {longest:,} tokens, but the model has {limit:,} positions"
         if not ENGINES[rollout.name].beyond_positions:
             yield (
                 f"{statement}, which {rollout.name} refuses. "
                 "Lower it, or raise actor_rollout_ref.model.override_config.max_position_embeddings."
             )
         else:
-            notes.append(f"{statement}: longer ones are beyond what it was trained for")
+            notes.append(f"{statement}: it was not trained on longer sequences")

@@ -102,9 +102,9 @@ def test_a_distance_over_all_tokens_needs_as_many_of_them(dry, another, tmp_path
         assert code == 2
         assert words in text
     smaller = {"actor_rollout_ref__model__path": padded, REFERENCE: another}
-    for kl, size in (("low_var_kl", "at least as many"), ("full", "the same size")):
+    for kl, size in (("low_var_kl", "at least as many"), ("full", "the same number")):
         code, text = dry(**smaller, **{ACTOR + "kl_loss_type": kl})
-        assert f"and the policy 64. Use a reference of {size}." in text.replace(
+        assert f"and the policy 64. Use a reference with {size}." in text.replace(
             ", and a full KL compares all of them", ""
         )
         assert code == 2

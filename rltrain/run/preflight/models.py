@@ -279,7 +279,7 @@ def _judge(cfg: Config, config: Any, result: PreflightResult) -> None:
     if limit and longest > limit:
         result.notes.append(
             f"reward_model.rollout.prompt_length + response_length = {longest:,} tokens, but the judge has {limit:,} "
-            "positions: longer ones are beyond what it was trained for"
+            "positions, so it was not trained on longer ones"
         )
 
 
@@ -343,15 +343,15 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightRe
     size, policy_size = config.get_text_config().vocab_size, encoder.model_vocab_size
     if spec.role == ROLES["teacher"].section and passes.exact_teacher and policy_size and size < policy_size:
         yield (
-            f"{named} knows {size:,} tokens and the policy {policy_size:,}, and loss_mode="
+            f"{named} has {size:,} tokens and the policy {policy_size:,}, and loss_mode="
             f"{cfg.distillation.distillation_loss.loss_mode} compares all of the policy's. Use "
-            "distillation.distillation_loss.loss_mode=k3, or a teacher of at least as many."
+            "distillation.distillation_loss.loss_mode=k3, or a teacher with at least as many."
         )
     exact = passes.exact_kl_in_loss or passes.exact_kl_in_reward
     if spec.role == ROLES["ref"].section and policy_size and (size < policy_size or (exact and size > policy_size)):
-        yield f"{named} knows {size:,} tokens and the policy {policy_size:,}" + (
-            f". Use a reference of {'the same size' if exact else 'at least as many'}." if size < policy_size else
-            ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."
+        yield f"{named} has {size:,} tokens and the policy {policy_size:,}" + (
+            f". Use a reference with {'the same number' if exact else 'at least as many'}." if size < policy_size else
+            ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference with as many."
         )  # fmt: skip
 
 

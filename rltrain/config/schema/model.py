@@ -214,7 +214,7 @@ class CriticModelConfig(TrainedModelConfig):
     path: str | None = None
     """Hugging Face folder or hub name; null: the actor's. A classification head with one label is kept; otherwise the
     head starts at 0."""
-    # Follows the actor's key, because the critic usually is the actor's model, with the same code.
+    # The default follows the actor's key, because the critic usually is the actor's model, with the same code.
     trust_remote_code: bool = key("${actor_rollout_ref.model.trust_remote_code}")
     """Run Python code of the model's repository."""
     fsdp_config: FSDPConfig = section(FSDPConfig)

@@ -36,7 +36,7 @@ from rltrain.models.weights.names import CheckpointNames, gathered_weights
 
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
-_PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # transformers 5 writes the second
+_PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # the second: since transformers 5
 _OLDER_BOUNDS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 # Test image for both processors. Its size fits no family's tile ratio.
 _PROBE = (640, 480)

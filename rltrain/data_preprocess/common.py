@@ -36,7 +36,7 @@ _SHOWN_CHARS = 2000
 
 
 class Drop(Exception):
-    """A record to be dropped. The text is the reason under which it is counted."""
+    """A record to be dropped. The text is the reason; dropped records are counted by reason."""
 
 
 class Part(list[Row]):

@@ -173,8 +173,8 @@ class RunFolder(Checkpoints):
             if deadline is None:
                 deadline = now + _FREED_S
                 log.warning(
-                    "%s is locked by %s: tried again for %.0f s, as network storage keeps the lock of a host that is "
-                    "gone for a while",
+                    "%s is locked by %s: retrying for %.0f s, because network storage keeps the lock of a host that is "
+                    "lost for a while",
                     self.path,
                     owner,
                     _FREED_S,

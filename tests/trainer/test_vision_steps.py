@@ -1,4 +1,4 @@
-"""Whole steps over prompts with pictures, in this process."""
+"""Complete steps over prompts with images, in this process."""
 
 import importlib.util
 import itertools

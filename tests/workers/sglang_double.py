@@ -1,6 +1,6 @@
-"""A stand-in for SGLang's engine: takes what the recorded API takes, keeps weights and caches as it does, computes with
-transformers. Over several devices it has a process for each, which takes over weights by its own handle and computes
-the logits of its own share of the vocabulary; where one dies, the process that started it does too.
+"""A double of SGLang's engine: it accepts the arguments of the recorded API, keeps weights and caches as the real one,
+and computes with transformers. Over several devices it has a process for each, which takes over weights by its own
+handle and computes the logits of its own share of the vocabulary; where one dies, the process that started it does too.
 """
 
 import asyncio
@@ -49,7 +49,8 @@ _LISTED = {
 
 @contextmanager
 def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool) -> Iterator[RolloutEngine]:
-    """The adapter on the real engine, or on the double (which draws by seeds, as the real one on accelerators)."""
+    """Return the adapter on the real engine, or on the double (which samples by seeds, as the real one on
+    accelerators)."""
     if not double and not importlib.util.find_spec("sglang"):
         pytest.skip("SGLang is not installed (rltrain[sglang])")
     if double:
@@ -61,7 +62,7 @@ def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool) -> Iterato
 
 
 def known(what: str, names) -> None:
-    """The real one would not take others."""
+    """Check the names, because the real engine would refuse others."""
     if what in _LISTED:
         takes = SGLANG.texts[_LISTED[what]].split()
     else:
@@ -71,7 +72,7 @@ def known(what: str, names) -> None:
 
 
 def as_recorded(method):
-    """All arguments by keyword, and no others than the real method has."""
+    """Require all arguments by keyword, and no others than the real method has."""
 
     @functools.wraps(method)
     def call(self, **arguments):
@@ -127,7 +128,7 @@ MODULES = dict.fromkeys(["sglang", "sglang.srt", *(f"sglang.srt.{part}" for part
 
 
 class Part:
-    """What one device has of an engine."""
+    """One device's part of an engine."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -149,7 +150,7 @@ class Part:
 
     @torch.inference_mode()
     def logits(self, ids: list[int], images: dict[str, torch.Tensor]) -> np.ndarray:
-        """Of this device's share of the vocabulary: [position, token]."""
+        """Return the logits of this device's share of the vocabulary: [position, token]."""
         model, tokens = self.model.model, torch.tensor([ids])
         if images:
             # Without an attention mask, transformers would take the positions of the request before.
@@ -159,7 +160,7 @@ class Part:
 
 
 class Process:
-    """A part in a process of its own."""
+    """A part in a separate process."""
 
     def __init__(self, *settings) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -290,7 +291,7 @@ class Engine:
 
     @as_recorded
     def generate(self, **arguments):
-        """Without an answer: the log-probs of the prompt."""
+        """Without a response, return the log-probs of the prompt."""
         assert arguments["sampling_params"]["max_new_tokens"] == arguments["logprob_start_len"] == 0
         ids = arguments["input_ids"]
         log_probs = torch.log_softmax(self._forward(ids, _inputs(arguments["image_data"]))[:-1], -1)
@@ -333,7 +334,7 @@ class Engine:
         self._abort_before |= self._running
 
     def _logits(self, ids: tuple[int, ...], images: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Kept until the cache is flushed, as the engine keeps what it computed of a prefix."""
+        """Return logits, cached until the cache is flushed, as the engine caches prefixes."""
         key = (*ids, *(values.numpy().tobytes() for values in images.values()))
         if key not in self._cache:
             self._cache[key] = self._forward([*ids], images)[-1]
@@ -344,7 +345,7 @@ class Engine:
         return torch.from_numpy(np.concatenate(self._all("logits", ids, images), -1))
 
     def _draw(self, logits, number, params):
-        """number: the place of the token in the sequence, as SGLang's sampler counts."""
+        """number: the position of the token in the sequence, as SGLang's sampler counts."""
         greedy = params["temperature"] == 0
         seed = params["sampling_seed"] if not greedy and self.settings["enable_deterministic_inference"] else None
         assert seed is None or -(2**63) <= seed < 2**63

@@ -1,4 +1,4 @@
-"""The SGLang adapter beyond the contract of all engines: what it passes exists in the real API, and how it fails."""
+"""The SGLang adapter beyond the contract of all engines: its arguments exist in the real API, and its failures."""
 
 import importlib.util
 import multiprocessing
@@ -17,7 +17,7 @@ from rltrain.common.errors import ConfigError, SyncError
 from rltrain.config.schema.engines import ENGINES
 from rltrain.data.chat import ChatEncoder
 from rltrain.models.vision import placeholder_ids
-from rltrain.models.weights.names import CheckpointNames, Weight, whole_weights
+from rltrain.models.weights.names import CheckpointNames, Weight, gathered_weights
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import make_engine
@@ -134,7 +134,7 @@ def test_images_are_computed_as_by_the_trainer(family, engine, tmp_path):
     asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in SEEN]
     reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
     with sglang_engine(folder, rollout_of(max_num_seqs=6), double=engine == "double") as rollout:
-        load(rollout, whole_weights(policy, torch.float32, names=CheckpointNames(policy.model)))
+        load(rollout, gathered_weights(policy, torch.float32, names=CheckpointNames(policy.model)))
         found = serve(rollout, queue_of(jobs_of(asked, 2)), Sampling(12, ignore_eos=True))
         scores = [rollout.log_probs(each) for each in asked]
     rows = zip(asked, scores, one_by_one(batch_of(asked, torch.arange(len(asked)), [[7]] * len(asked))), strict=True)
@@ -153,7 +153,7 @@ def test_images_are_computed_as_by_the_trainer(family, engine, tmp_path):
 
 
 def test_weights_travel_in_buckets(make, plain):  # noqa: F811
-    """One call for each weight with a bucket of nothing; the last call asks for the weights that were refused."""
+    """With a bucket of size 0 each weight needs a call; the last call requests the weights that were refused."""
     for megabytes, expected in ((1 << 10, 2), (0, len(list(plain.parameters())) + 1)):
         engine = make(update_weights_bucket_megabytes=megabytes)
         load(engine, weights_of(plain))
@@ -162,7 +162,7 @@ def test_weights_travel_in_buckets(make, plain):  # noqa: F811
 
 
 class Pair(Replica):
-    """A replica of two members that stand still: the other's device is the one before."""
+    """A replica of two members that do not run; the other member's device is the one before."""
 
     def agree(self, found):
         return found

@@ -79,7 +79,7 @@ class SGLangRollout:
             "dtype": str(settings.dtype).removeprefix("torch."),
             "device": device.kind,
             "tp_size": settings.replica.size,
-            # Without this, each of the engine's processes keeps a core busy between generations.
+            # Without ``sleep_on_idle`` each of the engine's processes keeps a core busy between generations.
             "sleep_on_idle": True,
             # Without seeds per request (on the CPU), replicas must not use the same random numbers.
             "random_seed": settings.replica.number,
@@ -102,7 +102,7 @@ class SGLangRollout:
         }
         if device.is_cpu:
             arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
-            # Memory for all sequences that can run at once, instead of a share of the machine's memory.
+            # Reserve memory for the sequences that can run at once, instead of a share of the machine's memory.
             arguments["max_total_tokens"] = rollout.max_num_seqs * length
         # On the CPU the engine's processes fetch weights from the members, which only accept this key.
         current = multiprocessing.current_process()
@@ -147,8 +147,8 @@ class SGLangRollout:
     def load_weights(self, weights: Iterator[Weight]) -> None:
         if self.engine:
             _expect(self.engine.begin_weight_update())
-        for handful in _handfuls(weights, self._bucket_bytes // 2):
-            self._send(handful, _LOAD)
+        for chunk in _chunks(weights, self._bucket_bytes // 2):
+            self._send(chunk, _LOAD)
         with tempfile.TemporaryDirectory() as folder:
             self._send([(folder, torch.zeros(1, device=self._device.torch_device))], _REPORT)
             # One report per process of the engine, on the leader only.
@@ -233,7 +233,7 @@ class SGLangRollout:
                 "top_k": sampling.top_k if sampling.top_k > 0 else -1,
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
-                # SGLang expects the same bits as a signed integer.
+                # SGLang expects the seed as a signed integer with the same bits.
                 "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
             }
         output = await self.engine.async_generate(
@@ -247,17 +247,19 @@ class SGLangRollout:
         turn.seconds = time.perf_counter() - started
 
 
-def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield weights in lists of up to ``most_bytes``, because every call to the engine costs milliseconds."""
-    handful: list[tuple[str, Tensor]] = []
+def _chunks(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield weights in lists of up to ``most_bytes``, because a call to the engine for every weight would cost
+    milliseconds each.
+    """
+    chunk: list[tuple[str, Tensor]] = []
     for name, values, in_checkpoint in weights:
-        if handful and sum(tensor.nbytes for _, tensor in handful) + values.nbytes > most_bytes:
-            yield handful
-            handful = []
+        if chunk and sum(tensor.nbytes for _, tensor in chunk) + values.nbytes > most_bytes:
+            yield chunk
+            chunk = []
         if in_checkpoint:
-            handful.append((name, values))
-    if handful:
-        yield handful
+            chunk.append((name, values))
+    if chunk:
+        yield chunk
 
 
 def _image_data(images: PromptImages | None) -> list[dict[str, Any]] | None:

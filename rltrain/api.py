@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -233,7 +234,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             log.warning("note: %s", note)
         with logs.waiting(IMPORTING), importing():
             from rltrain.run.build import build as put_together
-            from rltrain.run.report.table import show_report
+            from rltrain.run.report.table import report
 
         run_trainer = put_together(loaded, stop, callbacks)
         with _pictured(run_trainer, stop), run_trainer:
@@ -242,7 +243,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         if not finished:
             raise stop.interrupted()
         try:
-            show_report(run_trainer.folder)
+            sys.stdout.write(f"{report(run_trainer.folder)}\n")
         except (RltrainError, OSError) as error:  # the run itself has finished
             log.warning("the report of the run cannot be shown: %s", error)
         if warning := run_trainer.callbacks.closing_warning():

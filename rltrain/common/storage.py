@@ -106,26 +106,37 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def swapping(file: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces ``file`` at the end, so that ``file`` is either complete or unchanged.
 
-    Creates its folder. Raises DiskError or StorageError.
+    Creates its folder. Raises OSError.
     """
     temporary = file.with_name(f".{file.name}.tmp")
-    with disk_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield temporary
-            os.replace(temporary, file)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a temporary path as `swapping`. Raises DiskError or StorageError."""
+    with disk_errors(file), swapping(file) as temporary:
+        yield temporary
 
 
 def write_json(file: Path, value: Any) -> None:
     """Write a file atomically. Raises DiskError or StorageError."""
+    write_text(file, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_text(file: Path, text: str) -> Path:
+    """Write a file atomically. Return its path. Raises DiskError or StorageError."""
     with replacing(file) as temporary:
-        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
+    return file
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -171,7 +171,7 @@ def test_a_run_without_a_name_has_one_of_folder_and_time_also_when_it_resumes(tm
 def test_trackers_that_cannot_write_are_told_once(tmp_path, recorded, caplog):
     """A file is in the place of TensorBoard's folder, and a folder in that of the list of ids."""
     (tmp_path / "tensorboard").write_text("")
-    (tmp_path / "tracking.tmp").mkdir()
+    (tmp_path / ".tracking.json.tmp").mkdir()
     with tracker(tmp_path, ["tensorboard", "wandb"], close_s=0.2) as track:
         for step in range(1, 4):
             track.on_metrics(step, METRICS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.common.storage import replacing
+from rltrain.common.storage import write_text
 
 # Okabe and Ito's colour-blind safe palette, without black and yellow, which would be invisible on one of the two pages.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7fd6", "#7f8c8d", "#a6761d")
@@ -127,9 +127,7 @@ def page(title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections: 
 
 def save_page(file: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
     """Write a page atomically. Raises DiskError or StorageError."""
-    text = page(title, subtitle, [], sections)
-    with replacing(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(file, page(title, subtitle, [], sections))
 
 
 def _new_chart(title: str, unit: str, num_lines: int, **settings: Any) -> Any:

@@ -23,7 +23,7 @@ from yaml import YAMLError, safe_load
 
 from rltrain.common.errors import RltrainError
 from rltrain.common.images import file_bytes
-from rltrain.common.storage import lines_of, patiently, read_json, replacing, run_folder
+from rltrain.common.storage import lines_of, patiently, read_json, run_folder, write_text
 from rltrain.config.schema.keys import all_keys, followed
 from rltrain.config.verl.keys import leaves_of
 from rltrain.data.stored_images import ImageColumn, image_entries
@@ -54,11 +54,7 @@ def write_page(run: Path, file: Path | None = None) -> Path:
 
     Raises DataError if ``run`` is not a run folder, DiskError or StorageError if a file cannot be read or written.
     """
-    file = file or run / PAGE
-    text = page_of(run)
-    with replacing(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return file
+    return write_text(file or run / PAGE, page_of(run))
 
 
 def page_of(run: Path) -> str:

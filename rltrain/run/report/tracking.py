@@ -21,7 +21,7 @@ from typing import Any
 from rltrain.common.background import Appender
 from rltrain.common.clock import Backoff
 from rltrain.common.errors import first_line
-from rltrain.common.storage import disk_errors, json_lines
+from rltrain.common.storage import disk_errors, json_lines, swapping
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
 from rltrain.run.callbacks.callback import Callback
 from rltrain.run.report.console import Console
@@ -231,13 +231,14 @@ class Tracker(Callback):
             # Trackers run in threads, and the file that is written last must contain all ids.
             with self._ids_lock:
                 self._ids[name] = sink.run_id
-                temporary = self._ids_file.with_suffix(".tmp")
                 try:
-                    temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
-                    temporary.replace(self._ids_file)
+                    with swapping(self._ids_file) as temporary:
+                        temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
                 # The tracker works; creating it again would start a new run with every attempt.
                 except OSError as error:
-                    log.warning("%s cannot be written, so a resumed run begins new tracker runs: %s", temporary, error)
+                    log.warning(
+                        "%s cannot be written, so a resumed run begins new tracker runs: %s", self._ids_file, error
+                    )
         return sink
 
     def on_metrics(self, step: int, metrics: Metrics) -> None:

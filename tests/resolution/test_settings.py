@@ -108,16 +108,16 @@ def test_models_that_see_nothing_or_at_one_size_alone_are_refused(tiny_model, fi
 def test_splits_with_few_prompts_or_without_images_are_refused(model, files, arithmetic_files, tmp_path):
     few = tmp_path / "few.parquet"
     pq.write_table(pq.read_table(files[1]).slice(0, MIN_PROMPTS - 1), few)
-    with pytest.raises(DataError, match=rf"test={few}: 19 prompts cannot distinguish resolutions\. Give at least 20"):
+    with pytest.raises(DataError, match=rf"test={few}: 19 prompts with images .*Give at least 20"):
         settings_of(model, [files[0], few])
-    with pytest.raises(DataError, match=r"no prompt has an image\. data\.image_key names the column"):
+    with pytest.raises(DataError, match=r"none with images"):
         settings_of(model, [arithmetic_files[0], files[1]])
 
 
 def test_a_dry_run_shows_what_images_cost_and_answers_nothing(model, files, tmp_path, capfd):
     assert main(words(model, files, f"out={tmp_path / 'out'}", "--dry-run")) == 0
     told = capfd.readouterr().out
-    assert "min_none_max_none (default) │ 9.0" in told
+    assert "min_none_max_none │ 9.0" in told
     assert not (tmp_path / "out").exists()
 
 
@@ -133,9 +133,10 @@ def test_a_setting_that_is_worse_on_the_first_quarter_is_stopped(model, files, t
         count = int(words[0].partition("=")[2]) if words else 80
         columns = {"row": range(count), "sample": [0] * count, "data_source": ["a"] * count}
         columns |= {"reward": [scores[folder.name]] * count, "reward_failed": [0] * count}
+        columns |= {name: [str(row) for row in range(count)] for name in ("question", "ground_truth")}
         folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), folder / "answers.parquet")
-        return {"answers": "answers.parquet"}
+        return {"answers": "answers.parquet", "model": {"name": model.name}, "sources": {"a": {"binary": False}}}
 
     monkeypatch.setattr(search, "evaluate_model", evaluate)
     bounds = [DEFAULT, Bounds(None, 1764), Bounds(None, 3528)]
@@ -146,5 +147,6 @@ def test_a_setting_that_is_worse_on_the_first_quarter_is_stopped(model, files, t
         (0.5, 80, False), (0.0, 20, True), (1.0, 80, False),
     ]  # fmt: skip
     assert result["chosen"]["name"] == "min_none_max_3528"
-    assert result["difference"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+    (difference,) = result["differences"]
+    assert difference["sources"]["a"] == {"value": 0.5, "low": 0.5, "high": 0.5, "prompts": 80, "binary": False}
     assert "dev/min_none_max_1764" not in evaluated

@@ -14,7 +14,6 @@ import numpy as np
 from rltrain.api import check_settings
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.logs import count
-from rltrain.config.loaded import LoadedConfig
 from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import PromptStore
 from rltrain.run.splits import load_data
@@ -35,11 +34,6 @@ class Setting:
     """Image tokens, mean per prompt of the development split."""
     is_default: bool = False
 
-    @property
-    def label(self) -> str:
-        """The name for tables."""
-        return f"{self.bounds.name} (default)" if self.is_default else self.bounds.name
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -55,12 +49,18 @@ def find_settings(request: SearchRequest) -> Settings:
     """Return the settings to try. Raises ConfigError and DataError for a model, data or bounds that allow no search."""
     loaded = request.on("dev").settings(request.model)
     check_settings(loaded)
-    _refuse_blind(request, loaded)
-    data = loaded.config.data
+    encoder, data = chat_encoder(loaded.config), loaded.config.data
+    if not (encoder.has_tower and encoder.uses_pixel_bounds):
+        why = "its processor scales every image to tiles of one size" if encoder.has_tower else "it sees no images"
+        raise ConfigError(f"model={request.model.named}: {why}, so there is no resolution to search.")
     default = Bounds(data.min_pixels, data.max_pixels)
     stores = {split: _prompts(request.on(split)) for split in SPLITS}
     for split, store in stores.items():
-        _refuse_few(split, request.on(split).data, store)
+        if not store.has_images or len(store) < MIN_PROMPTS:
+            raise DataError(
+                f"{split}={','.join(request.on(split).data)}: {count(len(store), 'prompt')}"
+                f"{' with' if store.has_images else ', none with'} images. Give at least {MIN_PROMPTS}."
+            )
     tokens = stores["dev"].image_tokens
     notes, tried = list[str](), [Setting(default, float(tokens.mean()), is_default=True)]
     known = {tokens.tobytes(): default}
@@ -82,28 +82,8 @@ def find_settings(request: SearchRequest) -> Settings:
     return Settings(sorted(tried, key=lambda each: (not each.is_default, each.tokens)), notes, len(stores["dev"]))
 
 
-def _refuse_blind(request: SearchRequest, loaded: LoadedConfig) -> None:
-    encoder = chat_encoder(loaded.config)
-    problem = "" if encoder.has_tower else "sees no images"
-    if encoder.has_tower and not encoder.uses_pixel_bounds:
-        problem = "its processor scales every image to tiles of one size, whatever the bounds of pixels"
-    if problem:
-        raise ConfigError(f"model={request.model.named}: {problem}, so there is no resolution to search.")
-
-
 def _prompts(request: Request) -> PromptStore:
     return load_data(request.settings(request.models[0]).config).prompts["val"]
-
-
-def _refuse_few(split: str, data: list[str], store: PromptStore) -> None:
-    files = ",".join(data)
-    if not store.has_images:
-        raise DataError(f"{split}={files}: no prompt has an image. data.image_key names the column of images.")
-    if len(store) < MIN_PROMPTS:
-        raise DataError(
-            f"{split}={files}: {count(len(store), 'prompt')} cannot distinguish resolutions. Give at least "
-            f"{MIN_PROMPTS}; a few hundred are better."
-        )
 
 
 def _named(request: SearchRequest, default: Bounds) -> Iterator[Bounds]:

@@ -82,6 +82,5 @@ def test_a_run_is_over_when_the_steps_of_its_plan_are_made(run):
 
 
 def test_bad_arguments_are_one_sentence(run, tmp_path, capsys):
-    for words, said in (([tmp_path / "none"], "is not a folder"), ([run, "--serve"], f"`rltrain report {run} --html`")):
-        assert main([*map(str, words)]) == 2
-        assert said in capsys.readouterr().err
+    assert main([str(tmp_path / "none")]) == 2
+    assert "is not a folder" in capsys.readouterr().err

@@ -7,7 +7,6 @@ not end the check. It does not check other nodes, or rows after the first 20,000
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +20,15 @@ from rltrain.config.schema import Config
 from rltrain.data.chat import chat_encoder
 from rltrain.data.files import files_of
 from rltrain.data.prompts import PromptStore
-from rltrain.data.rows import PromptRow, Rows, bad_rows, keys_of, scan_rows
+from rltrain.data.rows import Rows, bad_rows, keys_of, scan_rows
 from rltrain.data.tables import num_rows
-from rltrain.data_preprocess.lint import best_form, look_at
 from rltrain.data_preprocess.lint import describe as describe_problems
+from rltrain.data_preprocess.lint import look_at
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot
+from rltrain.rewards.processes.trial import refuse_without_number, try_truths
 from rltrain.rewards.processes.worker import make_scorer, rule_scorer
 from rltrain.run.assemble import sampler_of
 from rltrain.run.changes import log_changes
@@ -217,44 +217,28 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
         return by_judge
     scores: list[Score] = []
     # Reversed, so that for a data source in both splits the training row replaces the validation row.
-    firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
+    firsts = {source: (split, at) for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # The scorer runs in this process, because the pool would need Ray.
         scorer = (rule_scorer if judges else make_scorer)(cfg.scoring)
         assert isinstance(scorer, ScoringSlot | RemoteScorer)
         try:
-            for source, row in firsts.items():
-                started = time.perf_counter()
-                answer, how = str(row.ground_truth), "the ground truth as the answer"
-                # A built-in scorer may require a certain form. A user's function is called only once.
-                if isinstance(scorer, ScoringSlot) and not custom and row.reward_style == "rule":
-                    answer, how = _in_best_form(scorer, row)
-                score = scorer.score_truth((source, answer, row.ground_truth, row.extra_info))
-                seconds = time.perf_counter() - started
-                scores.append(score)
-                printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
-                lines.append(f"{short(source)!r}, {how}: {_said(score)} ({seconds:.2f} s){printed}")
+            for split, at in firsts.values():
+                for row, score, seconds in try_truths(scorer, split, [at]):
+                    scores.append(score)
+                    printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
+                    how = f"{short(row.data_source)!r}, the ground truth as the answer"
+                    lines.append(f"{how}: {_said(score)} ({seconds:.2f} s){printed}")
             if custom and not firsts and isinstance(scorer, ScoringSlot):
                 scorer.prepare("")  # import and signature are checked without a row
         finally:
             scorer.close()
         if not judges:  # with a judge, a column may come from the judge
             check_columns(cfg.algorithm, cfg.reward.weights, scores)
+        refuse_without_number(custom, scores)
     except RltrainError as error:
         result.problems.append(str(error))
-    if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
-        result.problems.append(
-            f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on, see above."
-        )
     return (["\n  ".join(["reward", *lines])] if lines else []) + by_judge
-
-
-def _in_best_form(scorer: ScoringSlot, row: PromptRow) -> tuple[str, str]:
-    """Return the ground truth in the form that its scorer accepts best, and a description of the form."""
-    form = best_form(scorer, row)[1]
-    truth = row.ground_truth[0] if isinstance(row.ground_truth, list) and row.ground_truth else row.ground_truth
-    how = "the ground truth as the answer" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
-    return form.format(truth), how
 
 
 def _said(score: Score) -> str:

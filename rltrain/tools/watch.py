@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from rltrain.common.clock import SYSTEM, Clock
-from rltrain.common.errors import ConfigError, command, sanitize
+from rltrain.common.errors import command, sanitize
 from rltrain.common.logs import console
 from rltrain.common.storage import json_lines, lines_of, read_json, run_folder
 from rltrain.run.report.console import seconds_left, shown, validation_lines
@@ -100,14 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         "run's last step.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
-    for removed in ("--serve", "--host"):
-        parser.add_argument(removed, nargs="?", const="", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.serve is not None or arguments.host is not None:
-        raise ConfigError(
-            f"--serve and --host were removed. `rltrain report {arguments.run} --html` writes the page of the run, "
-            "also during the run."
-        )
     run = run_folder(arguments.run)
     with suppress(KeyboardInterrupt):
         _watch(run, is_terminal=console.is_terminal)

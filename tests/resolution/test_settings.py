@@ -1,6 +1,7 @@
 """The arguments of a search, the bounds that are tried, and the errors."""
 
 import importlib.util
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -108,7 +109,7 @@ def test_models_that_see_nothing_or_at_one_size_alone_are_refused(tiny_model, fi
 def test_splits_with_few_prompts_or_without_images_are_refused(model, files, arithmetic_files, tmp_path):
     few = tmp_path / "few.parquet"
     pq.write_table(pq.read_table(files[1]).slice(0, MIN_PROMPTS - 1), few)
-    with pytest.raises(DataError, match=rf"test={few}: 19 prompts with images .*Give at least 20"):
+    with pytest.raises(DataError, match=rf"test={few}: 19 prompts with images. Give at least 20"):
         settings_of(model, [files[0], few])
     with pytest.raises(DataError, match=r"none with images"):
         settings_of(model, [arithmetic_files[0], files[1]])
@@ -117,7 +118,7 @@ def test_splits_with_few_prompts_or_without_images_are_refused(model, files, ari
 def test_a_dry_run_shows_what_images_cost_and_answers_nothing(model, files, tmp_path, capfd):
     assert main(words(model, files, f"out={tmp_path / 'out'}", "--dry-run")) == 0
     told = capfd.readouterr().out
-    assert "min_none_max_none │ 9.0" in told
+    assert re.search(r"min_none_max_none +│ 9\.0", told)
     assert not (tmp_path / "out").exists()
 
 

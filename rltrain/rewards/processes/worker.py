@@ -23,6 +23,7 @@ from rltrain.rewards.processes.remote_judge import RemoteJudge
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import PendingScore, Score, ScorerCall, parse_result
 from rltrain.rewards.processes.slot import ScoringSlot
+from rltrain.rewards.processes.trial import try_truths
 from rltrain.runtime.stacks import stacks_here
 
 Scorer = ScoringSlot | RemoteScorer | RemoteJudge | DeviceJudge
@@ -123,15 +124,10 @@ class RewardWorker:
 
     def score_truths(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
         """Score rows with their ground truth as the response (by default the first row per data source)."""
-        of_split = self._rows[split]
-        chosen = list(of_split.data_sources().values()) if rows is None else rows
-        calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
-        if isinstance(self._scorer, RemoteJudge | DeviceJudge):
-            pairs = zip(chosen, calls, strict=True)
-            scores = [self._scorer.score_truth(call, self._question(split, row)) for row, call in pairs]
-        else:
-            scores = [self._scorer.score_truth(call) for call in calls]
-        return [score for score in scores if score], (self._name, self._scorer.take_printed())
+        chosen = list(self._rows[split].data_sources().values()) if rows is None else rows
+        asks = isinstance(self._scorer, RemoteJudge | DeviceJudge)
+        tried = try_truths(self._scorer, self._rows[split], chosen, partial(self._question, split) if asks else None)
+        return [score for _, score, _ in tried], (self._name, self._scorer.take_printed())
 
     def take_counts(self) -> Counter[str]:
         """Return and reset a judge's costs."""

@@ -94,7 +94,7 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
 
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Return rows that only some algorithms have."""
-    rows = [("images", _images(plan, plan.images))] if plan.images and plan.images.most_rows else []
+    rows = [("images", _images(plan.images))] if plan.images and plan.images.most_rows else []
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:
             rows.append(("reference" if role == "ref" else role.replace("_", " "), spec.path))
@@ -147,17 +147,10 @@ def _judging(config: Config, beside: str) -> str:
     )
 
 
-def _images(plan: Plan, images: ImageSizes) -> str:
-    budget = plan.budgets["update_actor"]
-    most = budget.max_rows or (budget.max_samples or 0) * images.most_rows
-    # In a model family, every token represents the same number of patches.
-    most = most or (budget.max_tokens or 0) * images.most_rows // images.most_tokens
-    most = min(most, plan.prompts_per_mini_batch * images.most_rows)  # each image is counted once
+def _images(images: ImageSizes) -> str:
     return (
         f"in {images.share:.0%} of the prompts, at most {count(images.most_images, 'image')} ({images.most_rows:,} "
-        f"patches or tiles, {images.most_tokens:,} tokens) in one; update_actor encodes up to {most:,} at once "
-        "(data.max_pixels bounds an image); "
-        f"pixels of a step: about {plan.prompts_per_step * images.mean_bytes / 2**20:,.1f} MiB"
+        f"patches or tiles, {images.most_tokens:,} tokens) in one (data.max_pixels bounds an image)"
     )
 
 

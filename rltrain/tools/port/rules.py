@@ -64,7 +64,12 @@ SPREAD = (
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
 _SENTENCES = {"@spread": SPREAD, "@same": "it changes how the backend computes, not what"}
-_TURNS = {"recompute": _recompute, "offloaded": _offloaded, "modules": _modules, "": str}
+_TURNS: dict[str, Callable[[str], str | None]] = {
+    "recompute": _recompute,
+    "offloaded": _offloaded,
+    "modules": _modules,
+    "": str,
+}
 
 
 @cache

@@ -8,7 +8,6 @@ not end the check. It does not check other nodes, or rows after the first 20,000
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rltrain.common.errors import RltrainError, short
 from rltrain.common.logs import count
@@ -41,7 +40,7 @@ from rltrain.run.preflight.memory_room import check_memory, device_bytes
 from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.run.preflight.settings import preflight
 from rltrain.run.report.plan import describe
-from rltrain.run.report.tracking import tracker_notes
+from rltrain.run.report.tracking import missing_package
 from rltrain.run.scorers import check_columns
 from rltrain.run.splits import Data, encode_split, load_data, splits_of
 from rltrain.trainer.plan import ImageSizes, Plan, make_plan
@@ -74,7 +73,9 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         result.problems.append(str(error))
     parts += try_reward(cfg, rows, result)
     parts += _check_rows(cfg, rows, result)
-    result.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
+    packages = {name: missing_package(name) for name in cfg.trainer.logger}
+    missing = "trainer.logger={}: not installed here, so it is left out (pip install {})"
+    result.notes += [missing.format(*item) for item in packages.items() if item[1]]
     without_effect = [note for note in notes if ": no effect: " in note]
     read_as = [note for note in notes if note not in without_effect]
     for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", result.notes)):

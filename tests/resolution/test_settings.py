@@ -16,7 +16,7 @@ from rltrain.data_preprocess import rectangles
 from rltrain.tools.resolution import search
 from rltrain.tools.resolution.__main__ import main
 from rltrain.tools.resolution.request import Bounds, read_search
-from rltrain.tools.resolution.settings import MIN_PROMPTS, Setting, Settings, find_settings
+from rltrain.tools.resolution.search import MIN_PROMPTS, Setting, Settings, find_settings
 from tests.tiny_vision import save_tiny_vision_model
 
 DEFAULT = Bounds(None, None)

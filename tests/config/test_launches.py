@@ -65,6 +65,7 @@ MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "distillation.tea
 # Part of a model's name -> its model_type; the first that fits.
 KINDS = {
     "Qwen2-VL": "qwen2_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL-30B": "qwen3_vl_moe", "Qwen3-VL": "qwen3_vl",
+    "Qwen3.5-35B": "qwen3_5_moe", "Qwen3.5": "qwen3_5",
     "InternVL": "internvl", "GLM-4.1V": "glm4v", "Mistral-Small-3.1": "mistral3",
 }  # fmt: skip
 # Of a family that is refused, for its configuration alone.
@@ -120,7 +121,7 @@ def seeing(tmp_path_factory):
 
     @cache
     def model(kind: str) -> Path:
-        family = kind if kind in (*FAMILIES, WITH_EXPERTS) else "qwen3_vl"
+        family = kind if kind in (*FAMILIES, *WITH_EXPERTS) else "qwen3_vl"
         sizes = {"heads": 16, "kv_heads": 16, "positions": 131_072}
         path = save_tiny_vision_model(folder / kind, family, tied=False, **sizes)
         if kind != family:  # refused before anything else of the folder counts

@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
     return save_tiny_families(tmp_path_factory)
 
 
-@pytest.fixture(params=[*FAMILIES, WITH_EXPERTS])
+@pytest.fixture(params=[*FAMILIES, *WITH_EXPERTS])
 def folder(request, folders) -> str:
     return folders[request.param]
 
@@ -126,7 +126,7 @@ def as_on_the_hub(folder: str, out: Path, family: str) -> str:
     shutil.copytree(folder, out)
     content = json.loads((out / "processor_config.json").read_text())
     part = content.pop("image_processor")
-    if family != "qwen3_vl":
+    if family in ("qwen2_vl", "qwen2_5_vl"):
         size = part.pop("size")
         part |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
     (out / "preprocessor_config.json").write_text(json.dumps(part))
@@ -134,7 +134,7 @@ def as_on_the_hub(folder: str, out: Path, family: str) -> str:
     return str(out)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_bounds_of_pixels_are_those_of_the_training(family, folders, tmp_path):
     source = as_on_the_hub(folders[family], tmp_path / "source", family)
     # The second is wider than the processor's own bounds, which then hold.

@@ -33,7 +33,7 @@ from tests.ranks import run_on_ranks
 from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, WITH_EXPERTS, picture, save_tiny_vision_model
 
 CPU = torch.device("cpu")
-FAMILIES = [*FAMILIES, WITH_EXPERTS]
+FAMILIES = [*FAMILIES, *WITH_EXPERTS]
 TEMPERATURE = 0.7
 LORA = Lora("actor_rollout_ref.model", 2, 4.0, "all-linear", None, None, torch.float32, 1)
 # Text, images, lengths of the answers: two images and three answers; a text; one image, of which one answer is empty.
@@ -110,7 +110,7 @@ def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make(folder: str, kind=PolicyModel, **changes):
-    if WITH_EXPERTS in folder and "lora" in changes:
+    if any(family in Path(folder).name for family in WITH_EXPERTS) and "lora" in changes:
         # Experts are no linear layers, and get no adapters.
         changes["lora"] = replace(changes["lora"], target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     spec = ModelSpec(folder, gradient_checkpointing=True, tower="trained")
@@ -207,7 +207,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
         batch = make_batch(str(folder / family))
         for mode, changes in MODES.items():
             # Where ranks differ, each keeps some of the experts.
-            shared = world if family == WITH_EXPERTS else 1
+            shared = world if family in WITH_EXPERTS else 1
             policy = make(str(folder / family), **changes, fsdp=ShardingConfig(expert_parallel_size=shared))
             for name in CUTS if world > 1 else ("alone",):
                 found[family, name, mode] = run_cut(policy, batch, name)

@@ -35,6 +35,9 @@ VARIANTS = {
     "gae": ("qwen3_vl", GAE),
     "adapters, internvl": ("internvl", LORA),
     "carry over": ("qwen2_vl", CARRY),
+    "qwen3.5": ("qwen3_5", {}),
+    "qwen3.5, adapters": ("qwen3_5", LORA),
+    "glm-4.1v": ("glm4v", {}),
 }
 
 

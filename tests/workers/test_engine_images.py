@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from rltrain.common.errors import ConfigError
 from rltrain.common.seeds import sample_seeds
@@ -28,8 +29,16 @@ from tests.workers.test_engine_contract import answers, load  # noqa: E402
 
 LONGEST = 128
 # vLLM takes seconds to start, and shows a model of Qwen2-VL to the same code as one of Qwen2.5-VL.
-ALWAYS = ["hf qwen2_vl", "hf internvl", "hf qwen3_vl in parts", "vllm qwen3_vl in place"]
-SOMETIMES = ["hf qwen2_5_vl", "hf qwen3_vl_moe", "vllm qwen2_5_vl in place", "vllm internvl", "vllm qwen3_vl_moe"]
+ALWAYS = ["hf qwen2_vl", "hf internvl", "hf qwen3_5", "hf glm4v", "hf qwen3_vl in parts", "vllm qwen3_vl in place"]
+SOMETIMES = [
+    "hf qwen2_5_vl",
+    "hf qwen3_vl_moe",
+    "vllm qwen2_5_vl in place",
+    "vllm internvl",
+    "vllm qwen3_vl_moe",
+    "hf qwen3_5_moe",
+    "vllm glm4v",
+]
 ENGINES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.long) for name in SOMETIMES)]
 
 
@@ -216,3 +225,28 @@ def test_an_image_that_vllm_has_no_room_for_is_named_with_the_keys(ready):
     with pytest.raises(ConfigError, match=r"Lower data\.max_pixels, or raise"):
         run(engine, [thin], Sampling(2))
     assert answers(run(engine, asked, Sampling(2)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_vllm_answers_images_with_gated_delta_nets(family, tmp_path):
+    """In bfloat16, because vLLM's kernel for a CPU accepts nothing else; hence the control with blank images.
+
+    The embedded engine has these families in the list above, in float32.
+    """
+    folder = make_folder(tmp_path, family)
+    encoder = ChatEncoder(folder)
+    asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in PROMPTS]
+    blank = [encoder.encode_prompt([{"role": "user", "content": text}], [Image.new("RGB", image.size) for image in of])
+             for text, of, _ in PROMPTS]  # fmt: skip
+    settings = settings_of(
+        folder, rollout_of(name="vllm", max_num_seqs=16), max_model_len=LONGEST, dtype=torch.bfloat16
+    )
+    with running_engine(settings) as engine:
+        policy = make(folder)
+        load(engine, whole_weights(policy, torch.bfloat16, names=CheckpointNames(policy.model)))
+        found = run(engine, asked, Sampling(12, ignore_eos=True), 4)
+        policy.to(torch.bfloat16)
+        expected, control = (by_trainer(policy, prompts, answers(found)).float() for prompts in (asked, blank))
+    assert distance(found.log_probs.values, expected) < 0.03
+    assert distance(found.log_probs.values, control) > 0.09

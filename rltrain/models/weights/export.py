@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from rltrain.common.device import host_memory
+from rltrain.config.schema.families import family
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
 from rltrain.models.files.folder import COPIED_SUFFIXES, copy_small_files, write_shards
@@ -96,7 +97,7 @@ class Export:
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         _write(self._model, weights, encoder, source_folder(encoder.path, self._config), folder, digests)
         if sees and (encoder.min_pixels or encoder.max_pixels):
-            _write_bounds(encoder, folder)
+            _write_bounds(encoder, family(self._config.model_type).frames_per_image, folder)
         if card:
             task = "image-text-to-text" if takes_images(self._config) else "text-generation"
             head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
@@ -149,18 +150,19 @@ def _write_template(text: str, folder: Path) -> None:
                 content["chat_template"] = text
 
 
-def _write_bounds(encoder: ChatEncoder, folder: Path) -> None:
+def _write_bounds(encoder: ChatEncoder, frames: int, folder: Path) -> None:
     """Write the pixel bounds of training into the processor config, within the processor's own bounds.
 
-    A tile processor has no bounds. `find_problems` reports it if the number of image tokens then differs.
+    frames: see `Family.frames_per_image`. A tile processor has no bounds. `find_problems` reports it if the number of
+    image tokens then differs.
     """
     size = encoder.processor.image_processor.size
     least, most = size.get("shortest_edge"), size.get("longest_edge")
     if not least or not most:
         return
     bounds = {
-        "shortest_edge": min(max(least, encoder.min_pixels or least), most),
-        "longest_edge": max(min(most, encoder.max_pixels or most), least),
+        "shortest_edge": min(max(least, frames * (encoder.min_pixels or 0)), most),
+        "longest_edge": max(min(most, frames * encoder.max_pixels if encoder.max_pixels else most), least),
     }
     for name in (_PROCESSOR, _PROCESSORS):
         with _changed(folder / name) as content:

@@ -60,13 +60,9 @@ class RunResult:
 
     def table(self) -> pd.DataFrame:
         """Return one row per step, one column per metric: the newest value; NaN if a step lacks the metric."""
-        import pandas as pd
+        from rltrain.run.report.table import by_step, read_metrics
 
-        from rltrain.run.report.table import read_metrics
-
-        # A step may have two lines: one of the step and one of a validation.
-        lines = pd.DataFrame(read_metrics(self.folder))
-        return lines.groupby("step").last() if "step" in lines else lines
+        return by_step(read_metrics(self.folder))
 
     def newest(self) -> dict[str, float]:
         """Return the last value of every metric."""

@@ -29,7 +29,7 @@ from rltrain.config.load import load_config
 from rltrain.config.notes import unused_keys
 from rltrain.config.verl.keys import leaves_of
 from rltrain.run.report.charts import Line, Section, Table, line_chart, save_page
-from rltrain.run.report.table import read_metrics
+from rltrain.run.report.table import by_step, read_metrics
 from rltrain.tools.evaluate.report import console_of, write_table
 
 METRICS = (
@@ -155,8 +155,7 @@ def _read(folder: Path, name: str) -> Run:
     steps = [line for line in read_metrics(folder) if isinstance(line.get("step"), int)]
     if not steps:
         raise DataError(f"{folder} has no step in its metrics.jsonl: the run has no metrics yet.")
-    # A step may have two lines: the training step's and a validation's.
-    metrics = pd.DataFrame(steps).groupby("step").last().select_dtypes("number").astype(float)
+    metrics = by_step(steps).select_dtypes("number").astype(float)
     # The folder of an earlier start has only metrics. Its settings are in the folder of the run.
     places = [folder, folder.parent] if folder.name.startswith("earlier_") else [folder]
     files = [file for place in places if (file := place / "config.yaml").is_file()]

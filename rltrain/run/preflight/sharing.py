@@ -1,19 +1,26 @@
-"""Checks that the ranks of a run can share the experts and matrices of its models."""
+"""Checks that ranks can share experts and matrices of the models, and that LoRA adapters can be computed and used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from rltrain.common.device import get_device
+import torch
+
+from rltrain.common.device import Device, get_device, resolve_dtype
+from rltrain.common.errors import ConfigError
 from rltrain.config.passes import ROLES, Role
-from rltrain.config.schema import Config
+from rltrain.config.schema import ActorRolloutRefConfig, Config
+from rltrain.config.schema.conditions import as_text
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
 from rltrain.models.experts import experts_problem
 from rltrain.models.routing import num_experts
 from rltrain.models.tensor_parallel import tensor_problem
+from rltrain.models.weights.lora import adapted_weights, beyond_language_model, first_adapters, ranks_of
 from rltrain.models.weights.spec import ModelSpec, actor_spec
 from rltrain.trainer.plan import devices_per_copy
+from rltrain.workers.rollout.vllm.adapters import refuse_adapters
 
 
 def sharing_problems(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:
@@ -55,3 +62,37 @@ def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) 
         yield f"{key}: {'' if own else f'of {spec.path}, '}{problem}"
     if spec.compiled:
         yield f"{key}: no layer is compiled whose tokens travel. Leave {section}.use_torch_compile out."
+
+
+def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[str]:
+    """Yield problems of adapters that cannot be loaded or computed."""
+    assert spec.lora
+    if spec.compiled and any(".experts." in name for name in adapted_weights(model)):
+        yield (
+            f"{spec.lora.section}.target_modules={as_text(spec.lora.target_modules)}: adapters of experts make weights "
+            f"in every forward, which is not compiled. Leave {compiled_by} out, or name no experts."
+        )
+    if spec.lora.path:
+        first_adapters(model, spec.lora)
+
+
+def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any, config: Any) -> Iterator[str]:
+    """Yield notes on the transfer of the policy's adapters to the engine. Raises ConfigError if it does not support
+    them."""
+    rollout = roles.rollout
+    engine, dtype = ENGINES[rollout.name], resolve_dtype(rollout.dtype, device)
+    if roles.model.merges:
+        # Below float32, rounding loses an adapter's contribution of less than half a unit in the last place of a
+        # weight.
+        if engine.adapters and dtype != torch.float32:
+            yield (
+                f"adapters are merged into {str(dtype).removeprefix('torch.')} weights on the way to the engine, which "
+                "rounds them; with actor_rollout_ref.model.lora.merge=False they stay as they are (docs/lora.md)"
+            )
+    elif any(".experts." in name for name in adapted_weights(model)):
+        raise ConfigError(
+            "actor_rollout_ref.model.lora.merge=False: adapters of experts are sent to an engine only merged. Remove "
+            "it, or remove the experts from actor_rollout_ref.model.target_modules."
+        )
+    elif engine.adapters and engine.package:
+        refuse_adapters(ranks_of(model), beyond_language_model(model), config, device.kind, dtype)

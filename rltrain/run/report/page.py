@@ -39,7 +39,7 @@ from rltrain.run.report.samples import (
     shorten,
     texts_of,
 )
-from rltrain.run.report.table import learning_summary, mostly_truncated, nothing_earned, read_metrics, summary
+from rltrain.run.report.table import by_step, learning_summary, mostly_truncated, nothing_earned, read_metrics, summary
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
@@ -60,8 +60,7 @@ def write_page(run: Path, file: Path | None = None) -> Path:
 def page_of(run: Path) -> str:
     """Return the page as HTML. Raises as `write_page`."""
     lines = read_metrics(run_folder(run))
-    # A step may have two lines: one of the step and one of a validation.
-    frame = pd.DataFrame(lines).groupby("step", as_index=False).last() if lines else pd.DataFrame({"step": []})
+    frame = by_step(lines).reset_index() if lines else pd.DataFrame({"step": []})
     settings, plan, environment = _settings(run), read_json(run / "plan.json") or {}, read_json(run / "env.json") or {}
     parts = [*sections(frame), _phases(lines), _answers(run, settings), *_troubles(run), _differences(settings)]
     summaries = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines), mostly_truncated(run, lines)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rltrain.common.device import get_device
 from rltrain.common.logs import count
 from rltrain.common.secrets import masked_text
-from rltrain.config.budgets import PassBudget, judge_lengths
+from rltrain.config.budgets import PassBudget
 from rltrain.config.notes import compares_nothing
 from rltrain.config.passes import PASSES
 from rltrain.config.schema import Config
@@ -98,10 +98,6 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:
             rows.append(("reference" if role == "ref" else role.replace("_", " "), spec.path))
-    if plan.passes.reference_moves:
-        ref = config.actor_rollout_ref.ref
-        becomes = "it becomes the policy" if ref.update_mix == 1 else f"{ref.update_mix:g} of the policy is mixed in"
-        rows.append(("reference moves", f"every {count(ref.update_every_steps or 1, 'step')} {becomes}"))
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))
@@ -127,7 +123,7 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
             where = f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
         scorer = {"none": "alone", "beside": "beside the scorer", "first": "where the scorer finds nothing right"}
         if config.reward_model.judges:
-            rows.append(("judging", _judging(config, scorer[judge.rule])))
+            rows.append(("judging", f"on the devices, {scorer[judge.rule]}"))
         elif judge.url:
             where = f"with the judge {judge.model} at {judge.url} {scorer[judge.rule]}, "
             where += f"{judge.max_concurrency} requests at a time over all"
@@ -135,16 +131,6 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
         workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
         rows.append(("scoring", masked_text(f"{workers} {where}").rstrip() + f", at most {limit_s}"))
     return rows
-
-
-def _judging(config: Config, beside: str) -> str:
-    """Return a text on a judge on the devices."""
-    rollout, (message, reply) = config.reward_model.rollout, judge_lengths(config)
-    drawn = f"at temperature {rollout.temperature:g}" if rollout.temperature else "greedily"
-    return (
-        f"on the devices, {beside}: messages of up to {message:,} tokens, replies of up to {reply:,}, {drawn}, at most "
-        f"{rollout.max_num_seqs:,} at once on each device"
-    )
 
 
 def _images(images: ImageSizes) -> str:

@@ -44,6 +44,12 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
     return json_lines(file)
 
 
+def by_step(lines: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return one row per step, one column per metric. A step may have two lines, one of them of a validation."""
+    frame = pd.DataFrame(lines)
+    return frame.groupby("step").last() if "step" in frame else frame
+
+
 def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
     """Return a title, and one row per metric.
 

@@ -27,9 +27,8 @@ from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, comman
 from rltrain.common.logs import count
 from rltrain.common.stop import listed_signals
 from rltrain.runtime.launch.arguments import Launch, read_launch
-from rltrain.runtime.launch.command import print_line, run_command
 from rltrain.runtime.launch.files import head_token, publish, text, token_variable, unpublish, use_head_token, write
-from rltrain.runtime.launch.ray_node import VERSIONS, dashboard, own_address, ray_start
+from rltrain.runtime.launch.ray_node import VERSIONS, dashboard, own_address, print_line, ray_start, run_command
 from rltrain.runtime.launch.store import (
     BEAT,
     END,

@@ -2,9 +2,9 @@
 
 A user's function may not terminate: a regular expression may hold the interpreter lock for hours, a library may crash
 or leak, and processes that it started may outlive it. Neither a thread nor a signal can stop that. So the function runs
-in another process, which is killed with all its descendants by its parent (`child.fork_below`), or by this process if that
-takes too long. It is a new interpreter, because a fork would inherit threads and locks of Ray. `multiprocessing` and
-pebble were not used because they unpickle the replies of the process and leave grandchildren running.
+in another process, which is killed with all its descendants by its parent (`child.fork_below`), or by this process if
+that takes too long. It is a new interpreter, because a fork would inherit threads and locks of Ray. `multiprocessing`
+and pebble were not used because they unpickle the replies of the process and leave grandchildren running.
 """
 
 import json

@@ -199,8 +199,9 @@ def prompt_means(answers: pd.DataFrame) -> dict[str, pd.Series]:
 def differences(results: Sequence[Mapping[str, Any]], tables: Iterable[pd.DataFrame]) -> list[dict[str, Any]]:
     """Return the mean difference of each model from the first, by data source, with a 95 % bootstrap interval.
 
-    It is paired by prompt, so that the variation between prompts is not part of the interval. The average over sources is given if there are several. tables: the responses of each result. Prompts that one of
-    the two models did not get, or without scored responses, are excluded.
+    It is paired by prompt, so that the variation between prompts is not part of the interval. The average over
+    sources is given if there are several. tables: the responses of each result. Prompts that one of the two models
+    did not get, or without scored responses, are excluded.
     """
     (first, *others), found = [prompt_means(table) for table in tables], list[dict[str, Any]]()
     for result, means in zip(results[1:], others, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from yaml import YAMLError, safe_load
 from rltrain.common.errors import CheckpointError, ConfigError, first_line
 from rltrain.common.secrets import MASK
 from rltrain.common.storage import patiently, read_json
-from rltrain.config.load import default_values
+from rltrain.config.load import default_values, flat
 from rltrain.models.files.digest import digest_of_model
 from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
@@ -196,10 +195,3 @@ def _tokens(file: Path) -> dict[int, str]:
     except Exception as error:  # noqa: BLE001 - the package raises plain exceptions
         raise CheckpointError(f"{file} cannot be read ({first_line(error)}). Copy it again.") from None
     return {index: token for token, index in vocabulary.items()}
-
-
-def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted name, with their values as in JSON."""
-    if isinstance(tree, dict) and tree:
-        return {key: value for part, below in tree.items() for key, value in flat(below, f"{name}.{part}").items()}
-    return {name.lstrip("."): json.loads(json.dumps(tree, default=str))}

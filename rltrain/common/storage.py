@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,15 @@ def matching(name: str) -> list[Path]:
         return []
     paths = (Path(entry) for entry in glob.glob(str(path), recursive=True))
     return sorted(file for file in paths if file.is_file())
+
+
+def distinct_suffixes(paths: Sequence[Path], separator: str) -> list[str]:
+    """Return the shortest suffixes, of equally many parts, that distinguish different absolute paths."""
+    parts = [path.parts[1:] for path in paths]
+    length = 1
+    while len({part[-length:] for part in parts}) < len(parts):
+        length += 1
+    return [separator.join(part[-length:]) for part in parts]
 
 
 def run_folder(run: Path) -> Path:

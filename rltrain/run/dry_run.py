@@ -27,7 +27,7 @@ from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.processes.trial import refuse_without_number, try_truths
-from rltrain.rewards.processes.worker import make_scorer, rule_scorer
+from rltrain.rewards.processes.worker import make_scorer
 from rltrain.run.assemble import sampler_of
 from rltrain.run.changes import log_changes
 from rltrain.run.checkpoints.folder import Checkpoints
@@ -205,7 +205,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
     firsts = {source: (split, at) for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # The scorer runs in this process, because the pool would need Ray.
-        scorer = (rule_scorer if judges else make_scorer)(cfg.scoring)
+        scorer = ScoringSlot.of(cfg.scoring) if judges else make_scorer(cfg.scoring)
         assert isinstance(scorer, ScoringSlot | RemoteScorer)
         try:
             for split, at in firsts.values():

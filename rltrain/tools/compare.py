@@ -24,7 +24,7 @@ from yaml import YAMLError, safe_load
 
 from rltrain.common.errors import DataError, RltrainError, command, short
 from rltrain.common.logs import count
-from rltrain.common.storage import patiently, read_json, write_json
+from rltrain.common.storage import distinct_suffixes, patiently, read_json, write_json
 from rltrain.config.load import load_config
 from rltrain.config.notes import unused_keys
 from rltrain.config.verl.keys import leaves_of
@@ -143,12 +143,10 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest suffixes that distinguish the paths."""
-    parts = [folder.resolve().parts for folder in folders]
-    if len(set(parts)) < len(parts):
+    resolved = [folder.resolve() for folder in folders]
+    if len(set(resolved)) < len(resolved):
         raise DataError(f"{' '.join(map(str, folders))}: a run is named twice. Name every run once.")
-    lengths = range(1, 1 + max(map(len, parts)))
-    length = next(length for length in lengths if len({part[-length:] for part in parts}) == len(parts))
-    return ["/".join(part[-length:]) for part in parts]
+    return distinct_suffixes(resolved, "/")
 
 
 def _read(folder: Path, name: str) -> Run:

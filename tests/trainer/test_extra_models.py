@@ -110,9 +110,7 @@ def test_a_distance_over_all_tokens_needs_as_many_of_them(dry, another, tmp_path
 
 def test_a_reference_that_moves_has_the_sizes_of_the_policy(dry, another, tmp_path):
     moves = {"actor_rollout_ref__ref__update_every_steps": 2}
-    code, text = dry(**moves, **{REFERENCE: save_tiny_model(tmp_path / "like", seed=7)})
-    assert code == 0
-    assert "every 2 steps it becomes the policy" in text
+    assert dry(**moves, **{REFERENCE: save_tiny_model(tmp_path / "like", seed=7)})[0] == 0
     code, text = dry(**moves, **{REFERENCE: another})
     assert code == 2
     assert "has weights of other sizes than the policy" in text

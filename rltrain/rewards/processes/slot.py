@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rltrain.common.errors import RewardError
-from rltrain.rewards.custom import CustomReward
+from rltrain.config.schema import ScoringConfig
+from rltrain.rewards.custom import CustomReward, custom_reward
 from rltrain.rewards.processes.load_scorer import ScorerLoader
 from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.scorers.registry import FORMS
@@ -31,6 +32,13 @@ class ScoringSlot(Slot):
         words = ("the reward function", "reward.timeout_s", "reward.memory_limit_mb")
         service = Service(ScorerLoader(custom), *words, result="score", call="answer", error=RewardError)
         super().__init__(service, Limits(timeout_s, memory_limit_mb, allow_code_execution, allow_unsandboxed_code))
+
+    @classmethod
+    def of(cls, cfg: ScoringConfig, custom: CustomReward | None = None) -> "ScoringSlot":
+        """Return the slot of ``custom`` (None: the user's function, or else the scorers of the data sources)."""
+        reward = cfg.reward
+        allowed = reward.allow_code_execution, reward.allow_unsandboxed_code
+        return cls(custom or custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, *allowed)
 
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         """Score one response. Raises RewardError only if no response can be scored: no scorer, or failing imports."""

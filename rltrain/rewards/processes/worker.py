@@ -14,7 +14,7 @@ from rltrain.common.columns.answer import AnswerText
 from rltrain.common.env import adopt
 from rltrain.config.schema import ScoringConfig
 from rltrain.data.rows import Rows
-from rltrain.rewards.custom import DEFAULT_INFO, custom_reward
+from rltrain.rewards.custom import DEFAULT_INFO
 from rltrain.rewards.judge.message import QuestionMaker
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.device_judge import DeviceJudge
@@ -41,14 +41,7 @@ def make_scorer(cfg: ScoringConfig, num_sharing: int = 1) -> Scorer:
         return RemoteJudge(cfg, num_sharing)
     if reward.url is not None:
         return RemoteScorer(reward.url, reward.timeout_s, reward.url_concurrency, reward.url_headers)
-    return rule_scorer(cfg)
-
-
-def rule_scorer(cfg: ScoringConfig) -> ScoringSlot:
-    """Return the user's function, or else the scorers of the data sources."""
-    reward = cfg.reward
-    allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
-    return ScoringSlot(custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, *allowed)
+    return ScoringSlot.of(cfg)
 
 
 class RewardWorker:

@@ -106,20 +106,19 @@ def check_devices(loaded: LoadedConfig) -> Iterator[str]:
     """Yield problems of requested devices that do not exist on this node. Other nodes are not known yet."""
     trainer, address = loaded.config.trainer, cluster_address(loaded.config.cluster)
     device = get_device(trainer.device)
+    # A worker takes one of Ray's slots. rltrain sets enough of them unless the user has set a number.
+    name, number = f"num_{device.ray_resource.lower()}s", trainer.n_gpus_per_node
+    slots = loaded.config.ray_kwargs.ray_init.get(name)
+    if not address and slots is not None and slots < number:
+        too_few = f"ray_kwargs.ray_init.{name}={slots} is too few for trainer.n_gpus_per_node={number} workers"
+        yield f"{too_few}. Leave it out."
     if device.is_cpu:
-        # A worker takes one CPU slot. rltrain sets enough of them unless the user has set a number.
-        slots = loaded.config.ray_kwargs.ray_init.get("num_cpus")
         # The machine has accelerators that torch cannot use. An error is better than silently training on the CPU.
         if trainer.device == "auto" and devices_here("auto", none=0):
             yield (
                 f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} "
                 "accelerators that this machine shows. Install a torch (and driver) for them, "
                 "or set trainer.device=cpu to train on the CPU."
-            )
-        if not address and slots is not None and slots < trainer.n_gpus_per_node:
-            yield (
-                f"ray_kwargs.ray_init.num_cpus={slots} is too few for "
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} workers. Leave it out."
             )
         return
     have = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
@@ -133,12 +132,6 @@ def check_devices(loaded: LoadedConfig) -> Iterator[str]:
         )
     elif device.count < trainer.n_gpus_per_node:
         yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {have}. Set trainer.n_gpus_per_node={device.count}."
-    gpus = loaded.config.ray_kwargs.ray_init.get("num_gpus")
-    if not address and device.ray_resource == "GPU" and gpus is not None and gpus < trainer.n_gpus_per_node:
-        yield (
-            f"ray_kwargs.ray_init.num_gpus={gpus} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node}. "
-            "Leave it out."
-        )
 
 
 def check_plugins(cfg: Config) -> Sequence[str]:

@@ -37,16 +37,13 @@ def sharing_problems(cfg: Config, role: Role, spec: ModelSpec, model: Any, confi
             f"{key} x {spec.role}.ulysses_sequence_parallel_size={spec.sequence_parallel_size} does not divide the "
             f"{heads} attention heads of the model. Lower one of them."
         )
-    policy, own = (each.get_text_config().vocab_size for each in (_policy_config(cfg), config))
+    own = config.get_text_config().vocab_size
+    policy = actor_spec(cfg, get_device(cfg.trainer.device)).load_config().get_text_config().vocab_size
     if size > 1 and role in ("ref", "teacher") and own != policy:
         yield (
             f"{key}: {spec.section}.path={spec.path} has {own:,} tokens and the policy {policy:,}, so parts of the "
             "vocabulary differ. Leave it out, or use a model with as many tokens."
         )
-
-
-def _policy_config(cfg: Config) -> Any:
-    return actor_spec(cfg, get_device(cfg.trainer.device)).load_config()
 
 
 def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) -> Iterator[str]:

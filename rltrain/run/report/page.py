@@ -11,8 +11,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -62,7 +61,7 @@ def page_of(run: Path) -> str:
     lines = read_metrics(run_folder(run))
     frame = by_step(lines).reset_index() if lines else pd.DataFrame({"step": []})
     settings, plan, environment = _settings(run), read_json(run / "plan.json") or {}, read_json(run / "env.json") or {}
-    parts = [*sections(frame), _phases(lines), _answers(run, settings), *_troubles(run), _differences(settings)]
+    parts = [*sections(frame), _phases(lines), _answers(run, settings), _warnings(run), _differences(settings)]
     summaries = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines), mostly_truncated(run, lines)]
     subtitle = ". ".join(filter(None, summaries))
     return page(run.resolve().name, subtitle, _facts(frame, settings, plan, environment), parts)
@@ -129,15 +128,11 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _troubles(run: Path) -> Iterator[Section]:
-    """Yield the sections of incidents and of the warnings in train.log."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        names = sorted(path.name for path in (run / "incidents").iterdir())
-        yield Section("Incidents", f"Their files are in {run / 'incidents'}.", tables=[
-            Table(["incident"], [[name] for name in names])] if names else [])  # fmt: skip
+def _warnings(run: Path) -> Section:
+    """Return the section of the warnings in train.log, the newest last."""
     rows = [[first, shorten(message, 400), str(times)] for first, message, times in warnings_of(run)[-_MOST_WARNINGS:]]
     tables = [Table(["first", "message", "times"], rows)] if rows else []
-    yield Section("Warnings", "From train.log, the newest last.", tables=tables)
+    return Section("Warnings", "From train.log, the newest last.", tables=tables)
 
 
 def warnings_of(run: Path) -> list[tuple[str, str, int]]:

@@ -38,7 +38,7 @@ def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
 
     A conversation shows the texts of its turns: ``17*23? -> I calculate. <tool_call>… -> 391 -> 391 ✓``.
     """
-    parts = _parts(sample)
+    parts = [as_text(message["content"]) for message in conversation(sample)] or [sample["answer"]]
     if len(parts) > _MOST_PARTS:
         parts = [*parts[: _MOST_PARTS // 2], "…", *parts[-(_MOST_PARTS // 2 - 1) :]]
     question = shorten(sample["question"], width // 2)
@@ -54,10 +54,6 @@ def conversation(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     Empty for a response of one turn.
     """
     return json.loads(sample.get("messages") or "[]")
-
-
-def _parts(sample: Mapping[str, Any]) -> list[str]:
-    return [as_text(message["content"]) for message in conversation(sample)] or [sample["answer"]]
 
 
 def shorten(text: str, width: int) -> str:

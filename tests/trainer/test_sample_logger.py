@@ -266,8 +266,8 @@ def test_a_writer_that_lags_keeps_the_newest_and_never_blocks(monkeypatch):
 
 @pytest.mark.parametrize(
     ("deadly", "lost", "processes"),
-    [(lambda step, process: step == 2, [2], 2), (lambda step, process: step != 2, [1, 3], 3)],
-    ids=["one job", "two jobs"],
+    [(lambda step, process: step == 2, [2], 3), (lambda step, process: process == 0, [], 2)],
+    ids=["a job that ends every process", "a process that was killed"],
 )
 def test_a_writer_that_dies_is_started_again_and_what_is_lost_is_said(monkeypatch, caplog, deadly, lost, processes):
     monkeypatch.setitem(sys.modules, "ray", ray := StandInOfRay(deadly=deadly))

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class SampleJob:
     """File for the prompts selected by ``kept`` [p]."""
     json_lines: Path | None = None
     """File for all prompts, in verl's format."""
+    repeated: bool = False
+    """Whether a writer died while it wrote this job."""
 
     def column(self, name: str) -> Array:
         """Return one number per response. If there are no rewards, the scores are used."""
@@ -285,9 +287,12 @@ class WriterProcess:
                 outcomes.append(ray.get(call))
             except ray.exceptions.RayActorError as error:
                 log.warning("the process that writes samples died (%s) and is started again", first_line(error))
-                # One of these jobs may have ended it, so none is repeated.
-                lost, self._running = [job, *self._running.values()], {}
-                outcomes += [Written(each.split, each.step, f"their writer died: {first_line(error)}") for each in lost]
+                self._waiting, self._running = [*self._running.values(), *self._waiting], {}
+                # The first of its jobs was being written and may have ended it.
+                if job.repeated:
+                    outcomes.append(Written(job.split, job.step, f"their writer died twice: {first_line(error)}"))
+                else:
+                    self._waiting.insert(0, replace(job, repeated=True))
                 self._start()
                 break
             except Exception as error:  # noqa: BLE001 - an error of the writer must not end training

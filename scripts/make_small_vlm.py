@@ -79,7 +79,7 @@ def build_config(family: str) -> PreTrainedConfig:
             image_token_id=image, image_seq_length=(TILE // PATCH // MERGE) ** 2, vision_feature_layer=-1,
         )  # fmt: skip
     vision |= {"depth": 2, "num_heads": HIDDEN // HEAD}
-    # The parts of a head's rotation for time, height and width.
+    # Widths of the parts of a head that are rotated by time, height and width.
     rope["mrope_section"] = [4, 6, 6]
     ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end}
     if family == "qwen2_vl":
@@ -147,7 +147,7 @@ def build_processor(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
         tiles, tokens = GotOcr2ImageProcessor(size=size, crop_to_patches=False), (TILE // PATCH // MERGE) ** 2
         video = InternVLVideoProcessor(size=size)
         return InternVLProcessor(tiles, tokenizer, video, image_seq_length=tokens, chat_template=template)
-    unit = (MERGE * PATCH) ** 2  # pixels of one token
+    unit = (MERGE * PATCH) ** 2  # pixels per token
     sizes = {"patch_size": PATCH, "merge_size": MERGE, "size": {"shortest_edge": unit, "longest_edge": 64 * unit}}
     if family == "glm4v":
         sizes["size"] = {"shortest_edge": 2 * unit, "longest_edge": 2 * 64 * unit}  # an image counts as two frames
@@ -162,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="the kind of model")
-    parser.add_argument("--seed", type=int, default=0, help="decides the weights")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="family of the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     options = parser.parse_args(argv)
     torch.manual_seed(options.seed)
     tokenizer, model = (
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = f"<user>{IMAGE}area=?<assistant>9<eos>"
     if AutoTokenizer.from_pretrained(options.output).encode(text) != tokenizer.encode(text):
         sys.exit("error: the tokenizer changes when it is saved and loaded.")
-    model.save_pretrained(options.output)  # last: a folder with a config.json is complete
+    model.save_pretrained(options.output)  # written last, so that a folder with a config.json is complete
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.output}: {options.family}, {parameters / 1e6:.2f} million random parameters")
     return 0

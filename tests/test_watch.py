@@ -29,7 +29,7 @@ def with_steps(folder, *steps):
 
 
 class Writer(Clock):
-    """While somebody sleeps, a log gets the next text."""
+    """Appends the next text to the log at each sleep."""
 
     def __init__(self, log, *texts):
         self.log, self.texts = log, iter(texts)

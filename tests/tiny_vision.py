@@ -1,4 +1,4 @@
-"""Vision-language models small enough to make in a test, with their processors (which need torchvision)."""
+"""Vision-language models that are small enough to create in a test, with their processors (which need torchvision)."""
 
 from io import BytesIO
 from pathlib import Path
@@ -107,7 +107,7 @@ def _config(family: str, tied: bool, heads: int, kv_heads: int, positions: int):
 
 
 def randomize(model, seed: int) -> None:
-    """Weights that give distinct answers, among them placeholder tokens."""
+    """Set random weights that give distinct responses, some with placeholder tokens."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -119,7 +119,7 @@ def randomize(model, seed: int) -> None:
 def save_tiny_vision_model(
     folder: Path, family: str, *, tied: bool, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 512
 ) -> Path:
-    """Two layers of text and two of vision. family: one of FAMILIES or WITH_EXPERTS."""
+    """Save a model with two text layers and two vision layers. family: one of FAMILIES or WITH_EXPERTS."""
     config = _config(family, tied, heads, kv_heads, positions)
     model = AutoModelForImageTextToText.from_config(config)
     randomize(model, seed)
@@ -143,7 +143,7 @@ def save_tiny_vision_model(
 
 
 def save_tiny_families(factory) -> dict[str, str]:
-    """A model folder for each family, one of them with tied embeddings. factory: pytest's tmp_path_factory."""
+    """Save a model folder for each family, one of them with tied embeddings. factory: pytest's tmp_path_factory."""
     return {
         family: str(save_tiny_vision_model(factory.mktemp(family), family, tied=family == "qwen3_vl"))
         for family in (*FAMILIES, *WITH_EXPERTS)
@@ -186,13 +186,13 @@ def _processor(family: str, patch: int, tokenizer):
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Coloured noise."""
+    """Return an image of coloured noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def write_pictures(file: Path, rows: range) -> Path:
-    """Prompts with one picture, with two, and with text alone, in verl's schema."""
+    """Write prompts with one image, with two, and with text only, in verl's schema."""
     records = []
     for row in rows:
         count = row % 3
@@ -209,7 +209,7 @@ def write_pictures(file: Path, rows: range) -> Path:
 
 
 def png_of(image: Image.Image) -> bytes:
-    """A PNG file."""
+    """Return a PNG file."""
     file = BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

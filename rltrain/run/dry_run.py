@@ -20,8 +20,8 @@ from rltrain.data.files import files_of
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows, bad_rows, keys_of, scan_rows
 from rltrain.data.tables import num_rows
+from rltrain.data_preprocess.lint import check_rows
 from rltrain.data_preprocess.lint import describe as describe_problems
-from rltrain.data_preprocess.lint import look_at
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import Score
@@ -114,7 +114,7 @@ def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, resul
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
     result.problems += [problem for problem in (refusal, lacking) if problem]
     result.notes += [note] if note else []
-    ending = "; all its steps are made" if start.step >= plan.total_steps else ""
+    ending = "; all its steps are done" if start.step >= plan.total_steps else ""
     return [f"resumes from {start.folder}, step {start.step}{ending}"] if start.folder else []
 
 
@@ -135,7 +135,7 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
             continue
         sizes[split] = number if limit <= 0 else min(number, limit)
         if sizes[split] > MOST_ROWS:
-            result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
+            result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are checked")
         try:
             # At least one row is read, because `scan_rows` takes 0 as all rows. If there are more rows than are read,
             # these are the first ones instead of a random subset.
@@ -154,14 +154,14 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
                     rows[split], stores[split] = fitting, store
         except RltrainError as error:
             result.problems.append(str(error))
-    is_whole = "train" in stores and sizes["train"] <= MOST_ROWS
-    if data.filter_overlong_prompts and not is_whole:
+    reads_all = "train" in stores and sizes["train"] <= MOST_ROWS
+    if data.filter_overlong_prompts and not reads_all:
         result.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
     if stores and (cfg.trainer.val_only or "train" in stores):
         result.images = ImageSizes.of(stores)
         check_images(cfg, result)
     # Only if all rows were read does the count after the filter equal the run's.
-    if is_whole:
+    if reads_all:
         return rows, len(stores["train"]), stores["train"].num_dropped
     return rows, sizes.get("train"), 0
 
@@ -212,7 +212,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
                 for row, score, seconds in try_truths(scorer, split, [at]):
                     scores.append(score)
                     printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
-                    how = f"{short(row.data_source)!r}, the ground truth as the answer"
+                    how = f"{short(row.data_source)!r}, the ground truth as the response"
                     lines.append(f"{how}: {_said(score)} ({seconds:.2f} s){printed}")
             if custom and not firsts and isinstance(scorer, ScoringSlot):
                 scorer.prepare("")  # import and signature are checked without a row
@@ -244,6 +244,8 @@ def _check_rows(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> 
         return []
     by_rule = cfg.reward.judge.runs_rule or not (cfg.reward.judge.url or cfg.reward_model.judges)
     grade = cfg.reward_model.runs_scorers and by_rule and not (cfg.custom_reward_function.path or cfg.reward.url)
-    text = describe_problems(look_at(first, encoder=chat_encoder(cfg) if result.tokenizer_works else None, grade=grade))
+    text = describe_problems(
+        check_rows(first, encoder=chat_encoder(cfg) if result.tokenizer_works else None, grade=grade)
+    )
     shares = [f"{min(_GRADED_ROWS, len(split)):,} of {len(split):,} {name}" for name, split in rows.items()]
-    return [f"data: looked at {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]
+    return [f"data: checked {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     split = words.index("--") if "--" in words else len(words)
     arguments = _parser().parse_intermixed_args(words[:split])
     settings = read_settings(arguments.words)
-    # Imported here so that --help does not wait for torch.
+    # Import here, so that --help does not wait for torch.
     from rltrain.common.device import get_device
     from rltrain.run.checkpoints.model_folder import find_model
 

@@ -1,4 +1,4 @@
-"""What is exported of a model that was trained on images, and what its checkpoint brings into another run."""
+"""The export of a model that was trained on images, and the parts of its checkpoint that another run loads."""
 
 import importlib.util
 import json
@@ -47,7 +47,7 @@ def folder(request, folders) -> str:
 
 
 def learn(policy, folder: str, step: float = 0.02) -> torch.optim.AdamW:
-    """An optimizer step that every trained weight feels."""
+    """Make an optimizer step that changes every trained weight."""
     optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad], lr=step)
     for _ in range(2):  # the first moves of LoRA only B
         loss_of(*policy(pack(make_batch(folder), CPU), TEMPERATURE, True)[:2]).backward()
@@ -70,7 +70,8 @@ def export(policy, folder: str, out: Path) -> list[str]:
 
 
 def served(folder: str) -> torch.Tensor:
-    """Log-probs [tokens, vocabulary] of QUESTION, as a user of transformers gets them: no code of ours."""
+    """Return the log-probs [tokens, vocabulary] of QUESTION as a user of transformers computes them, without
+    our code."""
     model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
     content = [part or {"type": "image"} for part in QUESTION_PARTS]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -80,7 +81,7 @@ def served(folder: str) -> torch.Tensor:
 
 
 def trained(policy, encoder: ChatEncoder) -> torch.Tensor:
-    """Log-prob of each ANSWER token alone behind QUESTION, by the packed forward."""
+    """Return the log-prob of each single ANSWER token after QUESTION, by the packed forward."""
     asked = encoder.encode_prompt(QUESTION, PICTURES)
     batch = batch_of([asked], torch.zeros(len(ANSWERS), dtype=torch.long), [[token] for token in ANSWERS])
     with torch.no_grad():
@@ -122,7 +123,7 @@ def test_peft_reads_the_adapters_as_they_were_trained(folder, tmp_path):
 
 
 def as_on_the_hub(folder: str, out: Path, family: str) -> str:
-    """As the real ones are: the bounds under older names, in a file of the image processor alone."""
+    """Save the folder in the hub's form: the bounds have older names, in a file of the image processor only."""
     shutil.copytree(folder, out)
     content = json.loads((out / "processor_config.json").read_text())
     part = content.pop("image_processor")

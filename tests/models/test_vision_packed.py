@@ -1,4 +1,4 @@
-"""The packed forward with images against transformers alone, one sample at a time."""
+"""The packed forward with images, compared with transformers one sample at a time."""
 
 import importlib.util
 from dataclasses import replace
@@ -60,7 +60,7 @@ def folder(request, folders) -> str:
 
 
 def batch_of(asked, index, answers) -> Batch:
-    """Answers to encoded prompts with images, each to the prompt of its index."""
+    """Return responses to encoded prompts with images; ``index`` has the prompt of each."""
     response = Ragged.from_rows([torch.as_tensor(answer, dtype=torch.int32) for answer in answers])
     prompts = Ragged.from_rows([torch.from_numpy(each.tokens) for each in asked])
     return Batch({
@@ -72,7 +72,7 @@ def batch_of(asked, index, answers) -> Batch:
 
 
 def make_batch(folder: str) -> Batch:
-    """Answers to the prompts, in ORDER."""
+    """Return responses to the prompts, in ORDER."""
     encoder, generator = ChatEncoder(folder), torch.Generator().manual_seed(3)
     asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in PROMPTS]
     index = torch.tensor([number for number, each in enumerate(PROMPTS) for _ in each[2]])
@@ -83,7 +83,7 @@ def make_batch(folder: str) -> Batch:
 
 
 def one_by_one(batch: Batch):
-    """(inputs of transformers' own forward, prompt length, answer) of each sample."""
+    """Yield (inputs of transformers' forward, prompt length, response) of each sample."""
     prompts, images = batch.dictionary("prompt"), batch.dictionary("images")
     for prompt, place, answer in zip(
         prompts.index.tolist(), images.index.tolist(), batch.ragged("response").rows(), strict=True
@@ -188,7 +188,7 @@ MODES = {"trained": {}, "frozen": {"tower": "frozen"}, "adapters": {"lora": LORA
 
 
 def run_cut(policy: PolicyModel, batch: Batch, name: str) -> dict[str, torch.Tensor]:
-    """Log-probs of this rank and the gradients of all."""
+    """Return the log-probs of this rank and the gradients of all ranks."""
     world, cut = dist.get_world_size(), CUTS.get(name, [[*range(7)]])
     weights = Ragged(torch.linspace(-1, 1, 32), batch.ragged("response").lengths)
     mine = [*range(7)] if cut is None else cut[dist.get_rank()]
@@ -216,7 +216,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
-    """What one process finds, and the two of a pair."""
+    """The results of one process, and of a pair."""
     folder = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
         make_folder(folder, family)

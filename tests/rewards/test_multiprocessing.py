@@ -1,4 +1,4 @@
-"""A reward function may start processes of its own with multiprocessing, by whatever method."""
+"""A reward function may start processes with multiprocessing, by any start method."""
 
 import pytest
 

@@ -29,7 +29,7 @@ def check_judge_server(judge: JudgeConfig, result: PreflightResult) -> list[str]
     try:
         models = asyncio.run(_models(replace(judge, timeout_s=min(judge.timeout_s, _PATIENCE_S))))
     except JudgeUnavailable as error:
-        result.notes.append(f"reward.judge.url={judge.url}: {judge.url}/models does not answer now: {error}")
+        result.notes.append(f"reward.judge.url={judge.url}: {judge.url}/models does not respond now: {error}")
         return []
     if judge.model not in models:
         named = ", ".join(models[:_NAMED]) + (f" and {len(models) - _NAMED} more" if len(models) > _NAMED else "")
@@ -37,7 +37,7 @@ def check_judge_server(judge: JudgeConfig, result: PreflightResult) -> list[str]
             f"reward.judge.model={judge.model} is not among the models of its server: {named or 'none'}"
         )
         return []
-    return [f"judge: {judge.url} answers and has {judge.model}; no answer was judged"]
+    return [f"judge: {judge.url} responds and has {judge.model}; no response was judged"]
 
 
 async def _models(judge: JudgeConfig) -> list[str]:

@@ -58,7 +58,7 @@ def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) 
     if problem := experts_problem(model, config, size, devices_per_copy(spec.fsdp.fsdp_size, devices)):
         yield f"{key}: {'' if own else f'of {spec.path}, '}{problem}"
     if spec.compiled:
-        yield f"{key}: no layer is compiled whose tokens travel. Leave {section}.use_torch_compile out."
+        yield f"{key}: layers whose tokens change devices cannot be compiled. Remove {section}.use_torch_compile."
 
 
 def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[str]:
@@ -66,8 +66,8 @@ def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[
     assert spec.lora
     if spec.compiled and any(".experts." in name for name in adapted_weights(model)):
         yield (
-            f"{spec.lora.section}.target_modules={as_text(spec.lora.target_modules)}: adapters of experts make weights "
-            f"in every forward, which is not compiled. Leave {compiled_by} out, or name no experts."
+            f"{spec.lora.section}.target_modules={as_text(spec.lora.target_modules)}: adapters of experts compute "
+            f"weights in every forward pass, which cannot be compiled. Remove {compiled_by}, or remove the experts."
         )
     if spec.lora.path:
         first_adapters(model, spec.lora)
@@ -83,8 +83,8 @@ def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any,
         # weight.
         if engine.adapters and dtype != torch.float32:
             yield (
-                f"adapters are merged into {str(dtype).removeprefix('torch.')} weights on the way to the engine, which "
-                "rounds them; with actor_rollout_ref.model.lora.merge=False they stay as they are (docs/lora.md)"
+                f"adapters are merged into {str(dtype).removeprefix('torch.')} weights before they are sent, which "
+                "rounds them; actor_rollout_ref.model.lora.merge=False avoids this (docs/lora.md)"
             )
     elif any(".experts." in name for name in adapted_weights(model)):
         raise ConfigError(

@@ -286,7 +286,7 @@ class WriterProcess:
             try:
                 outcomes.append(ray.get(call))
             except ray.exceptions.RayActorError as error:
-                log.warning("the process that writes samples died (%s) and is started again", first_line(error))
+                log.warning("the process that writes samples died (%s) and is restarted", first_line(error))
                 self._waiting, self._running = [*self._running.values(), *self._waiting], {}
                 # The first of its jobs was being written and may have ended it.
                 if job.repeated:

@@ -150,7 +150,7 @@ def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
 def report(run: Path) -> str:
     """Return phase table, learning summary, remarks, and the newest exported model."""
     lines = read_metrics(run)
-    # Sorted by number, because "100" sorts before "20" as text.
+    # Sort by number, because "100" sorts before "20" as text.
     exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     exported = f"exported model: {exports[-1]}" if exports else ""
     remarks = learning_summary(lines), nothing_earned(run, lines), mostly_truncated(run, lines)

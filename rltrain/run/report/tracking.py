@@ -155,7 +155,7 @@ class Sender(threading.Thread):
             except BaseException as error:
                 failed.append(send)
                 in_a_row += 1
-                # Raised before attempts are counted, because a tracker that is down is not the entries' fault.
+                # Raise the error before attempts are counted, because a tracker that is down is not the entries' fault.
                 if in_a_row == _DOWN_AFTER:
                     raise
                 self._warn_once(error)

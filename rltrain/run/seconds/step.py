@@ -116,7 +116,7 @@ def _in_order(seconds: dict[str, float]) -> dict[str, float]:
 
 def _told(generation: Generation) -> str:
     text = f"{generation.decode_steps:,} decode steps, the last {generation.tail_s:,.1f} s for the last 10 % of the "
-    return f"{text}answers, {generation.idle_share:.0%} of the replicas' time idle"
+    return f"{text}responses, {generation.idle_share:.0%} of the replicas' time idle"
 
 
 def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, device_bytes: int | None) -> EngineSpeed:

@@ -60,7 +60,7 @@ def _modules(value: str) -> str | None:
 
 
 SPREAD = (
-    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of PP; a device computes "
+    "FSDP2 shards weights, gradients and optimizer over all devices instead of PP; a device computes "
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
 _SENTENCES = {"@spread": SPREAD, "@same": "it changes how the backend computes, not what"}

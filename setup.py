@@ -48,7 +48,7 @@ setup(
     # which takes the clone for the package in the folder that holds the clone.
     package_dir={"": "."},
     packages=find_packages(include=["rltrain", "rltrain.*"]),
-    package_data={"rltrain": ["py.typed", "run/report/page.html", "config/verl/keys.tsv"]},
+    package_data={"rltrain": ["py.typed", "**/*.tsv", "**/*.txt", "**/*.html", "**/*.sh", "**/*.yaml", "**/*.jinja"]},
     data_files=shipped(
         "docs/*.md",
         "examples/from_python.py",

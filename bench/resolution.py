@@ -81,12 +81,12 @@ def search(out: Path, name: str, model: str, size: str) -> Iterator[str]:
     words = [model, f"dev={data}/train.parquet", f"test={data}/test.parquet", f"out={folder}"]
     call("-m", "rltrain.resolution", *words, *SEARCHED)
     result = json.loads((folder / "resolution.json").read_text(encoding="utf-8"))
-    chosen, difference = result["chosen"]["name"], result["difference"]
+    chosen, difference = result["chosen"]["name"], next(iter(result["differences"]), None)
     for part in result["settings"]:
         tests = [kind for kind, holds in (("default", part["default"]), ("chosen", part["name"] == chosen)) if holds]
         tested = next((result["tests"][kind] for kind in tests if kind in result["tests"]), None)
         on_test = interval(tested["average"]["avg@1"]) if tested else ""
-        gain = interval(difference) if difference and "chosen" in tests else ""
+        gain = interval(next(iter(difference["sources"].values()))) if difference and "chosen" in tests else ""
         marks = ", ".join([*tests, *(["stopped"] if part["stopped"] else [])])
         yield (
             f"| {name} | {size} | {part['name']} | {part['image_tokens']:.0f} | {part['prompts']} | "

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-from rltrain.commands import COMMANDS, REMOVED, converters
+from rltrain.commands import COMMANDS, converters
 from rltrain.common.errors import lenient_output
 
 # Commands of other programs.
@@ -30,9 +30,6 @@ def main(argv: list[str] | None = None) -> int:
     command, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
     if helps:  # for a converter the name precedes --help
         rest = [*rest, "--help"] if command == "data" else ["--help", *rest]
-    if command in REMOVED:
-        sys.stderr.write(f"error: {REMOVED[command]}\n")
-        return 2
     if command == "data" and rest and rest[0] in converters():
         command = f"data {rest.pop(0)}"
         module = f"rltrain.data_preprocess.{command.removeprefix('data ')}"

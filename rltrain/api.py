@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,13 +60,9 @@ class RunResult:
 
     def table(self) -> pd.DataFrame:
         """Return one row per step, one column per metric: the newest value; NaN if a step lacks the metric."""
-        import pandas as pd
+        from rltrain.run.report.table import by_step, read_metrics
 
-        from rltrain.run.report.table import read_metrics
-
-        # A step may have two lines, one of the step and one of a validation.
-        lines = pd.DataFrame(read_metrics(self.folder))
-        return lines.groupby("step").last() if "step" in lines else lines
+        return by_step(read_metrics(self.folder))
 
     def newest(self) -> dict[str, float]:
         """Return the last value of every metric."""
@@ -233,7 +230,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
             log.warning("note: %s", note)
         with logs.waiting(IMPORTING), importing():
             from rltrain.run.build import build as put_together
-            from rltrain.run.report.table import show_report
+            from rltrain.run.report.table import report
 
         run_trainer = put_together(loaded, stop, callbacks)
         with _pictured(run_trainer, stop), run_trainer:
@@ -242,7 +239,7 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         if not finished:
             raise stop.interrupted()
         try:
-            show_report(run_trainer.folder)
+            sys.stdout.write(f"{report(run_trainer.folder)}\n")
         except (RltrainError, OSError) as error:  # the training itself has succeeded
             log.warning("the report of the run cannot be shown: %s", error)
         if warning := run_trainer.callbacks.closing_warning():

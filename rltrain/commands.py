@@ -12,41 +12,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 
-COMMANDS = {
-    "train": ("rltrain.main_ppo", "train a model (rltrain train --help: its keys)"),
-    "sft": ("rltrain.tools.sft", "supervised fine-tuning on conversations (rltrain sft --help)"),
-    "supervise": (
-        "rltrain.runtime.launch.supervise",
-        "restart a command that was killed or may be retried: -- COMMAND ...",
-    ),
-    "doctor": ("rltrain.tools.doctor", "check the nodes of a cluster and their links (the keys of training)"),
-    "port": ("rltrain.tools.port.__main__", "translate a launch script or saved configuration of verl"),
-    "evaluate": ("rltrain.tools.evaluate.__main__", "evaluate a model on data, with intervals: model=… data=…"),
-    "resolution": (
-        "rltrain.tools.resolution.__main__",
-        "search the image resolution at which a model answers best: model=… dev=… test=…",
-    ),
-    "report": ("rltrain.tools.report", "print the phase table of a run"),
-    "watch": ("rltrain.tools.watch", "follow a running run by its folder"),
-    "compare": ("rltrain.tools.compare", "compare runs: curves, paired differences, settings"),
-    "simulate": ("rltrain.tools.simulate", "estimate the seconds of a step: key=value … --device H100"),
-    "sweep": ("rltrain.tools.sweep", "one run per combination of settings: key=a,b ..."),
-    "view": ("rltrain.tools.view", "show the samples of a run"),
-    "average": ("rltrain.tools.average", "average the weights of several models"),
-    "checkpoint": ("rltrain.tools.checkpoint", "export, thin or verify the checkpoints of a run"),
-    "serve": ("rltrain.tools.serve", "start vLLM's OpenAI-compatible server of a model"),
-    "lint": ("rltrain.data_preprocess.lint", "check data files before a run does"),
-    "rewards try": ("rltrain.tools.try_reward", "try a reward function on rows and answers"),
-    "agents try": ("rltrain.tools.try_agent", "try tools, an environment or an agent on a row"),
-    "collect": ("rltrain.tools.collect", "collect the files of a run for a bug report"),
-    "completion": ("rltrain.tools.completion", "tab completion for bash and zsh: source <(rltrain completion)"),
-    "env": ("rltrain.tools.env", "versions, machine and devices, for a bug report"),
-}
-# Commands of earlier versions -> error message.
-REMOVED: dict[str, str] = {
-    "replay": "rltrain replay was removed: docs/recovery.md has the lines that load a saved mini-batch.",
-    "sync": "rltrain sync was removed: type wandb sync RUN/wandb/offline-run-* (docs/logging.md).",
-}
+_LINES = Path(__file__).with_name("commands.tsv").read_text(encoding="utf-8").splitlines()
+COMMANDS = {name: (module, text) for name, module, text in (line.split("\t") for line in _LINES)}
 _OTHER_NAMES = {"env_report": "env"}
 
 
@@ -69,8 +36,6 @@ class _Loader(importlib.abc.Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if spec.name in ("rltrain.evaluate", "rltrain.sft", "rltrain.train"):  # functions: see rltrain.__init__
             raise ImportError(f"{spec.name} is a function; the module of the command is {home(spec.name)}.")
-        if sentence := REMOVED.get(spec.name.removeprefix("rltrain.")):
-            raise ImportError(sentence)
         module = importlib.import_module(str(home(spec.name)))
         self._own_spec = module.__spec__
         return module
@@ -80,9 +45,6 @@ class _Loader(importlib.abc.Loader):
         module.__spec__ = self._own_spec
 
     def get_code(self, fullname: str) -> CodeType:
-        if sentence := REMOVED.get(fullname.removeprefix("rltrain.")):
-            text = f"import sys; sys.stderr.write({f'error: {sentence}'!r} + '\\n'); sys.exit(2)"
-            return compile(text, fullname, "exec")
         name = str(home(fullname))
         return importlib.util.find_spec(name).loader.get_code(name)  # type: ignore[union-attr]
 
@@ -93,7 +55,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith("rltrain."):
             return None
-        name = home(fullname) or ("rltrain" if fullname.removeprefix("rltrain.") in REMOVED else "")
+        name = home(fullname)
         found = importlib.util.find_spec(name) if name else None
         # runpy sets __file__ and sys.argv[0] to the origin.
         return ModuleSpec(fullname, _Loader(), origin=found.origin) if found else None

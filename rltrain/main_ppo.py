@@ -35,12 +35,6 @@ _HYDRA = {
     ("--cfg", "-c"): "--print-config prints the configuration",
     ("--multirun", "-m"): "start one run for each setting, in a loop of your shell",
 }
-# Removed flags -> the replacement.
-_REMOVED = {
-    "--from": "--from was removed: give --config RUN/config.yaml --lengths RUN",
-    "--sweep": "--sweep was removed: type one command for each combination",
-    "--best": "--best was removed together with --sweep",
-}
 
 
 def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, Stop], int] | None = None) -> int:
@@ -185,8 +179,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}")
     parser.add_argument("--multirun", "-m", action="store_const", const="")
     parser.add_argument("--cfg", "-c", nargs="?", const="")
-    for flag in _REMOVED:
-        parser.add_argument(flag, nargs="?", const="")
     for flags in _NAMING:
         parser.add_argument(*flags, metavar="NAME")
     try:
@@ -197,9 +189,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         f"{flags[0]} is Hydra's, which is not used here: {instead}."
         for flags, instead in _HYDRA.items()
         if getattr(arguments, flags[0].lstrip("-").replace("-", "_")) is not None
-    ]
-    arguments.problems += [
-        f"{sentence}." for flag, sentence in _REMOVED.items() if getattr(arguments, flag.lstrip("-")) is not None
     ]
     arguments.problems += [
         f"unknown flag {word}.{_meant(word)} Flags: --help, --version, --print-config, --dry-run (with --device, "

@@ -30,7 +30,8 @@ RELEASES = "@releases"
 # The composed trees of the trainer, and the trainers that add keys to it.
 TREES = ("verl/trainer/config/_generated_ppo", "verl/experimental/")
 # The groups of rows in the file. Rows with other actions, or none, are in "key" or "pattern".
-GROUPS = ("list", "sentence", "key", "pattern", "differs", "file", "named", "trainer", "elsewhere")
+GROUPS = ("list", "sentence", "key", "pattern", "differs", "file", "named", "trainer", "elsewhere",
+          "unchosen", "saved", "follows", "sft preset", "sft")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:

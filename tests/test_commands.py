@@ -40,13 +40,6 @@ def test_every_converter_has_a_help(words, capsys):
     assert capsys.readouterr().out.startswith(f"usage: rltrain {' '.join(words)} ")
 
 
-@pytest.mark.parametrize("name", commands.REMOVED)
-def test_a_removed_command_is_answered_with_its_replacement(name, capsys):
-    assert main([name, "RUN"]) == 2
-    assert capsys.readouterr().err == f"error: {commands.REMOVED[name]}\n"
-    assert run_module(f"rltrain.{name}", "RUN") == (2, "", f"error: {commands.REMOVED[name]}\n")
-
-
 def test_usage_and_missing_words_are_answered_before_imports_that_take_seconds():
     words = [["sweep"], ["average"], ["resolution"], ["evaluate"], *([*name.split(), "--help"] for name in LIGHT)]
     script = f"""

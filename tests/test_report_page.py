@@ -61,9 +61,6 @@ def test_a_page_opens_offline_and_shows_what_the_run_has(run):
     assert "all is well" not in words
     assert re.search(r"data.seed</td><td>7</td><td>\w+</td>", words)
     assert "data.shuffle" not in words  # it is the default
-    assert "Incidents" not in words
-    (run / "incidents" / "hang_gen_1").mkdir(parents=True)
-    assert "hang_gen_1" in page_of(run)
 
 
 def test_what_a_model_or_a_machine_says_is_text_and_no_script(run):

@@ -142,8 +142,8 @@ def test_a_conversation_is_shown_message_by_message(conversations, capsys):
 def test_a_conversation_fits_a_line(conversations, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     lines = shown(capsys, conversations, "--lines").splitlines()
-    assert lines[0] == "0+0=? -> [mul 17, 23 = 391] -> 391 ✓"
-    assert lines[2] == "0+0=? -> 16 -> [higher] -> 24 ✓"
+    assert lines[0] == '0+0=? -> I will. <tool_call>{"name": "mul"}</tool_call> -> 391 -> 391 ✓'
+    assert lines[2] == "0+0=? -> 16 -> higher -> 24 ✓"
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
 """Calls of user code, and conversion of the tools' return values."""
 
+import asyncio
 import contextlib
 import inspect
 import json
 import math
 import numbers
+import threading
+import time
 import types
 import typing
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 from rltrain.agents.content import Content, content_of, is_image, with_images
-from rltrain.agents.threads import in_thread
 
 # Exceptions that would end an event loop, or leave the tasks that wait for it without a result.
 _ENDS_LOOPS = (SystemExit, KeyboardInterrupt, StopIteration)
@@ -136,3 +140,34 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return float(value) if isinstance(value, numbers.Real) else str(value)
+
+
+# Threads are started on demand, one for each call that waits.
+_MOST_THREADS = 1024
+# Threads get a small stack, because the address space of a process is bounded and a stack takes 8 MB of it by default.
+_STACK_BYTES = 1 << 20
+# Start time of cancelled calls whose threads cannot be ended.
+_abandoned: dict[Future[Any], float] = {}
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    threading.stack_size(_STACK_BYTES)
+    return ThreadPoolExecutor(_MOST_THREADS)
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Return the result of a function that may block. A cancelled call keeps running, and its result is discarded."""
+    future = _threads().submit(function, *arguments, **named)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if not future.done():
+            _abandoned[future] = time.monotonic()
+            future.add_done_callback(lambda done: _abandoned.pop(done, None))
+        raise
+
+
+def abandoned_s() -> float:
+    """Return the seconds since the oldest cancelled call that is still running; 0 without one."""
+    return max((time.monotonic() - since for since in list(_abandoned.values())), default=0.0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, BinaryIO
 
+from rltrain.agents.calling import abandoned_s
 from rltrain.agents.chat import (
     CallTimeout,
     Chat,
@@ -30,7 +31,6 @@ from rltrain.agents.chat import (
 from rltrain.agents.content import image_bytes
 from rltrain.agents.endpoint import Endpoint
 from rltrain.agents.loop import run_trajectory
-from rltrain.agents.threads import abandoned_s
 from rltrain.agents.toolbox import Session, Toolbox
 from rltrain.common.errors import RltrainError
 from rltrain.common.plugin import user_traceback

@@ -14,53 +14,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 # Parts of the names of variants without a row.
 _OTHERS = {"MIG", "D", "TI", "LAPTOP"}
 # All words of a row's name must be in the device's name. The row with the most words is used.
-_TABLE = """
-name                 TFLOP/s   TB/s    GB
-H100                   989.4   3.35    80
-H100 PCIe              756     2.0     80
-H100 NVL               835     3.9     94
-H200                   989.4   4.8    141
-H200 NVL               835     4.8    141
-GH200 480GB            989.4   4.0     96
-H800                   989.4   3.35    80
-H800 PCIe              756     2.0     80
-H20                    148     4.0     96
-H20 3e                 148     4.8    141
-B200                   2250    8.0    180
-GB200                  2500    8.0    186
-A100 40GB              312     1.555   40
-A100 SXM4 80GB         312     2.039   80
-A100 PCIe 80GB         312     1.935   80
-A800 40GB              312     1.555   40
-A800 SXM4 80GB         312     2.039   80
-A800 PCIe 80GB         312     1.935   80
-A10                    125     0.6     24
-A40                    149.7   0.696   48
-L4                     121     0.3     24
-L20                    119.5   0.864   48
-L40                    181     0.864   48
-L40S                   362     0.864   48
-RTX A6000              154.8   0.768   48
-RTX 6000 Ada           364.2   0.96    48
-RTX 3090               71      0.936   24
-RTX 4090               165.2   1.008   24
-Ascend910B1            363.7   1.6     64
-Ascend910B2            353.9   1.6     64
-Ascend910B2C           353.9   1.6     64
-Ascend910B3            294.9   1.6     64
-Ascend910B4            245.8   0.8     32
-Ascend910B4 1          245.8   1.6     64
-Ascend910_9391         363.7   1.6     64
-Ascend910_9392         363.7   1.6     64
-Ascend910_9381         353.9   1.6     64
-Ascend910_9382         353.9   1.6     64
-Ascend910_9372         294.9   1.6     64
-Ascend910_9362         245.8   1.6     64
-"""
+_TABLE = Path(__file__).with_name("chips.txt")
 
 
 @dataclass(frozen=True)
@@ -82,7 +41,7 @@ class Chip:
 
 
 def _rows() -> dict[frozenset[str], Chip]:
-    lines = (line.rsplit(maxsplit=3) for line in _TABLE.strip().splitlines()[1:])
+    lines = (line.rsplit(maxsplit=3) for line in _TABLE.read_text(encoding="utf-8").splitlines()[1:])
     chips = (Chip(n.strip(), float(f) * 1e12, float(b) * 1e12, float(m) * 1e9) for n, f, b, m in lines)
     return {_words(chip.name): chip for chip in chips}
 

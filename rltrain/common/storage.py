@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,15 @@ def matching(name: str) -> list[Path]:
     return sorted(file for file in paths if file.is_file())
 
 
+def distinct_suffixes(paths: Sequence[Path], separator: str) -> list[str]:
+    """Return the shortest suffixes, of equally many parts, that distinguish different absolute paths."""
+    parts = [path.parts[1:] for path in paths]
+    length = 1
+    while len({part[-length:] for part in parts}) < len(parts):
+        length += 1
+    return [separator.join(part[-length:]) for part in parts]
+
+
 def run_folder(run: Path) -> Path:
     """Return ``run``, a user-given path. Raises DataError if it is not a folder."""
     if not run.is_dir():
@@ -106,26 +115,37 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def swapping(file: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces ``file`` at the end, so that ``file`` is either complete or unchanged.
 
-    Creates its folder. Raises DiskError or StorageError.
+    Creates its folder. Raises OSError.
     """
     temporary = file.with_name(f".{file.name}.tmp")
-    with disk_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield temporary
-            os.replace(temporary, file)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a temporary path as `swapping`. Raises DiskError or StorageError."""
+    with disk_errors(file), swapping(file) as temporary:
+        yield temporary
 
 
 def write_json(file: Path, value: Any) -> None:
     """Write a file atomically. Raises DiskError or StorageError."""
+    write_text(file, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_text(file: Path, text: str) -> Path:
+    """Write a file atomically. Return its path. Raises DiskError or StorageError."""
     with replacing(file) as temporary:
-        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
+    return file
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

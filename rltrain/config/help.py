@@ -9,6 +9,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rltrain.common.errors import ConfigError
 from rltrain.config.schema.conditions import as_text
@@ -17,32 +18,7 @@ from rltrain.config.schema.keys import Key, all_keys, nearest, sections
 from rltrain.config.verl.keys import rename, verdict
 from rltrain.config.verl.other_trainers import names_elsewhere
 
-_START = """\
-usage: rltrain train [--config FILE]... [key=value]...
-
-Train a language model with PPO or GRPO. The keys are verl's. Later settings
-win: defaults < --config files < key=value.
-
-  --help             this page. --help rollout: the keys of a section;
-                     --help lr: one key, wherever it is; --help learning rate:
-                     keys by words; --help all: everything
-  --dry-run          print the plan, keys without effect and errors, and stop;
-                     exit code 2 if a run would refuse or lack memory. With
-                     --device H100 --nodes 8: seconds of a step there
-  --print-config     print the resolved configuration and stop
-  --config FILE      read settings from a YAML file (repeatable), with its
-                     defaults: list; --config-path DIR --config-name NAME too
-  --version          versions of rltrain and of the packages it uses
-
-Examples:
-  rltrain train --config base.yaml data.train_batch_size=256
-  rltrain train algorithm.adv_estimator=grpo \\
-      data.train_files=train.parquet data.max_response_length=1024 \\
-      actor_rollout_ref.model.path=/models/Qwen3-0.6B \\
-      actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1 --dry-run
-
-Sections, with the number of their keys:
-"""
+_START = Path(__file__).with_name("help.txt")
 
 
 def help_text(topic: str = "") -> str:
@@ -51,7 +27,7 @@ def help_text(topic: str = "") -> str:
     topic: empty, "all", a section, a key, the end of the name of one, or words to search for. Raises ConfigError.
     """
     if not topic:
-        return "\n".join([_START.rstrip("\n"), *map(_index_line, sections())]) + "\n"
+        return "\n".join([_START.read_text(encoding="utf-8").rstrip(), *map(_index_line, sections())]) + "\n"
     if topic == "all":
         return "\n".join(_section(name, _keys_of(name)) for name in sections())
     topic = rename("_".join(topic.split()))

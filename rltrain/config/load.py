@@ -8,6 +8,7 @@ syntax would be needed.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence, Set
@@ -102,6 +103,13 @@ def default_values() -> dict[str, Any]:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the resolved configuration as plain values, with masked secrets."""
     return masked(asdict(config))
+
+
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by dotted name, with their values as in JSON."""
+    if isinstance(tree, dict) and tree:
+        return {key: value for part, below in tree.items() for key, value in flat(below, f"{name}.{part}").items()}
+    return {name.lstrip("."): json.loads(json.dumps(tree, default=str))}
 
 
 def to_yaml(config: Config) -> str:

@@ -35,31 +35,15 @@ log = logging.getLogger(__name__)
 _NAMES = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
 _ACTOR = "actor_rollout_ref.actor."
 # Keys that define the experiment. If one changes, the later steps belong to another experiment.
+_OF_ACTOR = """
+    policy_loss. router_replay. router_aux_loss_coef router_bias_update_rate clip_ratio loss_ kl_loss_ use_kl_loss
+    entropy_coeff adaptive_entropy. top_entropy_quantile off_policy_mask_threshold use_bias_correction_kl tau_
+"""
+_OF_JUDGE = "model prompt parse rule images request"
 _EXPERIMENT = (
-    "algorithm.",
-    "custom_reward_function.",
-    "reward.weights",
-    *(f"reward.judge.{name}" for name in ("model", "prompt", "parse", "rule", "images", "request")),
-    "reward_model.",
-    *(
-        _ACTOR + name
-        for name in (
-            "policy_loss.",
-            "router_replay.",
-            "router_aux_loss_coef",
-            "router_bias_update_rate",
-            "clip_ratio",
-            "loss_",
-            "kl_loss_",
-            "use_kl_loss",
-            "entropy_coeff",
-            "adaptive_entropy.",
-            "top_entropy_quantile",
-            "off_policy_mask_threshold",
-            "use_bias_correction_kl",
-            "tau_",
-        )
-    ),
+    *("algorithm.", "custom_reward_function.", "reward.weights", "reward_model."),
+    *(f"reward.judge.{name}" for name in _OF_JUDGE.split()),
+    *(_ACTOR + name for name in _OF_ACTOR.split()),
 )
 # Keys that do not change what a step computes.
 _AROUND = ("trainer.", "ray_kwargs.")

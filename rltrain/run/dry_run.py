@@ -7,43 +7,40 @@ not end the check. It does not check other nodes, or rows after the first 20,000
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rltrain.common.errors import RltrainError, short
 from rltrain.common.logs import count
 from rltrain.common.storage import matching
-from rltrain.config.budgets import judge_lengths
 from rltrain.config.check import as_list
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.schema import Config
 from rltrain.data.chat import chat_encoder
 from rltrain.data.files import files_of
 from rltrain.data.prompts import PromptStore
-from rltrain.data.rows import PromptRow, Rows, bad_rows, keys_of, scan_rows
+from rltrain.data.rows import Rows, bad_rows, keys_of, scan_rows
 from rltrain.data.tables import num_rows
-from rltrain.data_preprocess.lint import best_form, check_rows
+from rltrain.data_preprocess.lint import check_rows
 from rltrain.data_preprocess.lint import describe as describe_problems
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.slot import ScoringSlot
-from rltrain.rewards.processes.worker import make_scorer, rule_scorer
+from rltrain.rewards.processes.trial import refuse_without_number, try_truths
+from rltrain.rewards.processes.worker import make_scorer
 from rltrain.run.assemble import sampler_of
 from rltrain.run.changes import log_changes
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
-from rltrain.run.estimate import about_seconds
-from rltrain.run.preflight.judge import check_judge_messages, check_judge_server
-from rltrain.run.preflight.memory_room import check_memory, device_bytes
+from rltrain.run.preflight.judge import check_judge_server
+from rltrain.run.preflight.memory_room import check_memory
 from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.run.preflight.settings import preflight
 from rltrain.run.report.plan import describe
-from rltrain.run.report.tracking import tracker_notes
+from rltrain.run.report.tracking import missing_package
 from rltrain.run.scorers import check_columns
-from rltrain.run.splits import Data, encode_split, load_data, splits_of
+from rltrain.run.splits import encode_split, load_data, splits_of
 from rltrain.trainer.plan import ImageSizes, Plan, make_plan
 
 # Rows per split that are read and tokenised as in a run, and rows whose ground truths the built-in scorers grade.
@@ -69,12 +66,14 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         parts += goes_on
         if result.models_found:  # else transformers would request each missing model repeatedly
             memory, too_large = check_memory(cfg, plan)
-            parts[1:1] = [*about_seconds(cfg, plan, device_bytes(cfg)), *memory]
+            parts[1:1] = memory
     except RltrainError as error:
         result.problems.append(str(error))
     parts += try_reward(cfg, rows, result)
     parts += _check_rows(cfg, rows, result)
-    result.notes += tracker_notes(cfg.trainer.logger, Path(cfg.trainer.default_local_dir))
+    packages = {name: missing_package(name) for name in cfg.trainer.logger}
+    missing = "trainer.logger={}: not installed here, so it is left out (pip install {})"
+    result.notes += [missing.format(*item) for item in packages.items() if item[1]]
     without_effect = [note for note in notes if ": no effect: " in note]
     read_as = [note for note in notes if note not in without_effect]
     for title, lines in (("read as", read_as), ("no effect", without_effect), ("worth a look", result.notes)):
@@ -125,14 +124,8 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
     Problems are added to ``result``.
     """
     data = cfg.data
-    if data.custom_cls or cfg.sft.enabled:  # only the class knows its number of rows
-        try:
-            read = _load(cfg, result) if result.tokenizer_works else None
-        except RltrainError as error:
-            result.problems.append(str(error))
-            read = None
-        prompts = read and read.prompts.get("train")
-        return read.rows if read else {}, *((len(prompts), prompts.num_dropped) if prompts else (None, 0))
+    if data.custom_cls or cfg.sft.enabled:
+        return _read_own(cfg, result)
     rows: dict[str, Rows] = {}
     stores: dict[str, PromptStore] = {}
     sizes: dict[str, int] = {}
@@ -144,8 +137,21 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
         if sizes[split] > MOST_ROWS:
             result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are checked")
         try:
-            # At least one row is read, because `scan_rows` takes 0 as all rows.
-            _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, result)
+            # At least one row is read, because `scan_rows` takes 0 as all rows. If there are more rows than are read,
+            # these are the first ones instead of a random subset.
+            seed = data.seed if data.shuffle and sizes[split] < MOST_ROWS else None
+            most = min(sizes[split] or 1, MOST_ROWS)
+            usable, problems = scan_rows(as_list(files), max_rows=most, seed=seed, keys=keys_of(data))
+            if not len(usable):
+                result.problems.append(bad_rows(problems or [f"no usable row in {usable.paths}."]))
+                continue
+            rows[split] = usable
+            result.problems += [bad_rows(problems)] if problems else []
+            # Valid rows may still have invalid prompts. A run would accept a split only without problems.
+            if result.tokenizer_works:
+                fitting, store = encode_split(cfg, split, usable, chat_encoder(cfg))
+                if not problems:
+                    rows[split], stores[split] = fitting, store
         except RltrainError as error:
             result.problems.append(str(error))
     reads_all = "train" in stores and sizes["train"] <= MOST_ROWS
@@ -160,36 +166,18 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
     return rows, sizes.get("train"), 0
 
 
-def _read_split(
-    cfg: Config,
-    split: str,
-    files: Sequence[str],
-    most: int,
-    rows: dict[str, Rows],
-    stores: dict[str, PromptStore],
-    result: PreflightResult,
-) -> None:
-    """Add the usable rows of a split to ``rows``, and its prompts to ``stores`` if a run would accept all of them."""
-    # If there are more rows than are read, take the first ones instead of a random subset.
-    seed = cfg.data.seed if cfg.data.shuffle and most < MOST_ROWS else None
-    usable, problems = scan_rows(files, max_rows=most, seed=seed, keys=keys_of(cfg.data))
-    if not len(usable):
-        problems = problems or [f"no usable row in {usable.paths}."]
-    else:
-        rows[split] = usable
-    result.problems += [bad_rows(problems)] if problems else []
-    # Valid rows may still have invalid prompts.
-    if len(usable) and result.tokenizer_works:
-        fitting, store = encode_split(cfg, split, usable, chat_encoder(cfg))
-        if not problems:
-            rows[split], stores[split] = fitting, store
-
-
-def _load(cfg: Config, result: PreflightResult) -> Data:
-    read = load_data(cfg)
-    result.images = read.images
-    check_images(cfg, result)
-    return read
+def _read_own(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | None, int]:
+    """Return the same for data of which only the class, or the reader of demonstrations, knows the number of rows."""
+    try:
+        if result.tokenizer_works:
+            read = load_data(cfg)
+            result.images = read.images
+            check_images(cfg, result)
+            prompts = read.prompts.get("train")
+            return read.rows, *((len(prompts), prompts.num_dropped) if prompts else (None, 0))
+    except RltrainError as error:
+        result.problems.append(str(error))
+    return {}, None, 0
 
 
 def _count(split: str, names: Sequence[str], result: PreflightResult) -> int | None:
@@ -209,52 +197,33 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
     if not cfg.reward_model.runs_scorers or cfg.sft.enabled:
         return []
     judges = bool(judge.url) or cfg.reward_model.judges
-    by_judge = check_judge_server(judge, result) if judge.url else []
-    by_judge += (
-        check_judge_messages(cfg.scoring, judge_lengths(cfg)[0], rows, result) if cfg.reward_model.judges else []
-    )
+    by_judge = check_judge_server(judge, result) if judges else []
     if not (rows or custom) or (judges and not judge.runs_rule):
         return by_judge
     scores: list[Score] = []
     # Reversed, so that for a data source in both splits the training row replaces the validation row.
-    firsts = {source: split[at] for split in reversed(rows.values()) for source, at in split.data_sources().items()}
+    firsts = {source: (split, at) for split in reversed(rows.values()) for source, at in split.data_sources().items()}
     try:
         # The scorer runs in this process, because the pool would need Ray.
-        scorer = (rule_scorer if judges else make_scorer)(cfg.scoring)
+        scorer = ScoringSlot.of(cfg.scoring) if judges else make_scorer(cfg.scoring)
         assert isinstance(scorer, ScoringSlot | RemoteScorer)
         try:
-            for source, row in firsts.items():
-                started = time.perf_counter()
-                answer, how = str(row.ground_truth), "the ground truth as the response"
-                # A built-in scorer may require a certain form. A user's function is called only once.
-                if isinstance(scorer, ScoringSlot) and not custom and row.reward_style == "rule":
-                    answer, how = _in_best_form(scorer, row)
-                score = scorer.score_truth((source, answer, row.ground_truth, row.extra_info))
-                seconds = time.perf_counter() - started
-                scores.append(score)
-                printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
-                lines.append(f"{short(source)!r}, {how}: {_said(score)} ({seconds:.2f} s){printed}")
+            for split, at in firsts.values():
+                for row, score, seconds in try_truths(scorer, split, [at]):
+                    scores.append(score)
+                    printed = "".join(f"\n    printed: {line}" for line in scorer.take_printed().splitlines())
+                    how = f"{short(row.data_source)!r}, the ground truth as the response"
+                    lines.append(f"{how}: {_said(score)} ({seconds:.2f} s){printed}")
             if custom and not firsts and isinstance(scorer, ScoringSlot):
                 scorer.prepare("")  # import and signature are checked without a row
         finally:
             scorer.close()
         if not judges:  # with a judge, a column may come from the judge
             check_columns(cfg.algorithm, cfg.reward.weights, scores)
+        refuse_without_number(custom, scores)
     except RltrainError as error:
         result.problems.append(str(error))
-    if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
-        result.problems.append(
-            f"{custom.name!r} in {custom.path!r} gives no number for any response that it was tried on, see above."
-        )
     return (["\n  ".join(["reward", *lines])] if lines else []) + by_judge
-
-
-def _in_best_form(scorer: ScoringSlot, row: PromptRow) -> tuple[str, str]:
-    """Return the ground truth in the form that its scorer accepts best, and a description of the form."""
-    form = best_form(scorer, row)[1]
-    truth = row.ground_truth[0] if isinstance(row.ground_truth, list) and row.ground_truth else row.ground_truth
-    how = "the ground truth as the response" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
-    return form.format(truth), how
 
 
 def _said(score: Score) -> str:

@@ -1,7 +1,6 @@
 """Estimate of the step time on devices that need not exist: ``--dry-run --device H100 --nodes 8``.
 
-Reads the model's config.json, and neither weights nor data. A plain dry run checks weights, data and reward, and prints
-one line of this estimate for the accelerators of this machine.
+Reads the model's config.json, and neither weights nor data. A plain dry run checks weights, data and reward.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import argparse
 
 from rltrain.common.chips import CHIPS, Chip, find_chip
 from rltrain.common.device import Device, get_device
-from rltrain.common.errors import ConfigError, RltrainError, short
+from rltrain.common.errors import ConfigError, short
 from rltrain.common.logs import count
 from rltrain.config.check import check
 from rltrain.config.load import load_config
@@ -63,24 +62,6 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     return "\n".join(lines) + "\n", bool(too_large)
 
 
-def about_seconds(cfg: Config, plan: Plan, device_bytes: int | None) -> list[str]:
-    """Return a line with the step time for a dry run; None on a CPU, for an unknown chip, or without training steps.
-    device_bytes: memory of a device (None: unknown).
-    """
-    chip = chip_here(get_device(cfg.trainer.device))
-    if chip is None or not plan.passes.trains or cfg.data.max_response_length * _MEAN < 1:
-        return []
-    try:
-        step = estimate_step(cfg, plan, _usual_lengths(cfg), chip, Assumptions(), device_bytes)
-    except RltrainError:  # a problem of the model or the engine's memory, which the dry run reports
-        return []
-    return [
-        f"about {step.step_s:,.0f} s a step, of which {step.seconds['gen']:,.0f} s are generation, with responses of "
-        "half of data.max_response_length on average: estimated, not measured on this device (rltrain simulate prints "
-        "the phases)"
-    ]
-
-
 def named_chip(name: str) -> Chip:
     """Return the chip called ``name``, such as "H100" or "910B3". Raises ConfigError."""
     chip = find_chip(name) or find_chip(f"Ascend{name}")
@@ -119,10 +100,10 @@ def _describe(step: StepEstimate, plan: Plan, chip: Chip, lengths: Lengths, assu
         f"throughput  {step.throughput:,.1f} tokens/s/device over the whole step; {rate:,.1f} response tokens in "
         "generate_sequences",
         f"lengths     {lengths.description}",
-        "assumed     (--assume NAME=VALUE,… sets another; docs/simulate.md says which are fitted)",
+        "assumed     (--assume NAME=VALUE,… sets another; docs/simulate.md: sources, and what is not counted)",
         "  " + " ".join(f"{name}={value:g}" for name, value in vars(assumed).items()),
     ]
-    return "\n  ".join(["\n".join(lines), *(["not counted", *step.left_out] if step.left_out else [])])
+    return "\n".join(lines)
 
 
 def _seconds(value: float) -> str:

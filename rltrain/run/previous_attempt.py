@@ -15,7 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-from rltrain.common.storage import disk_errors, lines_of, patiently
+from rltrain.common.storage import disk_errors, lines_of, patiently, swapping
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.checkpoints.folder import RunFolder
 from rltrain.run.report.page import PAGE
@@ -111,9 +111,8 @@ def _cut(file: Path, step: int, aside: Path) -> None:
         aside.mkdir(exist_ok=True)
         (aside / file.name).write_text("".join(f"{line}\n" for line in later), encoding="utf-8")
     # Write to a second file, because a kill during the write would lose the lines of all steps.
-    anew = file.with_suffix(".tmp")
-    anew.write_text("".join(f"{line}\n" for line in head), encoding="utf-8")
-    anew.replace(file)
+    with swapping(file) as anew:
+        anew.write_text("".join(f"{line}\n" for line in head), encoding="utf-8")
 
 
 def _log_archived(folder: Path, aside: Path, step: int | None) -> None:

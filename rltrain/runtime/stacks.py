@@ -15,11 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from rltrain.runtime.slots.limits import catches, descendants
+from rltrain.runtime.slots.proc import catches, command, descendants, stat
 
 _NAME, _SIGNAL = "rltrain-stacks", signal.SIGUSR2
 _ANSWER_S = 2.0
-_PROC = Path("/proc")
 _STATES = {
     "R": "computing",
     "S": "waiting",
@@ -48,29 +47,18 @@ def stacks_here() -> str:
         return "\n".join([file.read(), *map(_other, sorted(descendants(os.getpid())))])
 
 
-def _stat(pid: int) -> list[str]:
-    """Return state, parent and other kernel data of a process, or [] if it has ended."""
-    try:
-        return (_PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def _other(pid: int) -> str:
-    fields = _stat(pid)
+    fields = stat(pid)
     if not fields:
         return f"process {pid} has ended\n"
-    try:
-        name = (_PROC / str(pid) / "cmdline").read_text("utf-8", "replace").replace("\0", " ")[:100].strip()
-    except OSError:
-        name = "?"
-    return f"process {pid} ({name}) is {_STATES.get(fields[0], fields[0])}\n{_asked(pid) if fields[0] in 'RS' else ''}"
+    name, state = command(pid)[:100] or "?", _STATES.get(fields[0], fields[0])
+    return f"process {pid} ({name}) is {state}\n{_asked(pid) if fields[0] in 'RS' else ''}"
 
 
 def _asked(pid: int) -> str:
     """Return the stacks of a process that offers them, or ""."""
     try:
-        links = {descriptor: os.readlink(descriptor) for descriptor in (_PROC / str(pid) / "fd").iterdir()}
+        links = {descriptor: os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
         offered = next((descriptor for descriptor, link in links.items() if link.startswith(f"/memfd:{_NAME}")), None)
         # The signal would kill a process that does not handle it. A forked process has the file and responds too.
         if offered is None or not catches(pid, _SIGNAL):

@@ -129,8 +129,6 @@ def main(argv: list[str] | None = None) -> int:
 
     with new_folder(arguments.out) as folder:
         averager = Averager(names, arguments.dtype)
-        for note in averager.notes:
-            sys.stderr.write(f"note: {note}\n")
         if arguments.greedy:
             shares, soup = greedy_soup(averager, folder, arguments.greedy, settings, arguments.metric)
         averager.write(folder, shares, soup)

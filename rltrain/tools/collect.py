@@ -39,7 +39,6 @@ _ENTRY = re.compile(
     r"(?m)^([ \t]*)((?:- )?[\"']?([\w.-]+)[\"']?[ \t]*:[ \t]*)(?![\[{]|null|''|\"\")"
     r"(\S.*(?:\n\1[ \t]+\S.*|\n[ \t]*(?=\n))*)$"
 )
-_WIDE = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
 
 
 def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_file: int = MOST_OF_A_FILE) -> list[str]:
@@ -82,15 +81,12 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _text_of(path: Path, most: int) -> str | None:
-    """Return the end of a text file in any Unicode encoding; None for another file."""
+    """Return the end of a text file; None for another file, such as one in UTF-16."""
     if path.suffix in _BINARY:
         return None
-    left_out, data, code = _end_of(path, most)
-    for wide, zeros in (("utf-16-le", data[1::2]), ("utf-16-be", data[::2])):
-        if code == "utf-8" and zeros.count(0) * 2 > len(zeros):
-            code = wide
-    text = data.decode(code, "replace").lstrip("\ufeff")
-    if text.count("\ufffd") * 20 > len(text):
+    left_out, data = _end_of(path, most)
+    text = data.decode("utf-8", "replace")
+    if "\0" in text or text.count("\ufffd") * 20 > len(text):
         return None
     return f"[{left_out} bytes left out]\n{text}" if left_out else text
 
@@ -119,17 +115,14 @@ def _secret_values(texts: Iterable[tuple[Path, str]]) -> list[str]:
     return sorted(values - {MASK}, key=len, reverse=True)
 
 
-def _end_of(path: Path, most: int) -> tuple[int, bytes, str]:
-    """Return the number of bytes skipped, the bytes after them, and the encoding from the file's byte order mark."""
+def _end_of(path: Path, most: int) -> tuple[int, bytes]:
+    """Return the number of bytes skipped, and the bytes after them."""
     with open(path, "rb") as file:
-        head = file.read(4)
-        code = next((code for code in _WIDE if head.startswith("\ufeff".encode(code))), "utf-8")
         # Omit a large parquet file, because it is unreadable when truncated. Keep the end of a log, because errors are
         # there.
         left_out = max(0, path.stat().st_size - most) if path.suffix != ".parquet" else 0
-        left_out -= left_out % 4 if code in _WIDE else 0
         file.seek(left_out)
-        return left_out, file.read(), code
+        return left_out, file.read()
 
 
 def _masked(text: str, secrets: list[str]) -> str:

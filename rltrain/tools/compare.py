@@ -24,12 +24,12 @@ from yaml import YAMLError, safe_load
 
 from rltrain.common.errors import DataError, RltrainError, command, short
 from rltrain.common.logs import count
-from rltrain.common.storage import patiently, read_json, write_json
+from rltrain.common.storage import distinct_suffixes, patiently, read_json, write_json
 from rltrain.config.load import load_config
 from rltrain.config.notes import unused_keys
 from rltrain.config.verl.keys import leaves_of
 from rltrain.run.report.charts import Line, Section, Table, line_chart, save_page
-from rltrain.run.report.table import read_metrics
+from rltrain.run.report.table import by_step, read_metrics
 from rltrain.tools.evaluate.report import console_of, write_table
 
 METRICS = (
@@ -143,20 +143,17 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest suffixes that distinguish the paths."""
-    parts = [folder.resolve().parts for folder in folders]
-    if len(set(parts)) < len(parts):
+    resolved = [folder.resolve() for folder in folders]
+    if len(set(resolved)) < len(resolved):
         raise DataError(f"{' '.join(map(str, folders))}: a run is named twice. Name every run once.")
-    lengths = range(1, 1 + max(map(len, parts)))
-    length = next(length for length in lengths if len({part[-length:] for part in parts}) == len(parts))
-    return ["/".join(part[-length:]) for part in parts]
+    return distinct_suffixes(resolved, "/")
 
 
 def _read(folder: Path, name: str) -> Run:
     steps = [line for line in read_metrics(folder) if isinstance(line.get("step"), int)]
     if not steps:
         raise DataError(f"{folder} has no step in its metrics.jsonl: the run has no metrics yet.")
-    # A step may have two lines: the training step's and a validation's.
-    metrics = pd.DataFrame(steps).groupby("step").last().select_dtypes("number").astype(float)
+    metrics = by_step(steps).select_dtypes("number").astype(float)
     # The folder of an earlier start has only metrics. Its settings are in the folder of the run.
     places = [folder, folder.parent] if folder.name.startswith("earlier_") else [folder]
     files = [file for place in places if (file := place / "config.yaml").is_file()]

@@ -8,33 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from rltrain.commands import COMMANDS, converters
 from rltrain.common.errors import command
 from rltrain.config.schema.keys import all_keys
 
 # zsh gets matches by compadd, bash from COMPREPLY. A key ends with = and no space.
-_SCRIPT = """\
-_rltrain() {{
-    local first cur place found=""
-    if [ -n "$ZSH_VERSION" ]; then first=$words[2] cur=$words[CURRENT] place=$((CURRENT - 1))
-    else first=${{COMP_WORDS[1]}} cur=${{COMP_WORDS[COMP_CWORD]}} place=$COMP_CWORD; fi
-    case "$place $first" in
-        "1 "*) found="{commands}" ;;
-{second}
-        *" train"|*" evaluate"|*" doctor"|*" simulate"|*" sweep"|*" resolution") found="{keys}" ;;
-    esac
-    if [ -n "$ZSH_VERSION" ]; then
-        case "$found" in *=*) compadd -S "" -- ${{=found}} ;; *) compadd -- ${{=found}} ;; esac
-        [ "$place" = 1 ] || _files
-    else
-        case "${{COMP_WORDS[COMP_CWORD-1]}}$cur" in *=*) found="" ;; esac
-        case "$found" in *=*) compopt -o nospace ;; esac
-        COMPREPLY=($(compgen -W "$found" -- "$cur"))
-    fi
-}}
-if [ -n "$ZSH_VERSION" ]; then compdef _rltrain rltrain; else complete -o default -F _rltrain rltrain; fi
-"""
+_SCRIPT = Path(__file__).with_name("completion.sh")
 
 
 @command
@@ -46,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
                "help": first}  # fmt: skip
     second = "\n".join(f'        "2 {name}") found="{" ".join(words)}" ;;' for name, words in seconds.items())
     keys = " ".join(f"{key}=" for key in all_keys())
-    sys.stdout.write(_SCRIPT.format(commands=" ".join(first), second=second, keys=keys))
+    sys.stdout.write(_SCRIPT.read_text(encoding="utf-8").format(commands=" ".join(first), second=second, keys=keys))
     return 0
 
 

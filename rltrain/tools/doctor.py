@@ -1,9 +1,19 @@
-"""``python -m rltrain.doctor key=value ...``: test a cluster before training. Prints a table, and causes and fixes.
+"""usage: rltrain doctor [--config FILE] key=value ...
 
-Give the settings of the planned run. The checks are the functions that run at the start of a training
-(`run.preflight.health`), on the same devices and network. Then every device computes, all exchange data, and every pair
-of devices is timed. It does not load the devices for hours, which would find devices that fail when hot.
+Test a cluster before training. Prints a table, and causes and fixes.
+
+The keys are those of training (rltrain train --help); these matter here:
+  ray_kwargs.ray_init.address=auto   the cluster that scripts/ray_start.sh has started; else this machine only
+  trainer.nnodes=N                   default: all nodes of the cluster
+  trainer.n_gpus_per_node=N          default: what this machine shows
+  trainer.default_local_dir=FOLDER   the run folder, which all nodes must share
+  actor_rollout_ref.model.path=…     the model, which every node reads
+Exit code 0: nothing failed; 2: something did.
 """
+
+# Give the settings of the planned run. The checks are the functions that run at the start of a training
+# (`run.preflight.health`), on the same devices and network. Then every device computes, all exchange data, and every
+# pair of devices is timed. It does not load the devices for hours, which would find devices that fail when hot.
 
 from __future__ import annotations
 
@@ -33,18 +43,6 @@ from rltrain.runtime.hang import Deadlines
 from rltrain.runtime.ray_watchdog import stop_ray
 from rltrain.workers.interface.roles import Links
 
-_USAGE = """usage: rltrain doctor [--config FILE] key=value ...
-
-Test a cluster before training. Prints a table, and causes and fixes.
-
-The keys are those of training (rltrain train --help); these matter here:
-  ray_kwargs.ray_init.address=auto   the cluster that scripts/ray_start.sh has started; else this machine only
-  trainer.nnodes=N                   default: all nodes of the cluster
-  trainer.n_gpus_per_node=N          default: what this machine shows
-  trainer.default_local_dir=FOLDER   the run folder, which all nodes must share
-  actor_rollout_ref.model.path=…     the model, which every node reads
-Exit code 0: nothing failed; 2: something did.
-"""
 _WORKER = "rltrain.workers.diagnostics.links:LinksWorker"
 _ALL_BYTES, _PAIR_BYTES = 2**26, 2**24
 _PRODUCT = {True: 512, False: 8192}  # on a CPU, on other devices
@@ -55,7 +53,7 @@ _SLOW = 1 / 3
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return guarded(argv, explained(_USAGE, _examine))
+    return guarded(argv, explained(str(__doc__), _examine))
 
 
 def _examine(arguments: argparse.Namespace, stop: Stop) -> int:

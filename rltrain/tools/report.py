@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rltrain.common.errors import command
-from rltrain.run.report.table import show_report
+from rltrain.run.report.table import report
 
 
 @command
@@ -15,15 +15,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rltrain report",
         description="Show a run by its metrics.jsonl: the seconds of each phase of a step, throughput, the training "
-        "reward at the start and at the end, every validation before and after, and the exported model. On a terminal "
-        "also each phase's share of the step and the slowest step; elsewhere in a fixed layout for scripts.",
+        "reward at the start and at the end, every validation before and after, and the exported model, in a fixed "
+        "layout for scripts. The page has also each phase's share of the step and the slowest step.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir), or its metrics.jsonl")
     says = "write a page of charts and responses that opens offline (default: report.html in RUN)"
     parser.add_argument("--html", nargs="?", const="", metavar="FILE", help=says)
     arguments = parser.parse_args(argv)
     if arguments.html is None:
-        show_report(arguments.run)
+        sys.stdout.write(f"{report(arguments.run)}\n")
     else:
         from rltrain.run.report.page import write_page  # imports Bokeh
 

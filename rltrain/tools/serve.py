@@ -20,10 +20,6 @@ from rltrain.config.schema.fields import key
 from rltrain.config.schema.keys import texts_of
 
 API_KEY = "RLTRAIN_API_KEY"
-_REMOVED = {
-    "--engine": "rltrain serve starts vLLM's server. Leave the flag out, or use `transformers serve FOLDER`",
-    "device": "vLLM computes on the device that its package was built for. Leave the key out",
-}
 _PACKAGES = {
     "cuda": "pip install 'rltrain[vllm]'",
     "npu": "install the pair of vllm and vllm-ascend of your CANN release (docs/npu.md)",
@@ -73,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help="model=PATH, and the keys below")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
     return parser
 
 
@@ -82,8 +77,6 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     arguments = _parser().parse_intermixed_args(words[:split])
-    if arguments.engine:
-        raise ConfigError(f"--engine {arguments.engine} was removed: {_REMOVED['--engine']}.")
     settings = read_settings(arguments.words)
     # Import here, so that --help does not wait for torch.
     from rltrain.common.device import get_device
@@ -113,9 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def read_settings(words: Sequence[str]) -> ServeSettings:
     """Parse ``KEY=VALUE`` arguments. Raises ConfigError with all errors."""
-    removed = [word for word in words if word.partition("=")[0] in _REMOVED]
-    errors = [f"{word}: the key was removed: {_REMOVED[word.partition('=')[0]]}." for word in removed]
-    return read_arguments(ServeSettings, [word for word in words if word not in removed], problems=errors)
+    return read_arguments(ServeSettings, words)
 
 
 def vllm_arguments(settings: ServeSettings, path: str, port: int) -> list[str]:

@@ -1,10 +1,19 @@
-"""``python -m rltrain.sweep key=a,b other=value ...``: a run for every combination, one after the other.
+"""usage: rltrain sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
 
-A failed run must not end a sweep, and an interrupted sweep must not start over. So all settings are checked before the
-first run; each run has a separate folder, named by the swept values, in which it resumes like any run; sweep.json lists
-the finished runs. All runs use this process and one Ray. Runs are not concurrent, because a run uses all devices, and
-results do not determine the next settings. Slow imports are inside functions.
+Make a run for every combination of values, one after the other.
+
+  key=a,b        a run with each; several such keys make all combinations. A comma in brackets or quotes makes no list.
+  --out FOLDER   where the runs' folders, sweep.json and the comparison are (default: trainer.default_local_dir)
+  --dry-run      list the runs and say of each whether it would start
+
+The same command resumes: it skips finished runs, and the others continue from their checkpoints.
+Exit code 0: all runs are finished; else that of the failures, or 1 where they differ; 130 or 75: stopped by a signal.
 """
+
+# A failed run must not end a sweep, and an interrupted sweep must not start over. So all settings are checked before
+# the first run; each run has a separate folder, named by the swept values, in which it resumes like any run;
+# sweep.json lists the finished runs. All runs use this process and one Ray. Runs are not concurrent, because a run
+# uses all devices, and results do not determine the next settings. Slow imports are inside functions.
 
 from __future__ import annotations
 
@@ -29,17 +38,6 @@ from rltrain.config.loaded import LoadedConfig
 from rltrain.main_ppo import main as guarded
 from rltrain.run.program import explained
 
-_USAGE = """usage: rltrain sweep [--out FOLDER] [--dry-run] [--config FILE] key=a,b key=value ...
-
-Make a run for every combination of values, one after the other.
-
-  key=a,b        a run with each; several such keys make all combinations. A comma in brackets or quotes makes no list.
-  --out FOLDER   where the runs' folders, sweep.json and the comparison are (default: trainer.default_local_dir)
-  --dry-run      list the runs and say of each whether it would start
-
-The same command resumes: it skips finished runs, and the others continue from their checkpoints.
-Exit code 0: all runs are finished; else that of the failures, or 1 where they differ; 130 or 75: stopped by a signal.
-"""
 _FOLDER, _EXPERIMENT = "trainer.default_local_dir", "trainer.experiment_name"
 _LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
 # A run's name is used for its folder and by trackers. If two names are equal, the second gets a number.
@@ -231,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         runs, out = load_runs(arguments, own.out)
         return _dry_run(runs) if arguments.dry_run else sweep(runs, out, stop)
 
-    return guarded(words, explained(_USAGE, program))
+    return guarded(words, explained(str(__doc__), program))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rltrain.rewards.custom import CustomReward, RewardFunction
 from rltrain.rewards.processes.judging import Questions
 from rltrain.rewards.processes.remote_judge import RemoteJudge
 from rltrain.rewards.processes.score import ScorerCall, parse_result
+from rltrain.rewards.processes.trial import truth_of
 from rltrain.rewards.scorers.registry import FORMS
 
 Scored = tuple[float, dict[str, float | str]]
@@ -115,16 +116,11 @@ def _given(file: Path, rows: Rows) -> Iterator[tuple[int, str]]:
 
 def _made_up(rows: Rows, number: int) -> Iterator[tuple[int, str]]:
     for position in sorted({*range(min(number, len(rows))), *rows.data_sources().values()}):
-        truth = _truth(rows, position)
+        truth = truth_of(rows[position])
         for form in FORMS:
             yield position, form.format(truth)
         yield position, WRONG
         yield position, _guesses(truth)
-
-
-def _truth(rows: Rows, position: int) -> str:
-    truth = rows[position].ground_truth
-    return str(truth[0] if isinstance(truth, list) and truth else truth)
 
 
 def _guesses(truth: str) -> str:
@@ -136,7 +132,7 @@ def _guesses(truth: str) -> str:
 def _guesses_pay(earned: dict[tuple[int, str], float], rows: Rows) -> str:
     """Return a warning if a list of guesses scored higher than a wrong response, else ""."""
     for (position, answer), score in earned.items():
-        if answer == _guesses(_truth(rows, position)) and score > earned.get((position, WRONG), score):
+        if answer == _guesses(truth_of(rows[position])) and score > earned.get((position, WRONG), score):
             return (
                 f"warning: row {position}, response {_short(answer)!r} earned {score:g}: it contains the ground truth "
                 "among other numbers, so a policy can learn to list guesses. Compare the whole response, or the last "

@@ -8,68 +8,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.text import Text
-
 from rltrain.common.clock import SYSTEM, Clock
-from rltrain.common.errors import ConfigError, command, sanitize
-from rltrain.common.logs import console
+from rltrain.common.errors import command, sanitize
 from rltrain.common.storage import json_lines, lines_of, read_json, run_folder
-from rltrain.run.report.console import seconds_left, shown, validation_lines
-from rltrain.run.report.page import warnings_of
 from rltrain.run.report.table import METRICS
 
 _EVERY_S = 2.0
-_BAR_WIDTH = 40
-
-
-def view(run: Path) -> Group:
-    """Return the terminal view of the run."""
-    lines, plan = json_lines(run / METRICS), read_json(run / "plan.json") or {}
-    steps = [line for line in lines if "timing_s/step" in line]
-    made, total = int(steps[-1]["step"]) if steps else 0, int(plan.get("total_steps") or 0)
-    parts: list[Any] = [Text(f"{run.resolve().name}: step {made}{f' of {total}' if total else ''}", style="bold")]
-    if total:
-        parts.append(ProgressBar(total=total, completed=made, width=_BAR_WIDTH))
-    parts.append(Text(_progress(run, made, total, steps)))
-    parts += [Text("  ".join(shown(steps[-1])))] if steps else []
-    for line in lines[::-1]:
-        if numbers := validation_lines(line):
-            parts += [Text(f"validation {line['step']}  {name}  {'  '.join(of)}") for name, of in numbers.items()]
-            break
-    parts += [Text(f"{when}  {what}", style="yellow") for when, what, _ in warnings_of(run)[-3:]]
-    return Group(*parts)
-
-
-def _progress(run: Path, made: int, total: int, steps: list[dict[str, Any]]) -> str:
-    if total and made >= total:
-        return "all steps are done"
-    if not total or not steps:
-        return last_line(run)
-    return f"{timedelta(seconds=round(seconds_left(steps, total - made)))} left"
-
-
-def last_line(run: Path) -> str:
-    """Return the newest line of train.log; before the first step it describes the current wait."""
-    log = run / "train.log"
-    return sanitize(next((line for line in lines_of(log)[::-1] if line.strip()), f"{log} is empty"))
 
 
 def follow(run: Path, write: Callable[[str], Any], ended: Callable[[], bool], clock: Clock = SYSTEM) -> None:
     """Write the lines of train.log as they arrive, beginning with the last twenty, until ``ended``."""
     num_written = max(0, len(lines_of(run / "train.log")) - 20)
     if not (run / "train.log").exists():  # the job is still waiting, or this is another folder
-        write(f"{last_line(run)}\n")
+        write(f"{run / 'train.log'} does not exist yet\n")
     while True:
         over = ended()
         lines = lines_of(run / "train.log", keepends=True)
@@ -95,33 +52,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="rltrain watch",
-        description="Watch a run by its folder, from any machine that sees it: on a terminal its step, the "
-        "newest numbers and warnings, the time left; elsewhere the lines of its train.log as they come. Ends with the "
-        "run's last step.",
+        description="Watch a run by its folder, from any machine that sees it: the lines of its train.log, "
+        "with every step, warnings and the time left. Ends with the run's last step.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
-    for removed in ("--serve", "--host"):
-        parser.add_argument(removed, nargs="?", const="", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.serve is not None or arguments.host is not None:
-        raise ConfigError(
-            f"--serve and --host were removed. `rltrain report {arguments.run} --html` writes the page of the run, "
-            "also during the run."
-        )
     run = run_folder(arguments.run)
     with suppress(KeyboardInterrupt):
-        _watch(run, is_terminal=console.is_terminal)
-    return 0
-
-
-def _watch(run: Path, *, is_terminal: bool) -> None:
-    if not is_terminal:
         follow(run, _write, partial(is_over, run))
-        return
-    with Live(view(run), console=console, refresh_per_second=2) as live:
-        while not is_over(run):
-            time.sleep(_EVERY_S)
-            live.update(view(run))
+    return 0
 
 
 def _write(text: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 from rltrain.agents.chat import ToolCall, TrajectoryStart, Turn, TurnLimits
 from rltrain.agents.pool import ExecutorPool
 from rltrain.agents.toolbox import ToolSources
-from rltrain.runtime.slots.limits import Limits, descendants
+from rltrain.runtime.slots.limits import Limits
+from rltrain.runtime.slots.proc import descendants
 from tests.clock import PATIENCE_S, eventually
 from tests.faults.plug import ended, pids
 

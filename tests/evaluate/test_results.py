@@ -9,9 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rltrain.common.errors import ConfigError, DataError
-from rltrain.tools.evaluate.evaluation import summary
+from rltrain.tools.evaluate.evaluation import differences, summary
 from rltrain.tools.evaluate.page import write_page
-from rltrain.tools.evaluate.paired import differences
 from rltrain.tools.evaluate.report import show
 from rltrain.tools.evaluate.results import ResultFolder
 

@@ -1,6 +1,7 @@
 """The arguments of a search, the bounds to try, and the errors."""
 
 import importlib.util
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ from rltrain.data_preprocess import rectangles
 from rltrain.tools.resolution import search
 from rltrain.tools.resolution.__main__ import main
 from rltrain.tools.resolution.request import Bounds, read_search
-from rltrain.tools.resolution.settings import MIN_PROMPTS, Setting, Settings, find_settings
+from rltrain.tools.resolution.search import MIN_PROMPTS, Setting, Settings, find_settings
 from tests.tiny_vision import save_tiny_vision_model
 
 DEFAULT = Bounds(None, None)
@@ -108,16 +109,16 @@ def test_models_that_see_nothing_or_at_one_size_alone_are_refused(tiny_model, fi
 def test_splits_with_few_prompts_or_without_images_are_refused(model, files, arithmetic_files, tmp_path):
     few = tmp_path / "few.parquet"
     pq.write_table(pq.read_table(files[1]).slice(0, MIN_PROMPTS - 1), few)
-    with pytest.raises(DataError, match=rf"test={few}: 19 prompts cannot distinguish resolutions\. Give at least 20"):
+    with pytest.raises(DataError, match=rf"test={few}: 19 prompts with images. Give at least 20"):
         settings_of(model, [files[0], few])
-    with pytest.raises(DataError, match=r"no prompt has an image\. data\.image_key names the column"):
+    with pytest.raises(DataError, match=r"none with images"):
         settings_of(model, [arithmetic_files[0], files[1]])
 
 
 def test_a_dry_run_shows_what_images_cost_and_answers_nothing(model, files, tmp_path, capfd):
     assert main(words(model, files, f"out={tmp_path / 'out'}", "--dry-run")) == 0
     told = capfd.readouterr().out
-    assert "min_none_max_none (default) │ 9.0" in told
+    assert re.search(r"min_none_max_none +│ 9\.0", told)
     assert not (tmp_path / "out").exists()
 
 
@@ -133,9 +134,10 @@ def test_a_setting_that_is_worse_on_the_first_quarter_is_stopped(model, files, t
         count = int(words[0].partition("=")[2]) if words else 80
         columns = {"row": range(count), "sample": [0] * count, "data_source": ["a"] * count}
         columns |= {"reward": [scores[folder.name]] * count, "reward_failed": [0] * count}
+        columns |= {name: [str(row) for row in range(count)] for name in ("question", "ground_truth")}
         folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), folder / "answers.parquet")
-        return {"answers": "answers.parquet"}
+        return {"answers": "answers.parquet", "model": {"name": model.name}, "sources": {"a": {"binary": False}}}
 
     monkeypatch.setattr(search, "evaluate_model", evaluate)
     bounds = [DEFAULT, Bounds(None, 1764), Bounds(None, 3528)]
@@ -146,5 +148,6 @@ def test_a_setting_that_is_worse_on_the_first_quarter_is_stopped(model, files, t
         (0.5, 80, False), (0.0, 20, True), (1.0, 80, False),
     ]  # fmt: skip
     assert result["chosen"]["name"] == "min_none_max_3528"
-    assert result["difference"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+    (difference,) = result["differences"]
+    assert difference["sources"]["a"] == {"value": 0.5, "low": 0.5, "high": 0.5, "prompts": 80, "binary": False}
     assert "dev/min_none_max_1764" not in evaluated

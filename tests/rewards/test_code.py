@@ -8,7 +8,7 @@ import pytest
 from rltrain.common.errors import RewardError
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.code import extract_code, same_text
-from rltrain.runtime.slots.limits import descendants
+from rltrain.runtime.slots.proc import descendants
 from tests.clock import PATIENCE_S, eventually
 from tests.faults.plug import alive
 

@@ -52,27 +52,3 @@ def test_processes_started_by_a_reward_function_find_its_functions(custom, tmp_p
     with ScoringSlot(custom(code), timeout_s=PATIENCE_S) as slot:
         score = slot.score(*CALL)
         assert (score.value, score.error) == (1.0, None), slot.take_printed()
-
-
-LOST = """
-import multiprocessing
-
-class Same:
-    def __call__(self, pair): return 1.0
-    def __reduce__(self): return exec, ("import no_such_module",)
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    context = multiprocessing.get_context({!r})
-"""
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_waiting_for_a_process_that_could_not_start_is_an_error_and_no_timeout(custom, method):
-    """The trial before training must end the run, after one try: no other form of the ground truth is tried."""
-    code = LOST.format(method) + "    with context.Pool(1) as pool: return pool.map(Same(), [1])[0]"
-    with ScoringSlot(custom(code), timeout_s=5.0) as slot:
-        score = slot.score_truth(CALL)
-    assert score.status == "crashed"
-    assert score.error.startswith("no score after 5 s (reward.timeout_s); a process that it started with multiproc")
-    assert score.error.endswith("ModuleNotFoundError: No module named 'no_such_module'")

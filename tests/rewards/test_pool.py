@@ -10,8 +10,8 @@ import pytest
 
 from rltrain.common.errors import RewardError, WorkerLost
 from rltrain.data.rows import read_rows
-from rltrain.rewards.processes.columns import columns_of
 from rltrain.rewards.processes.score import Score
+from rltrain.rewards.processes.scoring import columns_of
 from tests.faults.plug import below, ended, pids
 
 LENGTH = """

@@ -17,8 +17,8 @@ from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, Worker
 from rltrain.runtime.launch import ray_node as launch_ray
 from rltrain.runtime.launch import rendezvous as module
 from rltrain.runtime.launch.arguments import read_launch
-from rltrain.runtime.launch.command import run_command
 from rltrain.runtime.launch.files import head_token, publish, token_file, unpublish, use_head_token, write
+from rltrain.runtime.launch.ray_node import run_command
 from rltrain.runtime.launch.store import BEAT, END, HEAD, MARK, STOP, Node, clusters_here, end_processes
 from tests.clock import VirtualClock, eventually
 

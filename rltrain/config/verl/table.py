@@ -22,6 +22,12 @@ trainer     ``note``: top-level names of another trainer's files, of which two (
 differs     a note on a key of the schema that means something else in some version of verl. ``to``: further conditions,
             joined by " and "; ``!key``: that key was not written
 named       a recipe (``to``) whose launches have this word in the name of the run, and no special key
+unchosen    a key of the schema whose default differs: with a value of the list ``note``, it counts as not written in a
+            configuration that verl saved (`defaults`)
+saved       the same for the last part of a key that the schema lacks
+follows     the last part of a key that has in a saved configuration the value of the key ``to``
+sft         a key of verl's SFT trainer, which the schema has as ``to``; without effect if that is empty (`sft`)
+sft preset  a default of verl's SFT trainer, as JSON
 sentence    a text that notes include as @name
 list        @releases: the releases that were read; @owners: sections of verl
 

@@ -45,7 +45,6 @@ _NO_MATTER = {
     "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "is_encoder_decoder", "architectures",
 }  # fmt: skip
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_SERVING = ("generation_config.json", "chat_template.jinja", "preprocessor_config.json")
 
 
 @dataclass(frozen=True)
@@ -125,20 +124,14 @@ class Average:
     def __init__(self, parts: Sequence[Part], shares: Sequence[float], dtype: torch.dtype | None = None) -> None:
         self._parts, self._shares = parts, shares
         first = parts[0]
-        self.notes: list[str] = []
-        """Notes on differences that do not prevent averaging."""
         for other in parts[1:]:
-            refuse_differences(
-                "architectures",
-                first.path,
-                _leaves(first.config.to_dict()),
-                other.path,
-                _leaves(other.config.to_dict()),
-            )
+            of_parts = [_leaves(part.config.to_dict()) for part in (first, other)]
+            refuse_differences("architectures", first.path, of_parts[0], other.path, of_parts[1])
             refuse_differences("weights", first.path, _kinds(first), other.path, _kinds(other))
-            self.notes += _compare_small_files(first.small_files, other.small_files)
-        if len({getattr(part.config, "max_position_embeddings", None) for part in parts}) > 1:
-            self.notes.append(f"max_position_embeddings differ: the value of {first.path} is used")
+            for name in _TOKENIZERS:
+                files = [part.small_files / name for part in (first, other)]
+                if all(file.is_file() for file in files):
+                    refuse_differences("tokenizers", first.path, _tokens(files[0]), other.path, _tokens(files[1]))
         self._weights = {entry: name for name, entry in first.names.items()}
         self.empty: dict[str, Tensor] = {}
         """Entries of the average, on the meta device."""
@@ -211,18 +204,6 @@ def _kinds(part: Part) -> dict[str, str]:
     }
 
 
-def _compare_small_files(first: Path, other: Path) -> list[str]:
-    """Return notes on files that differ between two folders. Raises CheckpointError for different tokenizers."""
-    notes = [f"{first} and {other} have no tokenizer file in common, so no tokens are compared"]
-    for name in _TOKENIZERS:
-        if (first / name).is_file() and (other / name).is_file():
-            notes = []
-            refuse_differences("tokenizers", str(first), _tokens(first / name), str(other), _tokens(other / name))
-    if names := [name for name in _SERVING if _lines(first / name) != _lines(other / name)]:
-        notes.append(f"{', '.join(names)} of {other} differ: the files of {first} are used")
-    return notes
-
-
 def _tokens(file: Path) -> dict[str, Any]:
     if file.name != "tokenizer.json":
         return {file.name: digest_of_files([file])}
@@ -232,11 +213,6 @@ def _tokens(file: Path) -> dict[str, Any]:
         return {**tokenizer.get_vocab(), "merges of BPE": json.loads(tokenizer.to_str())["model"].get("merges")}
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read ({error}). Copy it again.") from error
-
-
-def _lines(file: Path) -> list[str]:
-    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    return [line for line in lines if "transformers_version" not in line]
 
 
 def _refuse_not_finite(path: str, name: str, rows: Tensor) -> None:

@@ -249,7 +249,7 @@ def _same_rows(answer: str, truth: str, same: Same) -> bool | None:
         return None
     if ours[1] != theirs[1]:
         return False
-    rows, right = ([_cells(row) for row in _row_texts(text)] for text in (ours[2], theirs[2]))
+    rows, right = ([_cells(row) for row in text.split("\\\\") if row.strip()] for text in (ours[2], theirs[2]))
     if len(rows) != len(right) or len(right) > _MAX_PARTS:
         return False
 
@@ -259,10 +259,6 @@ def _same_rows(answer: str, truth: str, same: Same) -> bool | None:
     if ours[1] == "pmatrix":
         return all(map(same_row, rows, right))
     return all(any(same_row(row, other) for row in rows) for other in right)
-
-
-def _row_texts(text: str) -> list[str]:
-    return [row for row in text.split("\\\\") if row.strip()]
 
 
 def _cells(row: str) -> list[str]:

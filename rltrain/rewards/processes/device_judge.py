@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from rltrain.common.errors import RltrainError
 from rltrain.config.schema import ScoringConfig
 from rltrain.rewards.judge.message import QuestionMaker
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.judging import MAX_REPLIES, Judging
-from rltrain.rewards.processes.remote_judge import rule_score
 from rltrain.rewards.processes.score import NO_PROMPT, PendingScore, Score, ScorerCall
 
 
@@ -40,7 +40,7 @@ class DeviceJudge:
         messages: list[str] = []
         for call, question, rule in zip(calls, questions, self._judging.rules(calls), strict=True):
             if not self._judging.needs_judge(rule):
-                scores.append(rule_score(rule))
+                scores.append(cast(Score, rule))
                 continue
             try:
                 messages.append(self._judging.message(call, question()))

@@ -17,7 +17,7 @@ from rltrain.config.schema.judge import BY_RULE, JudgeConfig
 from rltrain.data.images import without_parts
 from rltrain.data.rows import Rows
 from rltrain.data.stored_images import StoredImages
-from rltrain.rewards.custom import CustomReward, custom_reward
+from rltrain.rewards.custom import CustomReward
 from rltrain.rewards.grading.latex import last_boxed
 from rltrain.rewards.judge.message import Question, Template
 from rltrain.rewards.judge.reply import Reply, Unreadable, is_complete_verdict, reader, without_thinking
@@ -50,13 +50,10 @@ class Judging:
         check_judge(judge)  # before anything is started
         self._template, self._reader = Template(judge), reader(judge)
         self._slots = ThreadPoolExecutor(1, "slots")
-        reward, custom = cfg.reward, custom_reward(cfg)
-        allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
-        limits = (reward.timeout_s, reward.memory_limit_mb, *allowed)
-        self._rule = self._in_slots(lambda: ScoringSlot(custom, *limits)) if judge.runs_rule else None
+        self._rule = self._in_slots(lambda: ScoringSlot.of(cfg)) if judge.runs_rule else None
         # The user's function for replies is called like a reward function, with the judge's reply as the response.
         by_function = CustomReward(*judge.function) if judge.function else None
-        self._function = self._in_slots(lambda: ScoringSlot(by_function, *limits)) if by_function else None
+        self._function = self._in_slots(lambda: ScoringSlot.of(cfg, by_function)) if by_function else None
 
     # -- the scorer of the data source ---------------------------------------------------------------------------------
 

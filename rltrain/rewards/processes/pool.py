@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rltrain.common.errors import RewardError
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.actors import RewardWorkers
 from rltrain.rewards.processes.score import Score
 from rltrain.rewards.processes.scoring import POLL_S, Scoring
+from rltrain.rewards.processes.trial import refuse_without_number
 
 
 class RewardPool(RewardWorkers):
@@ -36,12 +36,8 @@ class RewardPool(RewardWorkers):
             self.log.append(worker, printed)
         # All workers score the same rows, so the scores of one suffice.
         scores, custom, judge = results[0][0], custom_reward(self._cfg), self.reward.judge
-        if custom and not judge.url and scores and all(score.status in ("crashed", "rejected") for score in scores):
-            raise RewardError(
-                f"{custom.name!r} in {custom.path!r} returns no number for any trial response: the ground "
-                f"truth of each data source, alone and in the usual forms. The first failure:\n{scores[0].report()}\n"
-                f"Try it: python -m rltrain.rewards.try {custom.path} DATA.parquet"
-            )
+        if not judge.url:
+            refuse_without_number(custom, scores)
         self.log.failures(scores)
         if judge.url:
             for counts in self._wait([worker.take_counts.remote() for worker in self.workers]):

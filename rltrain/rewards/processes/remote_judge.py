@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import JudgeError, RewardError, RltrainError
@@ -61,7 +61,7 @@ class RemoteJudge:
         chosen = [calls[place] for place in places], [questions[place] for place in places]
         judged = dict(zip(places, self._in_loop(self._judge_all(*chosen, within_s, batch)), strict=True))
         return [
-            self._judging.combine(rule, judged[place]).with_call(call) if place in judged else rule_score(rule)
+            self._judging.combine(rule, judged[place]).with_call(call) if place in judged else cast(Score, rule)
             for place, (rule, call) in enumerate(zip(rules, calls, strict=True))
         ]
 
@@ -190,9 +190,3 @@ class RemoteJudge:
 
     def _in_loop(self, awaitable: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result()
-
-
-def rule_score(rule: Score | None) -> Score:
-    """Return the score of a response that is not judged."""
-    assert rule
-    return rule

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rltrain.common.errors import RewardError
-from rltrain.rewards.custom import CustomReward
+from rltrain.config.schema import ScoringConfig
+from rltrain.rewards.custom import CustomReward, custom_reward
 from rltrain.rewards.processes.load_scorer import ScorerLoader
 from rltrain.rewards.processes.score import Score, ScorerCall
 from rltrain.rewards.scorers.registry import FORMS
 from rltrain.runtime.slots.limits import Limits
 from rltrain.runtime.slots.service import Outcome, Service
-from rltrain.runtime.slots.slot import ORPHANED, Slot
+from rltrain.runtime.slots.slot import Slot
 
 
 class ScoringSlot(Slot):
@@ -32,6 +33,13 @@ class ScoringSlot(Slot):
         service = Service(ScorerLoader(custom), *words, result="score", call="answer", error=RewardError)
         super().__init__(service, Limits(timeout_s, memory_limit_mb, allow_code_execution, allow_unsandboxed_code))
 
+    @classmethod
+    def of(cls, cfg: ScoringConfig, custom: CustomReward | None = None) -> "ScoringSlot":
+        """Return the slot of ``custom`` (None: the user's function, or else the scorers of the data sources)."""
+        reward = cfg.reward
+        allowed = reward.allow_code_execution, reward.allow_unsandboxed_code
+        return cls(custom or custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, *allowed)
+
     def score(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         """Score one response. Raises RewardError only if no response can be scored: no scorer, or failing imports."""
         return self.score_all([(data_source, solution_str, ground_truth, extra_info)])[0]
@@ -48,17 +56,20 @@ class ScoringSlot(Slot):
         return [_score_of(outcome, call) for outcome, call in zip(outcomes, calls, strict=True)]
 
     def score_truth(self, call: ScorerCall) -> Score:
-        """Score a ground truth as the response; if that fails, in the other `FORMS` until one succeeds.
+        """Score a ground truth as the response. If that fails, try the other `FORMS` until one succeeds; a built-in
+        scorer returns the best score of all.
 
         Raises RewardError only if nothing can be scored, as `score`.
         """
         score = self.score(*call)
         for form in FORMS[1:]:
-            # After a timeout no other form is tried, because each could cost another timeout.
-            if score.status not in ("crashed", "rejected") or score.kind == ORPHANED:
+            # After a timeout no other form is tried, because each could cost another timeout. A user's function may
+            # cost money.
+            if score.status == "timeout" or (score.value is not None and (self._custom or score.value >= 1)):
                 break
             of_form = self.score(call[0], form.format(call[1]), *call[2:])
-            score = of_form if of_form.status == "ok" else score
+            if of_form.value is not None and (score.value is None or of_form.value > score.value):
+                score = of_form
         return score
 
 

@@ -14,7 +14,7 @@ from rltrain.common.columns.answer import AnswerText
 from rltrain.common.env import adopt
 from rltrain.config.schema import ScoringConfig
 from rltrain.data.rows import Rows
-from rltrain.rewards.custom import DEFAULT_INFO, custom_reward
+from rltrain.rewards.custom import DEFAULT_INFO
 from rltrain.rewards.judge.message import QuestionMaker
 from rltrain.rewards.judge.reply import Reply
 from rltrain.rewards.processes.device_judge import DeviceJudge
@@ -23,6 +23,7 @@ from rltrain.rewards.processes.remote_judge import RemoteJudge
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import PendingScore, Score, ScorerCall, parse_result
 from rltrain.rewards.processes.slot import ScoringSlot
+from rltrain.rewards.processes.trial import try_truths
 from rltrain.runtime.stacks import stacks_here
 
 Scorer = ScoringSlot | RemoteScorer | RemoteJudge | DeviceJudge
@@ -40,14 +41,7 @@ def make_scorer(cfg: ScoringConfig, num_sharing: int = 1) -> Scorer:
         return RemoteJudge(cfg, num_sharing)
     if reward.url is not None:
         return RemoteScorer(reward.url, reward.timeout_s, reward.url_concurrency, reward.url_headers)
-    return rule_scorer(cfg)
-
-
-def rule_scorer(cfg: ScoringConfig) -> ScoringSlot:
-    """Return the user's function, or else the scorers of the data sources."""
-    reward = cfg.reward
-    allowed = (reward.allow_code_execution, reward.allow_unsandboxed_code)
-    return ScoringSlot(custom_reward(cfg), reward.timeout_s, reward.memory_limit_mb, *allowed)
+    return ScoringSlot.of(cfg)
 
 
 class RewardWorker:
@@ -123,15 +117,10 @@ class RewardWorker:
 
     def score_truths(self, split: str, rows: list[int] | None) -> tuple[list[Score], tuple[str, str]]:
         """Score rows with their ground truth as the response (by default the first row per data source)."""
-        of_split = self._rows[split]
-        chosen = list(of_split.data_sources().values()) if rows is None else rows
-        calls = [self._call(split, row, str(of_split[row].ground_truth)) for row in chosen]
-        if isinstance(self._scorer, RemoteJudge | DeviceJudge):
-            pairs = zip(chosen, calls, strict=True)
-            scores = [self._scorer.score_truth(call, self._question(split, row)) for row, call in pairs]
-        else:
-            scores = [self._scorer.score_truth(call) for call in calls]
-        return [score for score in scores if score], (self._name, self._scorer.take_printed())
+        chosen = list(self._rows[split].data_sources().values()) if rows is None else rows
+        asks = isinstance(self._scorer, RemoteJudge | DeviceJudge)
+        tried = try_truths(self._scorer, self._rows[split], chosen, partial(self._question, split) if asks else None)
+        return [score for _, score, _ in tried], (self._name, self._scorer.take_printed())
 
     def take_counts(self) -> Counter[str]:
         """Return and reset a judge's costs."""

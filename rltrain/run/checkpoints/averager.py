@@ -36,7 +36,8 @@ class Averager:
             raise ConfigError(f"--dtype {dtype} is for models: adapters are written in float32. Remove it.")
         self._dtype = DTYPES[dtype] if dtype else None
         self._parts = [] if self.are_adapters else [read_part(path) for path in self.paths]
-        self.notes = [] if self.are_adapters else Average(self._parts, [], self._dtype).notes
+        if not self.are_adapters:
+            Average(self._parts, [])  # raises before hours of a greedy soup
 
     def write(self, folder: Path, shares: Mapping[int, float], soup: dict[str, object]) -> None:
         """Write the mean of some models, and average.json: models, shares, digests of weight files, ``soup``."""

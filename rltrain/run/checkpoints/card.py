@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import metadata_load, try_to_load_from_cache
+from jinja2 import Template
 from yaml import YAMLError, safe_dump
 
 from rltrain.common import __version__
@@ -18,6 +19,7 @@ from rltrain.config.check import as_list
 from rltrain.config.schema import Config
 from rltrain.tools.env import command_line
 
+_BODY = Path(__file__).with_name("card.md.jinja")
 # Arguments of user code, and environment variables: a published page needs neither, and either may hold a secret.
 _NOT_SHOWN = ("reward_kwargs", "env_vars", "url_headers")
 # Names of data sets on the hub, which are also the data sources of verl's converters.
@@ -31,43 +33,21 @@ def model_card(cfg: Config, step: int, sources: Sequence[str] = ()) -> str:
 
     It is appended to the metadata lines (`Export.write`). sources: the data sources of the prompts.
     """
-    model, rollout, algorithm = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout, cfg.algorithm
-    versions = {"rltrain": __version__} | {name: installed_version(name) for name in _PACKAGES}
-    rows = {
-        "base model": model.path,
-        "steps": str(step),
-        "algorithm": f"{algorithm.adv_estimator}, {cfg.actor_rollout_ref.actor.policy_loss.loss_mode} loss",
-        "prompts": ", ".join(as_list(cfg.data.train_files)),
-        "data sources": ", ".join(sources),
-        "answers": f"{rollout.n} per prompt at temperature {rollout.temperature}, "
-        f"up to {cfg.data.max_response_length} tokens",
-        "chat template": "of the base model"
-        if model.custom_chat_template is None
-        else "replaced; this folder contains the replacement",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-    }
-    if arguments := dict(cfg.data.apply_chat_template_kwargs):
-        rows["template arguments"] = ", ".join(f"{name}={value}" for name, value in masked(arguments).items())
-    bounds = {"at least": cfg.data.min_pixels, "at most": cfg.data.max_pixels}
-    if set_ones := [f"{bound} {count}" for bound, count in bounds.items() if count]:
-        rows["images"] = f"scaled to {' and '.join(set_ones)} pixels, within the bounds of the processor"
-    if model.uses_lora:
-        rows["LoRA"] = (
-            "the adapters are merged into these weights; the checkpoint has them separately in actor/lora_adapter"
-        )
-    table = "\n".join(f"| {name} | {masked_text(value)} |" for name, value in rows.items() if value)
+    model = cfg.actor_rollout_ref.model
     head = {
         # A hub cannot link to a local folder.
         "base_model": "" if model.path.startswith(("/", ".", "~")) else model.path,
         "datasets": [source for source in sources if _ON_HUB.fullmatch(source)],
         **_license(model.path),
-        "tags": ["rltrain", "reinforcement-learning", algorithm.adv_estimator],
+        "tags": ["rltrain", "reinforcement-learning", cfg.algorithm.adv_estimator],
     }
     metadata = safe_dump({name: value for name, value in head.items() if value}, sort_keys=False, allow_unicode=True)
-    return (
-        f"{masked_text(metadata)}---\n\n# {cfg.trainer.experiment_name}\n\nTrained with rltrain {__version__}.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n```bash\n{command_line(_NOT_SHOWN)}\n```\n"
-    )
+    text = Template(_BODY.read_text(encoding="utf-8"), keep_trailing_newline=True).render(
+        cfg=cfg, model=model, rollout=cfg.actor_rollout_ref.rollout, data=cfg.data, step=step, sources=sources,
+        versions={"rltrain": __version__} | {name: installed_version(name) for name in _PACKAGES},
+        prompts=", ".join(as_list(cfg.data.train_files)), arguments=masked(dict(cfg.data.apply_chat_template_kwargs)),
+    )  # fmt: skip
+    return f"{masked_text(metadata + text)}\n```bash\n{command_line(_NOT_SHOWN)}\n```\n"
 
 
 def _license(path: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from typing import IO
 
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import CheckpointError, ConfigError, DiskError, StorageError, write_error
-from rltrain.common.storage import patiently
+from rltrain.common.storage import patiently, swapping
 from rltrain.run.checkpoints.manifest import find_damage, sync, write_manifest
 
 log = logging.getLogger(__name__)
@@ -186,10 +186,9 @@ class RunFolder(Checkpoints):
 
     def write(self, name: str, text: str) -> None:
         """Write a small file of the run atomically."""
-        temporary = self.path / f".{name}.tmp"
         try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self.path / name)
+            with swapping(self.path / name) as temporary:
+                temporary.write_text(text, encoding="utf-8")
         except OSError as error:
             raise _unwritable(self.path, error) from error
 

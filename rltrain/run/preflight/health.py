@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 # Timeouts in seconds. Hanging storage never responds, but models of hundreds of files on slow storage take a while. The
 # first connection of hundreds of devices takes minutes.
 _LOOK_S, _REACH_S, _COLLECTIVES_S = 300.0, 120.0, 600.0
-_SKEW_S, _GIB = 5.0, 2**30
+_GIB = 2**30
 # Free resources of a node: minimum, unit, and fix.
 _ROOM = {
     "local disk": (1, "GiB for Ray", "Free some, or start Ray with --temp-dir=FOLDER on another disk."),
@@ -80,12 +79,9 @@ def check_nodes(
             unshared[rank] = "does not give back what it writes" if why else ""
     doors = [(address, facts_of[rank].port) for rank, address in firsts.items()]
     lines = group.ask(connect, [doors if rank in firsts else [] for rank in range(group.world)]).collect(_REACH_S)
-    before = time.time()
-    clocks = group.ask(close, [None] * group.world).collect(_REACH_S)
-    middle, error = (before + time.time()) / 2, (time.time() - before) / 2
+    group.ask(close, [None] * group.world).collect(_REACH_S)
     nodes = [facts_of[rank] for rank in firsts]
     checks = [_devices(facts_of), _network(nodes, [lines[rank] for rank in firsts])]
-    checks.append(_clock([(node.name, clocks[node.rank] - middle) for node in nodes], error))
     shared = _shared(trainer, folder, [(names[rank], why) for rank, why in unshared.items() if why])
     if unusable:
         shared = Check("run folder", str(folder), [unusable])
@@ -172,17 +168,6 @@ def _network(nodes: Sequence[NodeReport], lines: Sequence[Sequence[float | str]]
                 "net.ipv4.ip_local_port_range."
             )
     return check
-
-
-def _clock(skew: Sequence[tuple[str, float]], error: float) -> Check:
-    seconds = [skew_s for _, skew_s in skew]
-    notes = [
-        f"{name}: its clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's. Logs "
-        "will not agree, and certificates may fail: start chrony or ntpd there."
-        for name, skew_s in skew
-        if abs(skew_s) - error > _SKEW_S
-    ]
-    return Check("clocks", f"{max(seconds) - min(seconds):.1f} s apart", notes=notes)
 
 
 def _versions(nodes: Sequence[NodeReport]) -> Check:

@@ -35,9 +35,8 @@ from rltrain.models.routing import correction_biases
 from rltrain.models.weights.lora import exclusion_note
 from rltrain.models.weights.shard import check_weight_files, empty_packed
 from rltrain.models.weights.spec import ModelSpec, specs_of
-from rltrain.run.preflight.adapters import adapter_problems, adapters_of_engine
 from rltrain.run.preflight.model_check import check_numbers, check_routing
-from rltrain.run.preflight.sharing import sharing_problems
+from rltrain.run.preflight.sharing import adapter_problems, adapters_of_engine, sharing_problems
 from rltrain.trainer.plan import ImageSizes
 from rltrain.workers.judge import judge_encoder
 from rltrain.workers.reward_model import check_reward_model

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -32,8 +28,8 @@ _NAMES = {"cuda": "CUDA", "npu": "NPU"}
 def preflight(loaded: LoadedConfig) -> PreflightResult:
     """Check files, packages, devices, plugins and models that the config names. Takes seconds, starts nothing."""
     cfg = loaded.config
-    of_engine = [*check_packages(loaded), *_engine_arguments(cfg)]
-    result = PreflightResult([*missing_files(cfg), *of_engine, *check_devices(loaded), *ray_problems(cfg.cluster)])
+    problems = [*missing_files(cfg), *check_packages(loaded), *check_devices(loaded), *ray_problems(cfg.cluster)]
+    result = PreflightResult(problems)
     if "critic" in roles_of(cfg) and "algorithm.adv_estimator" not in loaded.explicit:
         result.notes.append(
             "a critic is trained too, because algorithm.adv_estimator defaults to gae, as in verl; grpo needs no critic"
@@ -106,47 +102,23 @@ def check_packages(loaded: LoadedConfig) -> Iterator[str]:
         yield "actor_rollout_ref.model.use_liger=True needs Liger's kernels: pip install 'rltrain[liger]'"
 
 
-def _engine_arguments(cfg: Config) -> Iterator[str]:
-    """Yield problems of arguments that the installed engine does not know.
-
-    Its source is parsed, because importing it is slow.
-    """
-    rollout = cfg.actor_rollout_ref.rollout
-    engine = ENGINES[rollout.name]
-    arguments = set(rollout.engine_kwargs.get(rollout.name) or ()) - set(engine.outdated_arguments)
-    package = importlib.util.find_spec(engine.package) if arguments and engine.package else None
-    file, _, name = engine.arguments.partition(":")
-    source = Path(((package and package.submodule_search_locations) or [""])[0], file)
-    if not (package and source.is_file()):
-        return
-    classes = [node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)]
-    fields = [field for node in classes if node.name == name for field in node.body if isinstance(field, ast.AnnAssign)]
-    names = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
-    for argument in sorted(arguments - set(names)) if names else ():
-        near = difflib.get_close_matches(argument, names, n=1)
-        key = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{argument}"
-        way_out = f"Did you mean {near[0]}?" if near else "Leave it out."
-        yield f"{key}: {rollout.name}, as installed here, has no such argument. {way_out}"
-
-
 def check_devices(loaded: LoadedConfig) -> Iterator[str]:
     """Yield problems of requested devices that do not exist on this node. Other nodes are not known yet."""
     trainer, address = loaded.config.trainer, cluster_address(loaded.config.cluster)
     device = get_device(trainer.device)
+    # A worker takes one of Ray's slots. rltrain sets enough of them unless the user has set a number.
+    name, number = f"num_{device.ray_resource.lower()}s", trainer.n_gpus_per_node
+    slots = loaded.config.ray_kwargs.ray_init.get(name)
+    if not address and slots is not None and slots < number:
+        too_few = f"ray_kwargs.ray_init.{name}={slots} is too few for trainer.n_gpus_per_node={number} workers"
+        yield f"{too_few}. Leave it out."
     if device.is_cpu:
-        # A worker takes one CPU slot. rltrain sets enough of them unless the user has set a number.
-        slots = loaded.config.ray_kwargs.ray_init.get("num_cpus")
         # The machine has accelerators that torch cannot use. An error is better than silently training on the CPU.
         if trainer.device == "auto" and devices_here("auto", none=0):
             yield (
                 f"trainer.device=auto: torch {torch.__version__} sees none of the {devices_here('auto', none=0)} "
                 "accelerators that this machine shows. Install a torch (and driver) for them, "
                 "or set trainer.device=cpu to train on the CPU."
-            )
-        if not address and slots is not None and slots < trainer.n_gpus_per_node:
-            yield (
-                f"ray_kwargs.ray_init.num_cpus={slots} is too few for "
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} workers. Leave it out."
             )
         return
     have = f"this machine has {device.count} {_NAMES[device.kind]} devices (torch {torch.__version__})"
@@ -160,12 +132,6 @@ def check_devices(loaded: LoadedConfig) -> Iterator[str]:
         )
     elif device.count < trainer.n_gpus_per_node:
         yield f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {have}. Set trainer.n_gpus_per_node={device.count}."
-    gpus = loaded.config.ray_kwargs.ray_init.get("num_gpus")
-    if not address and device.ray_resource == "GPU" and gpus is not None and gpus < trainer.n_gpus_per_node:
-        yield (
-            f"ray_kwargs.ray_init.num_gpus={gpus} is too few for trainer.n_gpus_per_node={trainer.n_gpus_per_node}. "
-            "Leave it out."
-        )
 
 
 def check_plugins(cfg: Config) -> Sequence[str]:

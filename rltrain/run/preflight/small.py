@@ -8,32 +8,20 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rltrain.models.load import model_kind, without_dropout
 
-HIDDEN, _HEADS, _HEAD_SIZE, VOCABULARY = 128, 4, 32, 64
-# Sizes by suffix of the field name; the first match counts. Fields that are absent, None or 0 are kept.
-_SIZES = {
-    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "heads": _HEADS, "n_head": _HEADS,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "head_dim": _HEAD_SIZE, "kv_channels": _HEAD_SIZE, "rotary_dim": 16,
-    "lora_rank": 32, "laurel_rank": 8, "hidden_size_per_layer_input": 16, "intermediate_size": 64,
-    "intermediate_size_mlp": 64, "ffn_dim": 64, "n_inner": 64, "ffn_hidden_size": 64, "ffn_embed_dim": 64,
-    "expert_ffn_hidden_size": 64, "embed_dim": HIDDEN,
-}  # fmt: skip
-# Upper limits; smaller values are kept.
-_LIMITS = {
-    "key_value_heads": 2, "num_kv_heads": 2, "linear_num_key_heads": 2, "experts_per_tok": 2, "experts_per_token": 2,
-    "moe_topk": 2, "moe_k": 2, "num_experts": 8, "num_local_experts": 8, "routed_experts": 8, "zero_expert_num": 2,
-    "n_group": 2, "num_expert_group": 2, "topk_group": 1, "shared_experts": 1, "sliding_window": 5,
-    "sliding_window_size": 5, "attention_window_size": 5, "attention_chunk_size": 8, "dense_replace": 1,
-    "num_dense_layers": 1, "num_layers_per_stack": 2,
-}  # fmt: skip
+HIDDEN, _HEAD_SIZE, VOCABULARY = 128, 32, 64
+# Sizes by suffix of the field name; the first match counts. Fields that are absent, None or 0 are kept, as are values
+# below a size that is marked "at most".
+_SIZES = pd.read_csv(Path(__file__).with_name("small_sizes.tsv"), sep="\t").fillna("").values.tolist()
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 # Periods of layers after which the layer type changes.
 _PERIODS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "no_rope_layer_interval")
@@ -147,10 +135,10 @@ def _one_head_each(config: PretrainedConfig, fields: dict[str, Any]) -> None:
 def _size_of(name: str, value: Any) -> Any:
     if not value or not isinstance(value, int) or isinstance(value, bool):
         return value
-    limit = next((size for end, size in _LIMITS.items() if name == end or name.endswith(f"_{end}")), None)
-    if limit is not None:
-        return min(value, limit)
-    return next((size for end, size in _SIZES.items() if name == end or name.endswith(f"_{end}")), value)
+    for end, size, kind in _SIZES:
+        if name == end or name.endswith(f"_{end}"):
+            return min(value, size) if kind else size
+    return value
 
 
 def _token(value: Any) -> Any:

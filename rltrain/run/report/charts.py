@@ -14,31 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.common.storage import replacing
+from rltrain.common.storage import write_text
 
 # Okabe and Ito's colour-blind safe palette, without black and yellow, which would be invisible on one of the two pages.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7fd6", "#7f8c8d", "#a6761d")
-_INK = "#8b929a"
-_AXIS_TEXT = {"text_color": _INK, "text_font_size": "11px"}
-_THEME = {
-    "Plot": {"background_fill_alpha": 0, "border_fill_alpha": 0, "outline_line_alpha": 0, "toolbar_location": "right"},
-    # No drag tool is active, because it would prevent scrolling on a phone.
-    "Toolbar": {"active_drag": None, "autohide": True, "logo": None},
-    "Title": {"text_color": _INK, "text_font_size": "13px", "text_font_style": "normal"},
-    "Axis": {
-        **{f"{part}_line_color": None for part in ("axis", "major_tick", "minor_tick")},
-        **{f"{part}_label_{name}": value for part in ("axis", "major") for name, value in _AXIS_TEXT.items()},
-        "axis_label_text_font_style": "normal",
-    },
-    "Grid": {"grid_line_color": _INK, "grid_line_alpha": 0.2},
-    "Legend": {
-        **{f"label_{name}": value for name, value in _AXIS_TEXT.items()},
-        **dict.fromkeys(("background_fill_alpha", "border_line_alpha", "padding", "spacing"), 0),
-        **dict.fromkeys(("glyph_width", "glyph_height", "label_height"), 14),
-        "click_policy": "hide",
-        "location": "bottom_left",
-    },
-}
+_THEME = Path(__file__).with_name("theme.yaml")
 _TEMPLATE = Path(__file__).with_name("page.html")
 _HEIGHT, _LEGEND_ROW = 230, 16
 # Noisy lines need visible points, which in a long line would merge into a band.
@@ -117,7 +97,7 @@ def page(title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections: 
 
     shown = [section for section in sections if not section.empty]
     charts = [chart for section in shown for chart in section.charts]
-    script, places = components(charts, wrap_script=False, theme=Theme(json={"attrs": _THEME})) if charts else ("", ())
+    script, places = components(charts, wrap_script=False, theme=Theme(filename=str(_THEME))) if charts else ("", ())
     drawn = iter(places)
     parts = [(section, [next(drawn) for _ in section.charts]) for section in shown]
     library = Resources(mode="inline", components=["bokeh"]).render_js() if charts else ""
@@ -127,9 +107,7 @@ def page(title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections: 
 
 def save_page(file: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
     """Write a page atomically. Raises DiskError or StorageError."""
-    text = page(title, subtitle, [], sections)
-    with replacing(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(file, page(title, subtitle, [], sections))
 
 
 def _new_chart(title: str, unit: str, num_lines: int, **settings: Any) -> Any:

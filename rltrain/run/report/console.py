@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 from rich.console import RenderableType
@@ -123,10 +124,6 @@ def validation_lines(metrics: dict[str, float]) -> dict[str, list[str]]:
 
 
 def _fitting(parts: Iterable[str], width: int) -> str:
-    line = ""
-    for part in parts:
-        longer = f"{line}  {part}" if line else part
-        if len(longer) > width:
-            break
-        line = longer
-    return line
+    """Return the first parts that fit into a line."""
+    lines = accumulate(parts, "{}  {}".format)
+    return max((line for line in lines if len(line) <= width), key=len, default="")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,53 +20,8 @@ _MOST_BARS = 400
 # Phases that are part of another phase have no bar: `gen` includes generation and weight sync, `reward` the judge.
 _BARS = [name for name in (*PHASES, "other", "testing", "save_checkpoint")
          if name not in ("generate_sequences", "reshard", "judge", "step")]  # fmt: skip
-# Title, unit, and metrics with their labels.
-Chart = tuple[str, str, Mapping[str, str]]
-_LENGTHS: list[Chart] = [
-    ("Length", "tokens", {f"rollout/response_length/p{q}": f"p{q}" for q in (50, 90, 99)} | {
-        "response_length/max": "longest"}),
-    ("Cut off", "share of answers", {"response_length/clip_ratio": "cut off"}),
-]  # fmt: skip
-_UPDATE: list[Chart] = [
-    ("KL from the reference", "per token", {"actor/kl_loss": "in the loss",
-                                            "actor/reward_kl_penalty": "in the reward"}),
-    ("KL of the update", "per token", {"actor/ppo_kl": "old policy to new"}),
-    ("Entropy", "nats per token", {"actor/entropy": "entropy"}),
-    ("Clipped tokens", "share", {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "by the dual clip"}),
-    ("Gradient norm before clipping", "", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}),
-    ("Learning rate", "", {"actor/lr": "actor", "critic/lr": "critic"}),
-    ("Loss", "", {"actor/pg_loss": "policy loss", "critic/vf_loss": "value loss", "distillation/loss": "distillation"}),
-    ("Groups", "share", {"reward/groups_all_right": "all right", "reward/groups_mixed": "mixed",
-                         "reward/groups_all_wrong": "all wrong"}),
-    ("Trainer against engine", "mean |difference of log-probs|", {"rollout/log_prob_gap/mean": "gap"}),
-    ("Explained variance of the critic", "", {"critic/vf_explained_var": "explained"}),
-    ("Load of experts", "(busiest - mean) / mean", {"moe/max_vio/mean": "mean of layers", "moe/max_vio/max": "worst"}),
-    ("Turns", "", {"num_turns/mean": "mean", "num_turns/max": "most"}),
-]  # fmt: skip
-_SPEED: list[Chart] = [
-    ("Throughput", "tokens/s/device", {"perf/throughput": "whole step", "perf/gen_throughput": "generation"}),
-    ("Share of the device's peak", "", {
-        "perf/mfu/actor": "update, of FLOP/s", "perf/mfu/actor_infer": "old_log_prob, of FLOP/s",
-        "perf/mfu/ref": "ref, of FLOP/s", "perf/mfu/critic": "critic, of FLOP/s",
-        "perf/mbu/rollout": "decoding, of memory bandwidth"}),
-    ("Replicas without work", "share of generation", {"perf/rollout_idle_share": "idle",
-                                                      "perf/rollout_wait_share": "waiting for tools"}),
-]  # fmt: skip
-_MEMORY: list[Chart] = [
-    ("A device, largest rank", "GiB", {"perf/max_memory_allocated_gb": "allocated",
-                                       "perf/max_memory_reserved_gb": "reserved"}),
-    ("The machine", "GiB", {"perf/cpu_memory_used_gb": "used on the fullest node",
-                            "perf/cpu_memory_peak_gb": "peak of a worker"}),
-    ("The largest process of a kind", "GiB", {
-        "drift/driver_gb": "driver", "drift/worker_gb": "worker", "drift/engine_gb": "engine",
-        "drift/scorer_gb": "scorer", "drift/ray_gb": "Ray", "drift/object_store_gb": "object store"}),
-]  # fmt: skip
-_ERRORS: list[Chart] = [
-    ("Answers that could not be scored", "share", {"reward/error_rate": "errors", "reward/timeout_rate": "timeouts"}),
-    ("Tools", "calls", {"agent/tool_calls": "calls", "agent/tool_errors": "failed", "agent/tool_timeouts": "too late"}),
-    ("Steps not made", "optimizer steps", {"actor/steps_skipped": "not finite", "actor/steps_overflowed": "overflowed",
-                                           "actor/steps_empty": "empty"}),
-]  # fmt: skip
+# Charts of lines: section, title, unit, metric and its label.
+_CHARTS = pd.read_csv(Path(__file__).with_name("charts.tsv"), sep="\t", keep_default_na=False)
 
 
 def sections(frame: pd.DataFrame) -> list[Section]:
@@ -74,11 +30,11 @@ def sections(frame: pd.DataFrame) -> list[Section]:
     occurred = frame[[name for name in frame if name == "step" or (frame[name].fillna(0) != 0).any()]]
     return [
         _learning(frame),
-        Section("Lengths of answers", charts=_charts(frame, _LENGTHS)),
-        Section("The update", charts=_charts(frame, _UPDATE)),
+        Section("Lengths of answers", charts=_charts(frame, "lengths")),
+        Section("The update", charts=_charts(frame, "update")),
         _time(frame),
-        Section("Memory", charts=_charts(frame, _MEMORY)),
-        Section("Errors and timeouts", charts=_charts(occurred, _ERRORS)),
+        Section("Memory", charts=_charts(frame, "memory")),
+        Section("Errors and timeouts", charts=_charts(occurred, "errors")),
     ]
 
 
@@ -116,12 +72,13 @@ def _time(frame: pd.DataFrame) -> Section:
         first, last = steps["step"].iloc[[0, -1]]
         width = 0.9 * (float(last - first) / (len(steps) - 1) if len(steps) > 1 else 1.0)
         section.charts.append(stacked_bars("Phases of each step", steps["step"], parts, "seconds", width))
-    section.charts += _charts(frame, _SPEED)
+    section.charts += _charts(frame, "speed")
     return section
 
 
-def _charts(frame: pd.DataFrame, charts: Sequence[Chart]) -> list[Any]:
-    found = ((title, unit, _lines(frame, names)) for title, unit, names in charts)
+def _charts(frame: pd.DataFrame, section: str) -> list[Any]:
+    charts = _CHARTS[_CHARTS["section"] == section].groupby(["title", "unit"], sort=False)
+    found = [(title, unit, _lines(frame, rows.set_index("metric").label)) for (title, unit), rows in charts]
     return [line_chart(title, lines, unit) for title, unit, lines in found if lines]
 
 

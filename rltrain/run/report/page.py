@@ -11,8 +11,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from yaml import YAMLError, safe_load
 
 from rltrain.common.errors import RltrainError
 from rltrain.common.images import file_bytes
-from rltrain.common.storage import lines_of, patiently, read_json, replacing, run_folder
+from rltrain.common.storage import lines_of, patiently, read_json, run_folder, write_text
 from rltrain.config.schema.keys import all_keys, followed
 from rltrain.config.verl.keys import leaves_of
 from rltrain.data.stored_images import ImageColumn, image_entries
@@ -39,7 +38,7 @@ from rltrain.run.report.samples import (
     shorten,
     texts_of,
 )
-from rltrain.run.report.table import learning_summary, mostly_truncated, nothing_earned, read_metrics, summary
+from rltrain.run.report.table import by_step, learning_summary, mostly_truncated, nothing_earned, read_metrics, summary
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
@@ -54,20 +53,15 @@ def write_page(run: Path, file: Path | None = None) -> Path:
 
     Raises DataError if ``run`` is not a run folder, DiskError or StorageError if a file cannot be read or written.
     """
-    file = file or run / PAGE
-    text = page_of(run)
-    with replacing(file) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return file
+    return write_text(file or run / PAGE, page_of(run))
 
 
 def page_of(run: Path) -> str:
     """Return the page as HTML. Raises as `write_page`."""
     lines = read_metrics(run_folder(run))
-    # A step may have two lines: one of the step and one of a validation.
-    frame = pd.DataFrame(lines).groupby("step", as_index=False).last() if lines else pd.DataFrame({"step": []})
+    frame = by_step(lines).reset_index() if lines else pd.DataFrame({"step": []})
     settings, plan, environment = _settings(run), read_json(run / "plan.json") or {}, read_json(run / "env.json") or {}
-    parts = [*sections(frame), _phases(lines), _answers(run, settings), *_troubles(run), _differences(settings)]
+    parts = [*sections(frame), _phases(lines), _answers(run, settings), _warnings(run), _differences(settings)]
     summaries = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines), mostly_truncated(run, lines)]
     subtitle = ". ".join(filter(None, summaries))
     return page(run.resolve().name, subtitle, _facts(frame, settings, plan, environment), parts)
@@ -134,15 +128,11 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _troubles(run: Path) -> Iterator[Section]:
-    """Yield the sections of incidents and of the warnings in train.log."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        names = sorted(path.name for path in (run / "incidents").iterdir())
-        yield Section("Incidents", f"Their files are in {run / 'incidents'}.", tables=[
-            Table(["incident"], [[name] for name in names])] if names else [])  # fmt: skip
+def _warnings(run: Path) -> Section:
+    """Return the section of the warnings in train.log, the newest last."""
     rows = [[first, shorten(message, 400), str(times)] for first, message, times in warnings_of(run)[-_MOST_WARNINGS:]]
     tables = [Table(["first", "message", "times"], rows)] if rows else []
-    yield Section("Warnings", "From train.log, the newest last.", tables=tables)
+    return Section("Warnings", "From train.log, the newest last.", tables=tables)
 
 
 def warnings_of(run: Path) -> list[tuple[str, str, int]]:

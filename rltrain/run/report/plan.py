@@ -5,7 +5,7 @@ from __future__ import annotations
 from rltrain.common.device import get_device
 from rltrain.common.logs import count
 from rltrain.common.secrets import masked_text
-from rltrain.config.budgets import PassBudget, judge_lengths
+from rltrain.config.budgets import PassBudget
 from rltrain.config.notes import compares_nothing
 from rltrain.config.passes import PASSES
 from rltrain.config.schema import Config
@@ -94,14 +94,10 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
 
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Return rows that only some algorithms have."""
-    rows = [("images", _images(plan, plan.images))] if plan.images and plan.images.most_rows else []
+    rows = [("images", _images(plan.images))] if plan.images and plan.images.most_rows else []
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:
             rows.append(("reference" if role == "ref" else role.replace("_", " "), spec.path))
-    if plan.passes.reference_moves:
-        ref = config.actor_rollout_ref.ref
-        becomes = "it becomes the policy" if ref.update_mix == 1 else f"{ref.update_mix:g} of the policy is mixed in"
-        rows.append(("reference moves", f"every {count(ref.update_every_steps or 1, 'step')} {becomes}"))
     if plan.passes.values:
         steps = config.critic.ppo_epochs * (plan.prompts_per_step // plan.critic_prompts_per_mini_batch)
         rows.append(("critic", f"{count(steps, 'optimizer step')} per step"))
@@ -131,7 +127,7 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
             "first": "if the scorer does not accept the response",
         }
         if config.reward_model.judges:
-            rows.append(("judging", _judging(config, scorer[judge.rule])))
+            rows.append(("judging", f"on the devices, {scorer[judge.rule]}"))
         elif judge.url:
             where = f"with the judge {judge.model} at {judge.url} {scorer[judge.rule]}, "
             where += f"{judge.max_concurrency} requests at a time in total"
@@ -141,27 +137,10 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
     return rows
 
 
-def _judging(config: Config, beside: str) -> str:
-    """Return a text on a judge on the devices."""
-    rollout, (message, reply) = config.reward_model.rollout, judge_lengths(config)
-    drawn = f"at temperature {rollout.temperature:g}" if rollout.temperature else "greedily"
-    return (
-        f"on the devices, {beside}: messages of up to {message:,} tokens, replies of up to {reply:,}, {drawn}, at most "
-        f"{rollout.max_num_seqs:,} at once on each device"
-    )
-
-
-def _images(plan: Plan, images: ImageSizes) -> str:
-    budget = plan.budgets["update_actor"]
-    most = budget.max_rows or (budget.max_samples or 0) * images.most_rows
-    # In a model family, every token represents the same number of patches.
-    most = most or (budget.max_tokens or 0) * images.most_rows // images.most_tokens
-    most = min(most, plan.prompts_per_mini_batch * images.most_rows)  # each image is counted once
+def _images(images: ImageSizes) -> str:
     return (
         f"in {images.share:.0%} of the prompts, at most {count(images.most_images, 'image')} ({images.most_rows:,} "
-        f"patches or tiles, {images.most_tokens:,} tokens) in one; update_actor encodes up to {most:,} at once "
-        "(data.max_pixels bounds an image); "
-        f"pixels of a step: about {plan.prompts_per_step * images.mean_bytes / 2**20:,.1f} MiB"
+        f"patches or tiles, {images.most_tokens:,} tokens) in one (data.max_pixels bounds an image)"
     )
 
 

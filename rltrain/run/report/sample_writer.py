@@ -12,11 +12,9 @@ import errno
 import json
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from rltrain.agents.content import with_texts
 from rltrain.common.columns import names as c
 from rltrain.common.columns.answer import AnswerText
 from rltrain.common.errors import first_line, replace_surrogates
+from rltrain.common.storage import swapping
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.run.report.samples import one_line, without_middle
@@ -40,8 +39,6 @@ Array = NDArray[Any]
 MOST_AT_ONCE, MOST_WAITING = 4, 12
 _EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
-# A disk counts as full with less free space than this, or than a hundredth of its size.
-_FULL_BYTES = 64 << 20
 # Maximum characters of a saved conversation, but at least this many per message. The response has the whole text.
 _MOST_CHARS, _LEAST_CHARS = 200_000, 200
 _WIDE = {"f": np.float64, "u": np.int64}
@@ -67,6 +64,8 @@ class SampleJob:
     """File for the prompts selected by ``kept`` [p]."""
     json_lines: Path | None = None
     """File for all prompts, in verl's format."""
+    repeated: bool = False
+    """Whether a writer died while it wrote this job."""
 
     def column(self, name: str) -> Array:
         """Return one number per response. If there are no rewards, the scores are used."""
@@ -104,10 +103,12 @@ class SampleWriter:
         try:
             if job.parquet:
                 table = pa.table(columns).filter(pa.array(job.kept.repeat(job.each)))
-                _replace(job.parquet, lambda file: pq.write_table(table, file, compression="zstd"))
+                with swapping(job.parquet) as file:
+                    pq.write_table(table, file, compression="zstd")
             if job.json_lines:
                 lines = self._as_verl_does(job, columns)
-                _replace(job.json_lines, lambda file: file.write_text(lines, encoding="utf-8"))
+                with swapping(job.json_lines) as file:
+                    file.write_text(lines, encoding="utf-8")
         except (OSError, pa.ArrowException) as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             where = (job.parquet or job.json_lines or Path()).parent
@@ -226,16 +227,6 @@ def _storable(values: Any) -> Any:
     return [replace_surrogates(value) if isinstance(value, str) else value for value in values]
 
 
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 class _WriterProcess(SampleWriter):
     """Writer in a process of low priority."""
 
@@ -256,7 +247,6 @@ class WriterProcess:
         self._given = (rows, [prompts], tokenizer)
         self._running: dict[Any, SampleJob] = {}
         self._waiting: list[SampleJob] = []
-        self._deadly: SampleJob | None = None
         self._start()
 
     def _start(self) -> None:
@@ -282,10 +272,8 @@ class WriterProcess:
 
     def _hand_out(self) -> None:
         while self._waiting and len(self._running) < MOST_AT_ONCE:
-            self._write(self._waiting.pop(0))
-
-    def _write(self, job: SampleJob) -> None:
-        self._running[self._actor.write.remote(job)] = job
+            job = self._waiting.pop(0)
+            self._running[self._actor.write.remote(job)] = job
 
     def _take(self, wait_s: float) -> list[Written]:
         import ray
@@ -293,33 +281,24 @@ class WriterProcess:
         calls = list(self._running)
         ready = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
         outcomes = []
-        # Calls are handled in order of submission, because the first failed call of a dead process is the one that it
-        # was running.
         for call in [running for running in calls if running in ready]:
-            # Calls of a dead process are submitted again; their errors do not count as another death.
-            if call not in self._running:
-                break
+            job = self._running.pop(call)
             try:
                 outcomes.append(ray.get(call))
-                del self._running[call]
             except ray.exceptions.RayActorError as error:
-                outcomes += self._again(error)
+                log.warning("the process that writes samples died (%s) and is restarted", first_line(error))
+                self._waiting, self._running = [*self._running.values(), *self._waiting], {}
+                # The first of its jobs was being written and may have ended it.
+                if job.repeated:
+                    outcomes.append(Written(job.split, job.step, f"their writer died twice: {first_line(error)}"))
+                else:
+                    self._waiting.insert(0, replace(job, repeated=True))
+                self._start()
+                break
             except Exception as error:  # noqa: BLE001 - an error of the writer must not end training
-                job = self._running.pop(call)
                 outcomes.append(Written(job.split, job.step, (str(error).splitlines() or [repr(error)])[-1]))
         self._hand_out()
         return outcomes
-
-    def _again(self, error: BaseException) -> list[Written]:
-        """Restart a dead process and resubmit its jobs. Drop a job that has killed two processes."""
-        left, self._running = list(self._running.values()), {}
-        log.warning("the process that writes samples died (%s) and is restarted", first_line(error))
-        self._start()
-        lost = [left.pop(0)] if left[0] is self._deadly else []
-        self._deadly = left[0] if left else None
-        for job in left:
-            self._write(job)
-        return [Written(job.split, job.step, _cause(error)) for job in lost]
 
     def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]] | None:
         """Return `SampleWriter.examples`, or None after an error or a timeout."""
@@ -348,16 +327,3 @@ class WriterProcess:
         ray.kill(self._actor)
         left = [*self._running.values(), *self._waiting]
         return outcomes + [Written(job.split, job.step, f"not written within {wait_s:g} s") for job in left]
-
-
-def _cause(error: BaseException) -> str:
-    """Return the likely reason why a job ended the writer process twice."""
-    full = [folder for folder in (tempfile.gettempdir(), "/dev/shm") if Path(folder).is_dir() and _is_full(folder)]
-    if full:
-        return f"the disk of {full[0]} is full, so the process that writes them cannot run"
-    return f"the process that writes them died twice: it was killed, or memory ran out ({first_line(error)})"
-
-
-def _is_full(folder: str) -> bool:
-    disk = shutil.disk_usage(folder)
-    return disk.free < min(_FULL_BYTES, disk.total // 100)

@@ -36,9 +36,9 @@ def is_right(sample: Mapping[str, Any]) -> bool:
 def one_line(sample: Mapping[str, Any], width: int = 120) -> str:
     """Return ``47+9=? -> 56 ✓``; after a wrong response, also the right one.
 
-    A conversation shows calls with their results and the other messages: ``17*23? -> [mul 17, 23 = 391] -> 391 ✓``.
+    A conversation shows the texts of its turns: ``17*23? -> I calculate. <tool_call>… -> 391 -> 391 ✓``.
     """
-    parts = _parts(sample)
+    parts = [as_text(message["content"]) for message in conversation(sample)] or [sample["answer"]]
     if len(parts) > _MOST_PARTS:
         parts = [*parts[: _MOST_PARTS // 2], "…", *parts[-(_MOST_PARTS // 2 - 1) :]]
     question = shorten(sample["question"], width // 2)
@@ -54,19 +54,6 @@ def conversation(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     Empty for a response of one turn.
     """
     return json.loads(sample.get("messages") or "[]")
-
-
-def _parts(sample: Mapping[str, Any]) -> list[str]:
-    messages = conversation(sample)
-    parts = []
-    for message, following in zip(messages, [*messages[1:], {}], strict=False):
-        if message["role"] != "assistant":
-            call = " ".join(filter(None, [message.get("name"), _values(message.get("arguments", ""))]))
-            texts = as_text(message["content"])
-            parts.append(f"[{call} = {texts}]" if call else f"[{texts}]")
-        elif following.get("role") != "tool":  # otherwise the call is shown together with its result
-            parts.append(message["content"])
-    return parts or [sample["answer"]]
 
 
 def shorten(text: str, width: int) -> str:
@@ -85,16 +72,6 @@ def without_middle(text: str, most: int, how: str = "") -> str:
     cut = len(text) - most
     middle = f"\n… {cut:,} characters left out{how} …\n"
     return text if cut <= 0 else text[: most // 2] + middle + text[len(text) - (most - most // 2) :]
-
-
-def _values(arguments: str) -> str:
-    """Return the values of a call's arguments, without their names."""
-    try:
-        return ", ".join(
-            value if isinstance(value, str) else json.dumps(value) for value in json.loads(arguments).values()
-        )
-    except (ValueError, AttributeError):  # not JSON, or its middle was cut
-        return arguments
 
 
 def sample_steps(run: Path, split: str) -> dict[int, Path]:

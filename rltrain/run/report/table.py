@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from rltrain.common.errors import DataError
-from rltrain.common.logs import console, count
+from rltrain.common.logs import count
 from rltrain.common.storage import json_lines
 from rltrain.config.passes import step_phases
 
@@ -45,6 +42,12 @@ def read_metrics(run: Path | str) -> list[dict[str, Any]]:
     if not file.is_file():
         raise DataError(f"{file} does not exist. Give the run folder (trainer.default_local_dir).")
     return json_lines(file)
+
+
+def by_step(lines: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return one row per step, one column per metric. A step may have two lines, one of them of a validation."""
+    frame = pd.DataFrame(lines)
+    return frame.groupby("step").last() if "step" in frame else frame
 
 
 def summary(lines: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str, float, float, int, float | None]]]:
@@ -82,22 +85,6 @@ def phase_table(lines: list[dict[str, Any]]) -> str:
     rule = " ".join("=" * width for width in widths)
     head, *body = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([title, rule, head, rule, *body, rule]) if body else title
-
-
-def screen_table(lines: list[dict[str, Any]]) -> Table:
-    """Return the phase table for a terminal, with the share of the step and the slowest step."""
-    title, rows = summary(lines)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("Metric", "Mean", "Of step", "Largest", "In step", "Unit"):
-        table.add_column(name, justify="left" if name in ("Metric", "Unit") else "right", no_wrap=name != "Unit")
-    for label, unit, mean, most, step, share in rows:
-        of_step = "" if share is None else f"{share:.0%}"
-        table.add_row(label, _digits(mean), of_step, _digits(most), str(step), unit.partition(",")[0])
-    return table
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def learning_summary(lines: list[dict[str, Any]]) -> str:
@@ -161,26 +148,10 @@ def nothing_earned(run: Path, lines: list[dict[str, Any]]) -> str:
 
 
 def report(run: Path) -> str:
-    """Return phase table, learning summary, and the newest exported model."""
+    """Return phase table, learning summary, remarks, and the newest exported model."""
     lines = read_metrics(run)
-    return "\n".join([phase_table(lines), *_rest(run, lines)])
-
-
-def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
     # Sort by number, because "100" sorts before "20" as text.
     exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
-    exported = [f"exported model: {exports[-1]}"] if exports else []
+    exported = f"exported model: {exports[-1]}" if exports else ""
     remarks = learning_summary(lines), nothing_earned(run, lines), mostly_truncated(run, lines)
-    return [text for text in (*remarks, *exported) if text]
-
-
-def show_report(run: Path) -> None:
-    """Print the report, formatted for a terminal or for scripts."""
-    # Scripts parse this layout, so it must not depend on the terminal width or on rich.
-    if not console.is_terminal:
-        sys.stdout.write(report(run) + "\n")
-        return
-    lines = read_metrics(run)
-    console.print(screen_table(lines))
-    for text in _rest(run, lines):
-        console.print(text, markup=False, soft_wrap=True)
+    return "\n".join(filter(None, (phase_table(lines), *remarks, exported)))

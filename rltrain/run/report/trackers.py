@@ -5,18 +5,17 @@ accelerate.tracking is not used, because it needs global state and supports neit
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rltrain.common.env import volcengine_account
 from rltrain.common.errors import first_line
+from rltrain.config.load import flat
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class TensorBoard(Sink):
 
         purge = run.first_step + 1 if run.first_step else None
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
-        self.log_table(run.first_step, "config", ["key", "value"], [list(pair) for pair in _flat(run.config)])
+        self.log_table(run.first_step, "config", ["key", "value"], [list(pair) for pair in flat(run.config).items()])
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -168,7 +167,7 @@ class MLflow(Sink):
         existing = self._client.get_experiment_by_name(run.project)
         experiment = existing.experiment_id if existing else self._client.create_experiment(run.project)
         self.run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
-        for name, value in _flat(run.config):
+        for name, value in flat(run.config).items():
             # Older MLflow servers refuse values of more than 500 characters.
             self._client.log_param(self.run_id, _plain(name), str(value)[:500])
 
@@ -272,11 +271,8 @@ def wandb_refusal() -> str:
     if lacks := wandb_login_lacks():
         return lacks
     # By default wandb prompts on the terminal during training, and older versions do not contact the server.
-    options: dict[str, Any] = {"prompt": False, "verify": True}
-    parameters = inspect.signature(wandb.login).parameters
     try:
-        logged_in = wandb.login(**{name: value for name, value in options.items() if name in parameters})
-        return "" if logged_in else "not logged in"
+        return "" if wandb.login(prompt=False, verify=True) else "not logged in"
     except (wandb.errors.Error, OSError, ValueError) as error:  # ValueError: an invalid key, in older versions
         return first_line(error).rstrip(".")
 
@@ -302,14 +298,6 @@ def markdown_table(columns: Sequence[str], rows: Rows) -> str:
 def _cell(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", json.dumps(value) if isinstance(value, list) else value
 
 
 def _plain(name: str) -> str:

@@ -13,20 +13,19 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rltrain.common.background import Appender
 from rltrain.common.clock import Backoff
-from rltrain.common.errors import first_line
-from rltrain.common.storage import disk_errors, json_lines
+from rltrain.common.storage import disk_errors, json_lines, swapping
 from rltrain.config.schema.trainer import LOGGERS, TrainerConfig
 from rltrain.run.callbacks.callback import Callback
 from rltrain.run.report.console import Console
 from rltrain.run.report.table import METRICS
-from rltrain.run.report.trackers import TRACKERS, Rows, RunInfo, Sink, wandb_login_lacks
+from rltrain.run.report.trackers import TRACKERS, Rows, RunInfo, Sink
 from rltrain.trainer.metrics.step import Metrics
 
 log = logging.getLogger(__name__)
@@ -231,13 +230,14 @@ class Tracker(Callback):
             # Trackers run in threads, and the file that is written last must contain all ids.
             with self._ids_lock:
                 self._ids[name] = sink.run_id
-                temporary = self._ids_file.with_suffix(".tmp")
                 try:
-                    temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
-                    temporary.replace(self._ids_file)
+                    with swapping(self._ids_file) as temporary:
+                        temporary.write_text(json.dumps(self._ids, indent=1), encoding="utf-8")
                 # The tracker works; creating it again would start a new run with every attempt.
                 except OSError as error:
-                    log.warning("%s cannot be written, so a resumed run begins new tracker runs: %s", temporary, error)
+                    log.warning(
+                        "%s cannot be written, so a resumed run begins new tracker runs: %s", self._ids_file, error
+                    )
         return sink
 
     def on_metrics(self, step: int, metrics: Metrics) -> None:
@@ -294,24 +294,6 @@ def missing_package(logger: str) -> str | None:
     """Return the package to install for ``logger``, or None."""
     package = LOGGERS[logger]
     return package if package and importlib.util.find_spec(package) is None else None
-
-
-def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
-    """Yield the warnings about trackers that a run will log at its start, without contacting a server."""
-    for name in loggers:
-        if package := missing_package(name):
-            yield f"trainer.logger={name}: not installed here, so it is skipped (pip install {package})"
-        elif name == "wandb":
-            try:
-                lacks = wandb_login_lacks()
-            except Exception as error:  # noqa: BLE001 - any error of a package with wrong settings
-                yield f"trainer.logger=wandb: it fails here ({first_line(error)})"
-                continue
-            if lacks:
-                yield (
-                    f"trainer.logger=wandb: {lacks}. Without it, metrics go to {folder / 'wandb'}; send them "
-                    f"after the run with: wandb sync {folder / 'wandb/offline-run-*'}"
-                )
 
 
 def read_ids(file: Path) -> dict[str, str]:

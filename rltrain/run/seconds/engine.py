@@ -74,10 +74,6 @@ class Generation:
     """[replicas]: time at which each replica ran out of work."""
     decode_steps: int
     """Maximum decode steps of a replica."""
-    most_waiting: int
-    """Maximum number of responses that waited for cache space in a replica at the same time."""
-    put_back: int
-    """Number of preemptions, in which a response is evicted from a full cache and computed again."""
 
     @property
     def seconds(self) -> float:
@@ -138,8 +134,6 @@ def generate(
         ended_s,
         np.array([replica.now for replica in replicas]),
         max(replica.decode_steps for replica in replicas),
-        max(replica.most_waiting for replica in replicas),
-        sum(replica.num_put_back for replica in replicas),
     )
 
 
@@ -151,7 +145,7 @@ class _Replica:
     def __init__(self, queue: JobQueue, speed: EngineSpeed, prompts: Ints, answers: Ints) -> None:
         self.queue, self.speed, self.prompts, self.answers = queue, speed, prompts, answers
         self.now = 0.0
-        self.decode_steps = self.most_waiting = self.num_put_back = 0
+        self.decode_steps = 0
         self.rows = np.zeros((0, 4), dtype=np.int64)
         """Running responses, newest last: prompt, sample, generated tokens, remaining tokens."""
         self._waiting: deque[Ints] = deque()
@@ -171,8 +165,6 @@ class _Replica:
             # The newest response is evicted from a full cache, as in vLLM, and is first in the waiting queue.
             self._waiting.appendleft(self.rows[-1])
             self.rows = self.rows[:-1]
-            self.num_put_back += 1
-            self.most_waiting = max(self.most_waiting, len(self._waiting))
         # Contexts grow by one token per row and step, so the middle of the stretch is the mean.
         given, written = self.prompts[self.rows[:, _PROMPT]].sum(), self.rows[:, _WRITTEN].sum()
         context = float(given + written + len(self.rows) * (steps - 1) / 2)
@@ -210,7 +202,6 @@ class _Replica:
                 break
             self.now += self.speed.prefill_s(written + new)
             self.rows = np.vstack([self.rows, self._waiting.popleft()])
-        self.most_waiting = max(self.most_waiting, len(self._waiting))
 
     def _used(self) -> int:
         """Return the tokens in the cache. A prompt counts once for all its responses."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,8 @@ import numpy as np
 from rltrain.common.chips import Chip
 from rltrain.common.device import get_device, resolve_dtype
 from rltrain.common.errors import ConfigError
-from rltrain.config.agents import several_turns
 from rltrain.config.passes import PASSES, ROLES, Role, step_phases, updates_of
 from rltrain.config.schema import Config
-from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.keys import get
 from rltrain.models.forward import model_numbers
 from rltrain.models.weights.shard import empty_packed
@@ -40,8 +38,6 @@ class StepEstimate:
     """Tokens of prompts and responses."""
     response_tokens: int
     num_devices: int
-    left_out: tuple[str, ...]
-    """Parts of the run that are not estimated."""
 
     @property
     def step_s(self) -> float:
@@ -107,7 +103,6 @@ def estimate_step(
         int(prompts.sum() * plan.answers_per_prompt + answers.sum()),
         int(answers.sum()),
         plan.num_devices,
-        tuple(_left_out(cfg, plan)),
     )
 
 
@@ -121,10 +116,7 @@ def _in_order(seconds: dict[str, float]) -> dict[str, float]:
 
 def _told(generation: Generation) -> str:
     text = f"{generation.decode_steps:,} decode steps, the last {generation.tail_s:,.1f} s for the last 10 % of the "
-    text += f"responses, {generation.idle_share:.0%} of the replicas' time idle"
-    if generation.most_waiting:
-        text += f"; up to {generation.most_waiting:,} responses of a replica wait for room in its cache"
-    return text + (f", {generation.put_back:,} were preempted" if generation.put_back else "")
+    return f"{text}responses, {generation.idle_share:.0%} of the replicas' time idle"
 
 
 def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, device_bytes: int | None) -> EngineSpeed:
@@ -261,26 +253,3 @@ def _moved_bytes(name: str, cfg: Config, plan: Plan, sizes: Sizes) -> float:
     if learns and get(cfg, f"{fsdp}.optimizer_offload"):
         moved += 2 * 2 * size * _of(role, "trained_parameters", sizes)
     return moved / shards
-
-
-def _left_out(cfg: Config, plan: Plan) -> Iterator[str]:
-    """Yield the parts of this run that the estimate does not count."""
-    rollout, passes, model = cfg.actor_rollout_ref.rollout, plan.passes, cfg.actor_rollout_ref.model
-    judged = bool({"reward_model", "judge"} & set(passes.roles))
-    experts = cfg.actor_rollout_ref.actor.fsdp_config.expert_parallel_size > 1
-    around = cfg.actor_rollout_ref.actor.ring_attention_size > 1
-    on_device = ENGINES[rollout.name].embedded and not get_device(cfg.trainer.device).is_cpu
-    notes = {
-        "tools and environments, as if each response had one turn": several_turns(rollout),
-        "dynamic sampling after its first round of generation": plan.max_generation_rounds > 1,
-        "the seconds of the reward model or judge (--assume reward_ms=…)": judged,
-        f"rollout.tail={rollout.tail}: responses of earlier steps, as in a first step": rollout.stops_early,
-        "the forward of the other model within the update": passes.exact_kl_in_loss or passes.exact_teacher,
-        "images: the vision tower": passes.images,
-        "model.lora.merge=False: every weight sync is estimated with all weights": not model.merges,
-        "expert parallelism: experts are gathered here like other weights, and no token is sent": experts,
-        "ring attention: transfers of keys and values, and waiting for later slices": around,
-        "rollout.tail=exact: drafted tokens": rollout.tail == "exact",
-        "launches of the embedded engine, which has no graphs (--assume step_ms=…)": on_device,
-    }
-    return (note for note, holds in notes.items() if holds)

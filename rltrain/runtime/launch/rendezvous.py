@@ -27,9 +27,8 @@ from rltrain.common.errors import ConfigError, Interrupted, NodesMissing, comman
 from rltrain.common.logs import count
 from rltrain.common.stop import listed_signals
 from rltrain.runtime.launch.arguments import Launch, read_launch
-from rltrain.runtime.launch.command import print_line, run_command
 from rltrain.runtime.launch.files import head_token, publish, text, token_variable, unpublish, use_head_token, write
-from rltrain.runtime.launch.ray_node import VERSIONS, dashboard, own_address, ray_start
+from rltrain.runtime.launch.ray_node import VERSIONS, dashboard, own_address, print_line, ray_start, run_command
 from rltrain.runtime.launch.store import (
     BEAT,
     END,
@@ -40,8 +39,8 @@ from rltrain.runtime.launch.store import (
     accepts_connections,
     clusters_here,
     end_processes,
-    program_of,
 )
+from rltrain.runtime.slots.proc import status
 
 _SAY_EVERY_S = 10
 _POLL_S = 0.5
@@ -251,7 +250,7 @@ def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -
     mark = head.get("address", store.address)
     if left := clusters_here().get(mark):
         # Excludes processes of an earlier head with the same address.
-        if here.address in store.alive() and any(program_of(pid) == "raylet" for pid in left):
+        if here.address in store.alive() and any(status(pid).get("Name") == "raylet" for pid in left):
             raise ConfigError(f"this node has already joined {mark}. Remove it with `ray_start.sh stop`.")
         # The raylet of this node was killed, but its helper processes are still running.
         end_processes(mark)

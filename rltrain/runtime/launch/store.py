@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,8 @@ from typing import Any
 
 from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
+
+from rltrain.runtime.slots import proc
 
 # Variable that every process of a cluster inherits; its value is the address of the head.
 MARK = "RLTRAIN_CLUSTER"
@@ -127,20 +129,23 @@ def clusters_here() -> dict[str, list[int]]:
     """Return the processes on this node by cluster, which is identified by the head's address."""
     marked: dict[int, str] = {}
     parents: dict[int, int] = {}
-    ancestors, network = _ancestors(), os.readlink("/proc/self/ns/net")
-    for process in _processes():
+    network = os.readlink("/proc/self/ns/net")
+    # This process and its ancestors must survive when the cluster is terminated.
+    ancestors = {ancestor := os.getpid()}
+    while ancestor > 1:
+        ancestors.add(ancestor := int(proc.stat(ancestor)[1]))
+    for pid in proc.pids():
         # A process may have ended meanwhile, or belong to another user.
         with suppress(OSError):
             # Containers on this machine are different nodes.
-            if os.readlink(process / "ns/net") != network or int(process.name) in ancestors:
+            if os.readlink(f"/proc/{pid}/ns/net") != network or pid in ancestors:
                 continue
-            state, parent = (process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
-            if state == "Z":
+            if not (fields := proc.stat(pid)) or fields[0] == "Z":
                 continue
-            parents[int(process.name)] = int(parent)
-            for line in (process / "environ").read_bytes().split(b"\0"):
+            parents[pid] = int(fields[1])
+            for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 if line.startswith(MARK.encode() + b"="):
-                    marked[int(process.name)] = line.decode().partition("=")[2]
+                    marked[pid] = line.decode().partition("=")[2]
     clusters: dict[str, list[int]] = {}
     for pid in parents:
         # Ray's workers overwrite their environment with process titles, but descend from a raylet that does not.
@@ -150,13 +155,6 @@ def clusters_here() -> dict[str, list[int]]:
         if above is not None:
             clusters.setdefault(marked[above], []).append(pid)
     return clusters
-
-
-def program_of(pid: int) -> str:
-    """Return the name of a process; empty if it has ended."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip()
-    return ""
 
 
 def end_processes(address: str) -> int:
@@ -177,22 +175,4 @@ def end_processes(address: str) -> int:
 
 def group_is_alive(group: int) -> bool:
     """Return True if a process group has a running process; zombies do not count."""
-    for process in _processes():
-        with suppress(OSError):
-            state, _, of = (process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:3]
-            if int(of) == group and state != "Z":
-                return True
-    return False
-
-
-def _processes() -> Iterator[Path]:
-    return (process for process in Path("/proc").iterdir() if process.name.isdigit())
-
-
-def _ancestors() -> set[int]:
-    """Return this process and its ancestors, which must survive when the cluster is terminated."""
-    pids = {pid := os.getpid()}
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
-        pids.add(pid)
-    return pids
+    return any(fields[2:3] == [str(group)] and fields[0] != "Z" for fields in map(proc.stat, proc.pids()))

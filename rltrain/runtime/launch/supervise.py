@@ -25,7 +25,8 @@ from pathlib import Path
 from rltrain.common.attempt import ATTEMPT, interpret_exit, read_reports, shell_code
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import ConfigError, command
-from rltrain.runtime.slots.limits import catches, descendants, send
+from rltrain.runtime.slots.limits import send
+from rltrain.runtime.slots.proc import catches, descendants
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 75

@@ -34,32 +34,8 @@ _READ_FILE, _READ_FOLDER, _WRITE_NULL = 1 << 2, 1 << 3, 1 << 1 | 1 << 2
 _WORK = sum(1 << bit for bit in (1, 2, 3, 4, 5, 7, 8, 13, 14))
 # System calls that the filter refuses: name, number on x86_64, number on aarch64. Landlock does not cover processes,
 # signals (before ABI 6), modes, times and attributes of files, or sockets.
-_DENIED = """
-fork 57 - vfork 58 - execve 59 221 execveat 322 281 ptrace 101 117 process_vm_readv 310 270
-process_vm_writev 311 271 process_madvise 440 440 process_mrelease 448 448 kcmp 312 272 kill 62 129 tkill 200 130
-rt_sigqueueinfo 129 138 rt_tgsigqueueinfo 297 240 pidfd_open 434 434 pidfd_getfd 438 438 pidfd_send_signal 424 424
-setpriority 141 140 ioprio_set 251 30 sched_setscheduler 144 119 sched_setparam 142 118 sched_setattr 314 274
-sched_setaffinity 203 122 migrate_pages 256 238 move_pages 279 239 setns 308 268 unshare 272 97 setrlimit 160 164
-setuid 105 146 setgid 106 144 setreuid 113 145 setregid 114 143 setresuid 117 147 setresgid 119 149
-setgroups 116 159 setfsuid 122 151 setfsgid 123 152 capset 126 91 personality 135 92 socket 41 198 socketpair 53 199
-io_uring_setup 425 425 io_uring_enter 426 426 io_uring_register 427 427 shmget 29 194 shmat 30 196 shmctl 31 195
-msgget 68 186 semget 64 190 mq_open 240 180 mq_unlink 241 181 memfd_create 319 279 memfd_secret 447 447 mount 165 40
-umount2 166 39 pivot_root 155 41 chroot 161 51 open_tree 428 428 open_tree_attr 467 467 move_mount 429 429
-fsopen 430 430 fsconfig 431 431 fsmount 432 432 fspick 433 433 mount_setattr 442 442 chmod 90 - fchmod 91 52
-fchmodat 268 53 fchmodat2 452 452 chown 92 - lchown 94 - fchown 93 55 fchownat 260 54 setxattr 188 5 lsetxattr 189 6
-fsetxattr 190 7 setxattrat 463 463 removexattr 197 14 lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466
-file_setattr 469 469 utime 132 - utimes 235 - utimensat 280 88 futimesat 261 - truncate 76 45 link 86 -
-linkat 265 37 symlink 88 - symlinkat 266 36 mknod 133 - mknodat 259 33 open_by_handle_at 304 265
-name_to_handle_at 303 264 swapon 167 224 swapoff 168 225 quotactl 179 60 quotactl_fd 443 443 acct 163 89
-fanotify_init 300 262 inotify_init 253 - inotify_init1 294 26 bpf 321 280 perf_event_open 298 241
-userfaultfd 323 282 keyctl 250 219 add_key 248 217 request_key 249 218 kexec_load 246 104 kexec_file_load 320 294
-init_module 175 105 finit_module 313 273 delete_module 176 106 reboot 169 142 sethostname 170 161
-setdomainname 171 162 settimeofday 164 170 clock_settime 227 112 clock_adjtime 305 266 adjtimex 159 171 iopl 172 -
-ioperm 173 - syslog 103 116 vhangup 153 58 modify_ldt 154 - uselib 134 - lookup_dcookie 212 18
-msgsnd 69 189 msgrcv 70 188 msgctl 71 187 semop 65 193 semctl 66 191 semtimedop 220 192 getxattr 191 8 lgetxattr 192 9
-fgetxattr 193 10 listxattr 194 11 llistxattr 195 12 flistxattr 196 13 statmount 457 457 listmount 458 458 flock 73 32
-getxattrat 464 464 listxattrat 465 465 file_getattr 468 468
-"""
+with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "denied_calls.txt"), encoding="utf-8") as _file:
+    _DENIED = _file.read()
 # System calls refused by an argument: the 32-bit word at ``word`` of the arguments, masked, must (not) be equal.
 _CONDITIONS = (
     *(("clone", 56, 220, 0, 0x10000, 0, True),),  # without CLONE_THREAD

@@ -1,14 +1,14 @@
 """Limits of a slot's calls, and termination of the processes that they start."""
 
 import os
-import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+from rltrain.runtime.slots.proc import descendants
 
 # Maximum rounds, because a fork bomb may start processes faster than they are found.
 _MAX_SWEEPS = 20
@@ -92,14 +92,6 @@ def send(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def catches(pid: int, number: int) -> bool:
-    """Return True if a process has a handler for a signal; False if it has ended, or without /proc."""
-    with suppress(OSError):
-        match = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
-        return bool(match and int(match[1], 16) >> (number - 1) & 1)
-    return False
-
-
 def has_ended(process: subprocess.Popen, within_s: float = 0.0) -> bool:
     """Return True if a child process of this one has ended, or ends within the time.
 
@@ -116,18 +108,3 @@ def _has_ended(process: subprocess.Popen) -> bool:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except (ChildProcessError, AttributeError):  # already reaped; not on macOS
         return process.poll() is not None
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the process ids below ``pid``; [] without /proc."""
-    pids, unseen = [], [pid]
-    while unseen:
-        listings: list[Path] = []
-        with suppress(OSError):  # the process has ended
-            listings = list(Path(f"/proc/{unseen.pop()}/task").glob("*/children"))
-        for listing in listings:
-            with suppress(OSError):
-                children = [int(child) for child in listing.read_text("utf-8").split()]
-                pids += children
-                unseen += children
-    return pids

@@ -1,27 +1,10 @@
 """Capture of the output of a slot's process and its children by a pipe."""
 
 import os
-import re
 
 _MAX_KEPT_BYTES = 256 << 10
 _READ_BYTES = 64 << 10  # as much as a pipe holds
 _MAX_READS = 16
-# Signs of a failed multiprocessing child, after or during its start.
-_LOST = re.compile(r"^Process \S+:$|^  File \"\S*multiprocessing/(spawn|forkserver)\.py\"", re.MULTILINE)
-_TRACEBACK = "Traceback (most recent call last):"
-_LOST_CHARS = 2000
-
-
-def lost_process(text: str) -> str:
-    """Return the first complete traceback in ``text`` of a multiprocessing child; "" without one."""
-    match = _LOST.search(text)
-    if not match:
-        return ""
-    start = text.rfind(_TRACEBACK, 0, match.start()) if match[1] else text.find(_TRACEBACK, match.end())
-    lines = text[start:].splitlines() if start >= 0 else []
-    # Frames and notes are indented; the exception's line is not.
-    last = next((at for at, line in enumerate(lines[1:], 1) if line and not line[0].isspace()), len(lines))
-    return "\n".join(lines[: last + 1])[-_LOST_CHARS:]
 
 
 class Printed:
@@ -54,15 +37,6 @@ class Printed:
         room = _MAX_KEPT_BYTES - len(self._kept)
         self._kept += data[:room]
         self._num_left_out += len(data[room:])
-
-    @property
-    def total(self) -> int:
-        """Bytes kept since the last `take`."""
-        return len(self._kept)
-
-    def since(self, before: int) -> str:
-        """Return the text kept after the first ``before`` bytes."""
-        return self._kept[before:].decode(errors="replace")
 
     def take(self) -> str:
         """Return and clear the printed output."""

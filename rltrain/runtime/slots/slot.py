@@ -2,9 +2,9 @@
 
 A user's function may not terminate: a regular expression may hold the interpreter lock for hours, a library may crash
 or leak, and processes that it started may outlive it. Neither a thread nor a signal can stop that. So the function runs
-in another process, which is killed with all its descendants by its parent (subreaper.py), or by this process if that
-takes too long. It is a new interpreter, because a fork would inherit threads and locks of Ray. `multiprocessing` and
-pebble were not used because they unpickle the replies of the process and leave grandchildren running.
+in another process, which is killed with all its descendants by its parent (`child.fork_below`), or by this process if
+that takes too long. It is a new interpreter, because a fork would inherit threads and locks of Ray. `multiprocessing`
+and pebble were not used because they unpickle the replies of the process and leave grandchildren running.
 """
 
 import json
@@ -16,12 +16,10 @@ from typing import Any
 
 from rltrain.common.errors import replace_surrogates
 from rltrain.runtime.slots.limits import Limits
-from rltrain.runtime.slots.output import Printed, lost_process
+from rltrain.runtime.slots.output import Printed
 from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess
 from rltrain.runtime.slots.service import MAX_RESULT_BYTES, Outcome, Service
 
-# Kind of an outcome if the process waited for a dead multiprocessing child.
-ORPHANED = "lost process"
 _CRASH_CHARS = 2000
 # Maximum concurrent calls of an ``async`` function in a process.
 _AT_ONCE = 16
@@ -139,16 +137,11 @@ class Slot:
         """
         self.prepare(name)
         end = time.monotonic() + (left_s or timeout_s)
-        before = self._printed.total
         try:
             results = self._exchange((name, list(calls)), left_s or timeout_s)
         except _Expired:
             self._restart()
             failure = {"status": "timeout", "error": self._service.late(timeout_s)}
-            if lost := lost_process(self._printed.since(before)):
-                # Every call would wait for a reply that never arrives, so the cause is reported.
-                failure["error"] += f"; a process that it started with multiprocessing ended with an error:\n{lost}"
-                failure |= {"status": "crashed", "kind": ORPHANED}
             return [outcome_of(failure)] * len(calls), True
         except _Died:
             failure, is_killed = self._replace_dead()

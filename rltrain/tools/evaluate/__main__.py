@@ -45,9 +45,8 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
         from rltrain.api import check_settings
         from rltrain.common.storage import write_json
         from rltrain.run.build import begin_ray
-        from rltrain.tools.evaluate.evaluation import evaluate_model, result_folder_of
+        from rltrain.tools.evaluate.evaluation import differences, evaluate_model, result_folder_of
         from rltrain.tools.evaluate.page import write_page
-        from rltrain.tools.evaluate.paired import differences
         from rltrain.tools.evaluate.report import show
         from rltrain.tools.evaluate.request import read_request
         from rltrain.tools.evaluate.results import PAGE, RESULT, RESULTS

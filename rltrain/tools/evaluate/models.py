@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from yaml import YAMLError, safe_load
 
 from rltrain.common.errors import CheckpointError, ConfigError, first_line
 from rltrain.common.secrets import MASK
-from rltrain.common.storage import patiently, read_json
-from rltrain.config.load import default_values
+from rltrain.common.storage import distinct_suffixes, patiently, read_json
+from rltrain.config.load import default_values, flat
 from rltrain.models.files.digest import digest_of_model
 from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
@@ -77,25 +76,13 @@ class Model:
 def models_of(words: Sequence[str]) -> list[Model]:
     """Return the models of paths, patterns and hub names. Raises ConfigError or CheckpointError for other words."""
     models = [_model(name) for word in words for name in expand_pattern(word)]
-    names, typed = [model.name for model in models], [model.named for model in models]
-    if again := next((name for name in typed if typed.count(name) > 1), None):
+    names, sources = [model.name for model in models], [str(model.folder or model.named) for model in models]
+    if again := next((source for source in sources if sources.count(source) > 1), None):
         raise ConfigError(f"model={','.join(words)} names {again} twice.")
     # Checkpoints of the same step of two runs are distinguished by the shortest suffixes of their paths.
-    return [
-        replace(model, name=_distinct_name(model, models)) if model.folder and names.count(model.name) > 1 else model
-        for model in models
-    ]
-
-
-def _distinct_name(model: Model, models: Sequence[Model]) -> str:
-    folder = model.folder
-    assert folder
-    others = [other.folder for other in models if other.folder and other is not model]
-    for length in range(1, len(folder.parts)):
-        end = folder.parts[-length:]
-        if all(other.parts[-length:] != end for other in others):
-            return "_".join(end)
-    return "_".join(folder.parts[1:])
+    alike = [model.folder for model in models if model.folder and names.count(model.name) > 1]
+    longer = dict(zip(alike, distinct_suffixes(alike, "_"), strict=True))
+    return [replace(model, name=longer[model.folder]) if model.folder in longer else model for model in models]
 
 
 def expand_pattern(word: str, key: str = "model") -> list[str]:
@@ -196,10 +183,3 @@ def _tokens(file: Path) -> dict[int, str]:
     except Exception as error:  # noqa: BLE001 - the package raises plain exceptions
         raise CheckpointError(f"{file} cannot be read ({first_line(error)}). Copy it again.") from None
     return {index: token for token, index in vocabulary.items()}
-
-
-def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted name, with their values as in JSON."""
-    if isinstance(tree, dict) and tree:
-        return {key: value for part, below in tree.items() for key, value in flat(below, f"{name}.{part}").items()}
-    return {name.lstrip("."): json.loads(json.dumps(tree, default=str))}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.common.errors import ConfigError
-from rltrain.config.load import load_config, to_dict
+from rltrain.config.load import flat, load_config, to_dict
 from rltrain.config.loaded import LoadedConfig
 from rltrain.data.files import files_of
 from rltrain.models.files.digest import digest_of_files, digests_of_values
 from rltrain.tools.evaluate.arguments import split_arguments
-from rltrain.tools.evaluate.models import Model, flat, models_of
+from rltrain.tools.evaluate.models import Model, models_of
 
 # Settings that determine responses and scores. All others may change when an evaluation is resumed.
 _COMPARED = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.", "reward", "custom_reward_function.")

@@ -27,71 +27,27 @@ MOST_SECONDS = 10
 _NUM_TASKS = 64  # processes that a script may have at once
 _ROOT = 0
 _NOBODY = 65534
-_TOOLS = (
-    *(
-        "bash",
-        "awk",
-        "sed",
-        "grep",
-        "egrep",
-        "fgrep",
-        "tr",
-        "cut",
-        "sort",
-        "uniq",
-        "head",
-        "tail",
-        "wc",
-        "tee",
-        "xargs",
-    ),
-    *("cat", "echo", "printf", "seq", "basename", "dirname", "date", "expr", "bc", "jq", "paste", "rev", "tac", "env"),
-    *("printenv", "nohup", "timeout", "nice", "test", "[", "true", "false", "mktemp", "mkdir", "rm", "cp", "mv", "ls"),
-    *("touch", "ln", "find", "readlink", "realpath", "comm", "nl", "fold", "shuf", "numfmt", "od", "pwd", "chmod"),
-)
+_TOOLS = """
+    bash awk sed grep egrep fgrep tr cut sort uniq head tail wc tee xargs cat echo printf seq basename dirname date
+    expr bc jq paste rev tac env printenv nohup timeout nice test [ true false mktemp mkdir rm cp mv ls touch ln
+    find readlink realpath comm nl fold shuf numfmt od pwd chmod
+"""
 # Programs that need a stub, because env, nohup or exec may start them and bash's hook does not see these calls. The
 # hook records all other programs.
-_STUBS = (
-    *("python", "python2", "python3", "torchrun", "ray", "accelerate", "deepspeed", "uv", "pip", "pip3", "conda", "hf"),
-    *("mamba", "huggingface-cli", "modelscope", "wget", "curl", "git", "docker", "podman", "apptainer", "singularity"),
-    *("kubectl", "srun", "sbatch", "ssh", "scp", "sudo", "mpirun", "tmux", "screen", "nsys", "numactl", "taskset"),
-    *("stdbuf", "nvidia-smi", "npu-smi", "rocm-smi", "kill", "pkill", "killall", "sleep", "hdfs"),
-)
+_STUBS = """
+    python python2 python3 torchrun ray accelerate deepspeed uv pip pip3 conda hf mamba huggingface-cli modelscope
+    wget curl git docker podman apptainer singularity kubectl srun sbatch ssh scp sudo mpirun tmux screen nsys
+    numactl taskset stdbuf nvidia-smi npu-smi rocm-smi kill pkill killall sleep hdfs
+"""
 _HERE, _HOME, _RECORDS = "/__PWD__", "/__HOME__", "/records"
 # Files of the script's folder that it may read: scripts that it sources, and configurations.
 _BESIDE, _MOST_BYTES = (".sh", ".env", ".yaml", ".yml", ".json", ".txt"), 1 << 20
 
 # Words and environment of a call, each in a separate file, because calls may run concurrently. A call such as `srun
 # bash -c "python …"` or `sbatch <<EOF` contains another script, which is run here, too.
-_RECORD = """\
-#!/bin/bash
-unset BASH_ENV
-name=${0##*/}
-[ "$name" = record ] || set -- "$name" "$@"
-file=/records/${EPOCHREALTIME/,/.}.$BASHPID
-printf '%s\\0' "$@" > "$file"
-env -0 > "$file.env"
-export BASH_ENV=/bin/prelude
-case $1 in
-    python*|pip*|sleep) ;;
-    sbatch|ssh) bash -s ;;
-esac
-case $1 in python*) exit 0 ;; esac
-for word in "${@:2}"; do
-    case $word in *[[:space:]]*python*|*python*[[:space:]]*) bash -c "$word" ;; esac
-done
-exit 0
-"""
+_RECORD = Path(__file__).with_name("record.sh").read_text(encoding="utf-8")
 # A script must reach its launch even if files and folders that it expects are missing.
-_PRELUDE = """\
-command_not_found_handle() { /bin/record "$@"; }
-cd() { builtin cd "$@" 2>/dev/null || true; }
-pushd() { cd "$@"; }
-popd() { true; }
-ulimit() { true; }
-source() { if [ -f "$1" ]; then builtin source "$@"; else /bin/record source "$@"; fi; }
-.() { source "$@"; }
-"""
+_PRELUDE = Path(__file__).with_name("prelude.sh").read_text(encoding="utf-8")
 _SETTING = re.compile(r"\+*(actor_rollout_ref|data|trainer|algorithm)\.[\w.]+=")
 _ANOTHER = "3"  # a number that is not assumed for any variable
 _NO_EXIT = "exit() { true; }\n"
@@ -233,7 +189,7 @@ def _jailed(
     # Interpreters given by an absolute path get stubs too, because they may not exist on this machine.
     named = re.findall(r"(?<![\w.$}])((?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|ray|uv|accelerate))\b", text)
     stubs = {
-        *(f"/bin/{name}" for name in _STUBS),
+        *(f"/bin/{name}" for name in _STUBS.split()),
         *(name for name in named if not {".", ".."} & set(name.split("/"))),
         *(f"/bin/{python}" for python in re.findall(r"python3\.\d+", text)),
     }
@@ -309,7 +265,9 @@ def _neighbours(script: Path) -> dict[str, str]:
 def _copies() -> dict[str, str]:
     """Return the text tools of this machine and their libraries: path in the jail -> file."""
     path = os.pathsep.join(("/usr/bin", "/bin", "/usr/local/bin"))
-    tools = {f"/bin/{name}": os.path.realpath(place) for name in _TOOLS if (place := shutil.which(name, path=path))}
+    tools = {
+        f"/bin/{name}": os.path.realpath(place) for name in _TOOLS.split() if (place := shutil.which(name, path=path))
+    }
     if "/bin/bash" not in tools:
         raise ConfigError(f"there is no bash on this machine to expand the script. {_BY_HAND}")
     listing = subprocess.run(["ldd", *tools.values()], capture_output=True, text=True).stdout

@@ -36,8 +36,7 @@ def _search(arguments: argparse.Namespace, stop: Stop) -> int:
     request = read_search(arguments.overrides, arguments.config, arguments.problems)
     # Import here, so that --help and errors of the arguments do not wait for it.
     from rltrain.run.build import begin_ray
-    from rltrain.tools.resolution.search import RESULT, search, show_search, show_settings
-    from rltrain.tools.resolution.settings import find_settings
+    from rltrain.tools.resolution.search import RESULT, find_settings, search, show_search, show_settings
 
     with logs.session():
         settings = find_settings(request)

@@ -42,6 +42,7 @@ class Bounds:
 class Arguments:
     """Arguments that `rltrain evaluate` does not have."""
 
+    model: str = required("the model to search for")
     dev: str = required(_SPLITS)
     test: str = required(_SPLITS)
     min_pixels: list[int | None] = key([], least=1)
@@ -81,23 +82,21 @@ def read_search(words: Sequence[str], files: Sequence[str], problems: Sequence[s
     """Parse the arguments of a command. Raises ConfigError with all problems, and as `read_request` does."""
     rest, wrong = list[str](), list(problems)
     wrong += [f"{word}: {_SPLITS}. Leave data= out." for word in words if word.startswith("data=")]
-    if not any(word.startswith("model=") for word in words):
-        wrong.append("model= is not given: the model to search for.")
-    words = [word for word in words if not word.startswith("data=")]
     own = read_arguments(Arguments, words, others=rest, elsewhere=NAMES, problems=wrong)
     from rltrain.data.files import files_of
     from rltrain.tools.evaluate.request import read_request  # after the errors above, because it takes seconds
 
-    base = read_request([*rest, f"data={own.dev}"], files, [])
-    test = read_request([*rest, f"data={own.test}"], files, []).data
+    base, test = (
+        read_request([*rest, f"model={own.model}", f"data={name}"], files, []) for name in (own.dev, own.test)
+    )
     if len(base.models) > 1:
         raise ConfigError(f"model= names {len(base.models)} models. Start a search for each, with its own out=FOLDER.")
     dev_files, test_files = (
-        {Path(file).resolve() for name in data for file in files_of(name)} for data in (base.data, test)
+        {Path(file).resolve() for name in split.data for file in files_of(name)} for split in (base, test)
     )
     if shared := dev_files & test_files:
         raise ConfigError(
             f"{sorted(shared)[0]} is in dev= and in test=: the figure of the chosen setting would be too good. Use "
             "other rows for test=."
         )
-    return SearchRequest(base, test, list(dict.fromkeys(own.min_pixels)), list(dict.fromkeys(own.max_pixels)))
+    return SearchRequest(base, test.data, list(dict.fromkeys(own.min_pixels)), list(dict.fromkeys(own.max_pixels)))

@@ -105,11 +105,10 @@ def connect(addresses: Sequence[tuple[str, int]]) -> list[float | str]:
         return list(pool.map(_check_port, addresses))
 
 
-def close(_: None = None) -> float:
-    """Close the sockets of `probe_node`. Returns the node's time in seconds since 1970."""
+def close(_: None = None) -> None:
+    """Close the sockets of `probe_node`."""
     while open_ports:
         open_ports.pop().close()
-    return time.time()
 
 
 def missing_files(files: Sequence[Path], clock: Clock = SYSTEM) -> list[str]:

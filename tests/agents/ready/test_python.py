@@ -12,7 +12,8 @@ from rltrain.agents.toolbox import toolbox_of
 from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_plugin
 from rltrain.config.load import load_config
-from rltrain.runtime.slots.limits import Limits, descendants, impose
+from rltrain.runtime.slots.limits import Limits, impose
+from rltrain.runtime.slots.proc import descendants
 from rltrain.runtime.slots.service import Service
 from rltrain.runtime.slots.slot import Slot
 from tests.clock import PATIENCE_S, eventually

@@ -9,7 +9,7 @@ from rltrain.common.device import get_device
 from rltrain.config.budgets import PassBudget
 from rltrain.config.load import load_config
 from rltrain.config.memory_keys import memory_keys
-from rltrain.config.schema.model import OptimConfig
+from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.memory import forecast, fullest
@@ -72,17 +72,43 @@ DENSE_FIRST = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dense", [1, 4])
-def test_a_model_whose_first_layers_are_dense_is_estimated_as_if_all_its_layers_were_run(tmp_path, dense):
-    (tmp_path / "config.json").write_text(json.dumps(DENSE_FIRST | {"first_k_dense_replace": dense}))
-    cfg = load_config(small_run(tmp_path, (tmp_path, tmp_path), tmp_path)).config
-    spec = ModelSpec(str(tmp_path), compute_dtype=torch.bfloat16)
-    device, work = get_device("npu"), forward_only(False)
+WINDOWS = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 14, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64,
+    "sliding_window": 32,
+}  # fmt: skip
+DELTA_NETS = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 16,
+    "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+TENSOR = {"fsdp": FSDPConfig(expert_parallel_size=4), "tensor_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "updates", "more"),
+    [
+        (DENSE_FIRST | {"first_k_dense_replace": 1}, False, {}),
+        (DENSE_FIRST | {"first_k_dense_replace": 4}, False, {}),
+        (DENSE_FIRST | {"num_hidden_layers": 7, "first_k_dense_replace": 3}, True, {}),
+        (DENSE_FIRST | {"num_hidden_layers": 7, "first_k_dense_replace": 3}, True, TENSOR),
+        (WINDOWS, True, {"gradient_checkpointing": False}),
+        (DELTA_NETS, False, {}),
+    ],
+    ids=["one dense", "four dense", "three of seven", "tensor and expert parallel", "windows", "delta nets"],
+)
+def test_layers_of_several_kinds_are_estimated_as_if_all_layers_were_run(tmp_path, shape, updates, more):
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    lengths = {"data__max_prompt_length": 256, "data__max_response_length": 256}
+    cfg = load_config(small_run(tmp_path, (tmp_path, tmp_path), tmp_path, **lengths)).config
+    spec = ModelSpec(str(tmp_path), compute_dtype=torch.bfloat16, **more)
+    device, work = get_device("npu"), update(OptimConfig(), 2, False, False) if updates else forward_only(False)
     batch = fullest(cfg, PassBudget(None, 4), 4)
     with fake_model(PolicyModel, spec, device, 8, None, batch) as (packed, ledger, inputs):
-        (whole,) = work(packed, ledger, inputs)
+        whole = max(work(packed, ledger, inputs), key=lambda owners: owners.total())
     estimated = peak_of(PolicyModel, spec, device, 8, batch, work)
-    assert {owner: estimated[owner] for owner in whole} == pytest.approx(dict(whole), rel=0.02)
+    assert {owner: estimated[owner] for owner in whole} == pytest.approx(dict(whole), rel=5e-3)
 
 
 SMALL = SHAPE | {

@@ -38,6 +38,7 @@ from rltrain.models.weights.lora import adapter_weights, adapters_off, write_ada
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import Specs, actor_spec
 from rltrain.models.weights.state import load_training_state
+from rltrain.runtime.samples import take_fetch_seconds
 from rltrain.workers.inference_models import InferenceWorker, ReferenceDistribution, load_role, measure
 from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
 from rltrain.workers.interface.roles import Actor
@@ -231,7 +232,7 @@ class ActorRefWorker(Actor):
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
             numbers = replace(numbers, expert_load=load.cpu().numpy())
-        return replace(numbers, memory_gb=self.offloader.memory_gb())
+        return replace(numbers, memory_gb=self.offloader.memory_gb() | take_fetch_seconds())
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)

@@ -102,6 +102,7 @@ RECIPES = {
     "math/qwen2_5_32b_dapo.sh": ("Qwen2.5-32B", "sums"),
     "math/qwen3_30b_a3b_grpo.sh": ("Qwen3-30B-A3B", "sums"),
     "math/qwen3_30b_a3b_dapo.sh": ("Qwen3-30B-A3B", "sums"),
+    "math/qwen3_30b_a3b_grpo_npu.sh": ("Qwen3-30B-A3B", "sums"),
     "math/glm_4_5_grpo.sh": ("GLM-4.5", "sums"),
     "math/deepseek_v3_grpo.sh": ("DeepSeek-V3", "sums"),
     "grpo_7b_boba_64gpu.sh": ("R1-Distill-7B", "sums"),
@@ -113,6 +114,7 @@ RECIPES = {
     "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo.sh": ("Qwen2.5-VL-3B", "geometry3k"),
     "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k"),
     "vlm_gpu/qwen3_vl_30b_a3b_geometry3k_grpo.sh": ("Qwen3-VL-30B-A3B", "geometry3k"),
+    "vlm_npu/qwen3_vl_30b_a3b_geometry3k_grpo.sh": ("Qwen3-VL-30B-A3B", "geometry3k"),
     "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k"),
 }
 _ROW = re.compile(r"^\| `(\S+\.sh)` \|.*\| (\d+) × (\d+) (\w+).*\| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
@@ -234,11 +236,16 @@ def test_a_recipe_needs_what_the_table_says(row, dry):
     assert (generation, training) == pytest.approx((row.generation, row.training), abs=0.051)
 
 
-def test_experts_are_refused_on_npus_by_name(dry, without_memory):
-    row = the_row("qwen3_30b_a3b_dapo-H100")
-    code, out = dry(row, "trainer.device=npu")
+def test_a_vllm_ascend_that_cannot_load_experts_is_refused(dry, without_memory, monkeypatch, tmp_path):
+    row = the_row("qwen3_30b_a3b_grpo_npu-A3")
+    package = tmp_path / "packages" / "vllm_ascend-0.23.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.23.0\n")
+    monkeypatch.syspath_prepend(package.parent)
+    code, out = dry(row)
     assert code == 2
-    assert "vllm-ascend converts its experts only once, at startup. Use rollout.name=hf" in out
+    assert "rollout.name=vllm with vllm-ascend 0.23.0 cannot load new experts" in out
+    assert "Install vllm-ascend 0.26 or later" in out
 
 
 def test_every_script_of_the_folder_is_in_the_table():

@@ -13,7 +13,7 @@ from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.memory import forecast, fullest
-from rltrain.run.preflight.memory_room import check_memory, no_cache, too_large
+from rltrain.run.preflight.memory_room import check_host, check_memory, host_forecast, no_cache, too_large
 from rltrain.run.preflight.meta_run import fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import make_plan
 from tests.tiny import small_run
@@ -62,6 +62,12 @@ def test_what_rests_is_the_sum_by_hand(planned):
     # Embedding and head exceed half a bucket, and are gathered alone; a bucket may follow before one is freed.
     alone = 152064 * 3584 * 2 * (1 + 1 / 64)
     assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
+
+
+def test_a_sync_that_merges_adapters_is_estimated(planned):
+    cfg, plan = planned(actor_rollout_ref__model__lora_rank=8)
+    alone = 152064 * 3584 * 2
+    assert alone <= forecast(cfg, plan, None, ("sync",))["sync"]["gathered"] <= 2 * alone + (512 << 20)
 
 
 DENSE_FIRST = {
@@ -167,6 +173,23 @@ def test_an_engine_without_room_for_its_cache_is_seen(planned, free_mib):
     assert f"gpu_memory_utilization={share:g} is" in problem
     assert f"the engine's weights take {2 * PARAMETERS / 2**30:.1f} of it" in problem
     assert "Set actor_rollout_ref.rollout.gpu_memory_utilization=0.15, or" in problem
+
+
+def test_a_node_without_room_for_pinned_copies_is_warned_of(planned):
+    offload = {f"actor_rollout_ref__actor__fsdp_config__{name}_offload": True for name in ("param", "optimizer")}
+    cfg, plan = planned(**offload, trainer__host_memory_gb=20)
+    host = host_forecast(cfg, plan)
+    assert host["offloaded"] == pytest.approx(12 * PARAMETERS / 8, rel=1e-3)
+    # Weights and two moments of every rank, and on the first the export in bfloat16.
+    assert host["checkpoint copies"] == pytest.approx(12 * PARAMETERS / 8 + 2 * PARAMETERS, rel=1e-3)
+    (line,), (warning,) = check_host(cfg, plan)
+    assert line.startswith(f"host memory of a node in GiB: {host.total() / 2**30:.1f} of 20.0 (")
+    assert warning.startswith("trainer.host_memory_gb=20.0: a node needs about")
+    assert "Make room with one of: " in warning
+    for key in ("actor.fsdp_config.optimizer_offload=False", "trainer.async_save=False", "more nodes"):
+        assert key in warning
+    cfg, plan = planned(**offload, trainer__host_memory_gb=300)
+    assert check_host(cfg, plan)[1] == []
 
 
 def test_a_validation_counts_what_it_loads_alone(planned):

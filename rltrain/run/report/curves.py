@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rltrain.config.passes import PASSES
 from rltrain.run.report.charts import Line, Section, line_chart, stacked_bars
 from rltrain.run.report.table import PHASES
 
@@ -48,6 +49,8 @@ _SPEED: list[Chart] = [
         "perf/mfu/actor": "update, of FLOP/s", "perf/mfu/actor_infer": "old_log_prob, of FLOP/s",
         "perf/mfu/ref": "ref, of FLOP/s", "perf/mfu/critic": "critic, of FLOP/s",
         "perf/mbu/rollout": "decoding, of memory bandwidth"}),
+    ("Waiting for rows, slowest rank", "seconds", {f"timing_s/fetch/{name}": name for name in PASSES}),
+    ("Samples sent between nodes", "bytes", {f"perf/node_bytes/{name}": name for name in (*PASSES, "other")}),
     ("Replicas without work", "share of generation", {"perf/rollout_idle_share": "idle",
                                                       "perf/rollout_wait_share": "waiting for tools"}),
 ]  # fmt: skip

@@ -112,7 +112,7 @@ def _pairs(with_tool: PPOTrainer, without: PPOTrainer, tokens: int, pairs: int) 
         ours, theirs = found[with_tool], found[without]
         assert torch.equal(*(each[0].ragged(c.RESPONSE).values for each in (ours, theirs)))
         assert not ours[2].per_sample[c.TOOL_CALLS].any()
-        if pair > 1:  # the first two warm up
+        if pair > 1:  # the first two pairs warm up
             ratios.append(seconds[with_tool] / seconds[without])
             more_ms.append(1e3 * (seconds[with_tool] - seconds[without]) / (16 * 8))
     low, high = np.quantile(ratios, [0.25, 0.75])

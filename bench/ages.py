@@ -1,4 +1,4 @@
-"""Age of each table in results/: its date, and the number of commits to the library since it was written."""
+"""Age of each table in results/: its date, and the number of commits to the library since the table was written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 
 
 class Age(NamedTuple):
-    """commits: to rltrain/ since the table was committed; 0 also for a table with uncommitted changes."""
+    """Age of a table. commits: number of commits to rltrain/ since the table was committed; 0 also for a table with
+    uncommitted changes."""
 
     table: str
     day: str

@@ -175,7 +175,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
         ledger.cut()
 
     OffloadManager.enter_phase = entered
-    # It would restart the count within a phase.
+    # `take_peaks` is replaced, because it would restart the count within a phase.
     Device.take_peaks = lambda self: (0, 0)  # type: ignore[method-assign]
     decode = kv.KeyValues.decode
 
@@ -205,7 +205,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
                 make_step(worker, cfg, step)
             except RuntimeError as error:
                 raise worker.explain(error) from None
-            # Within the update phase, whose peak it must not raise.
+            # Save within the update phase, to show that a save does not raise its peak.
             pinned.owner = "checkpoint copies"
             for role in ("actor", "critic"):
                 if target := getattr(worker, role, None):
@@ -288,7 +288,9 @@ Row = tuple[str, Counter[str], Counter[str], int]
 
 
 def estimated(folder: Path, case: str, room: float = 1.1) -> tuple[dict[str, Counter[str]], int]:
-    """Estimate every phase by owner, and a device of ``room`` times the largest, or more if the engine needs it."""
+    """Return the estimate of every phase by owner, and the bytes of a device: ``room`` times the largest phase, or more
+    if the engine needs it.
+    """
     cfg = load_config(arguments(folder, case)).config
     plan = make_plan(cfg, PROMPTS)
     cap = round(room * max(row.total() for phase, row in forecast(cfg, plan, None).items() if phase != "gen"))

@@ -35,12 +35,12 @@ WAYS = {
     ],
 }  # fmt: skip
 NAMES = {
-    "grpo": "rewards alone (grpo)",
-    "grpo_small": "rewards alone (grpo)",
-    "reverse_kl": "teacher alone, reverse_kl",
-    "forward_kl": "teacher alone, forward_kl",
-    "k1": "teacher alone, k1 as a cost (verl's use_policy_gradient)",
-    "reverse_kl_8": "teacher alone, reverse_kl",
+    "grpo": "rewards only (grpo)",
+    "grpo_small": "rewards only (grpo)",
+    "reverse_kl": "teacher only, reverse_kl",
+    "forward_kl": "teacher only, forward_kl",
+    "k1": "teacher only, k1 as a cost (verl's use_policy_gradient)",
+    "reverse_kl_8": "teacher only, reverse_kl",
     "grpo+reverse_kl": "grpo and reverse_kl",
 }
 
@@ -85,8 +85,8 @@ def row(way: str, runs: list[Path], samples: int, every: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--samples", type=int, default=5120, help="answers that every way gets")
-    parser.add_argument("--every", type=int, default=1280, help="answers between two validations")
+    parser.add_argument("--samples", type=int, default=5120, help="responses that every method gets")
+    parser.add_argument("--every", type=int, default=1280, help="responses between two validations")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default=",".join(WAYS))

@@ -92,7 +92,8 @@ def gaps(folder: Path, engine: str, name: str, dtype: str, mode: str, head: str)
         "data__max_response_length": TOKENS, f"{rollout}name": engine, f"{rollout}dtype": dtype,
         f"{rollout}gpu_memory_utilization": 0.1, f"{actor}fsdp_config__compute_dtype": dtype,
         "actor_rollout_ref__model__fp32_head": head == "float32", f"{actor}router_replay__mode": mode,
-        # The check after a weight sync lets both routers choose, and would end the run over the gap that is measured.
+        # Disable the check after a weight sync. In it both routers choose, and it would end the run because of the gap
+        # that is measured here.
         f"{rollout}log_prob_gap_limit": 10.0,
     }  # fmt: skip
     if engine == "vllm" and name not in DENSE:
@@ -116,7 +117,7 @@ def print_row(engine: str, row: Row) -> None:
     numbers = " | ".join(f"{float(number):.2e}" for number in (found.mean(), found.quantile(0.99), found.max()))
     sys.stdout.write(f"| {' | '.join([engine, *row])} | {len(found)} | {numbers} |\n")
     sys.stdout.flush()
-    os._exit(0)  # an engine may have processes that an ordinary exit waits for
+    os._exit(0)  # an ordinary exit may wait for processes of the engine
 
 
 def main() -> None:
@@ -131,7 +132,7 @@ def main() -> None:
     rows: list[str] = []
     for engine in options.engines.split(","):
         for row in chosen:
-            # Each in a separate process, because vLLM has one engine per process.
+            # Each row runs in a separate process, because vLLM has one engine per process.
             words = [options.of, "--row", engine, str(ROWS[options.of].index(row))]
             done = subprocess.run([sys.executable, "-m", "bench.engine_gap", *words], capture_output=True, text=True)
             lines = [line for line in done.stdout.splitlines() if line.startswith(f"| {engine} | ")]

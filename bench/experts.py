@@ -33,7 +33,7 @@ from rltrain.config.step_passes import make_step_passes
 from rltrain.models.attention.packing import pack, per_computed_token
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
-from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.names import gathered_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.meta_run import Owners, peak_of, update
@@ -60,7 +60,9 @@ KINDS = {"_allgather_base_": "weights", "_reduce_scatter_base_": "gradients", "a
 
 
 class Arrivals(TorchDispatchMode):
-    """Bytes that a rank receives from collectives, by kind. size: ranks among which tokens are exchanged."""
+    """Counter of the bytes that a rank receives from collectives, by kind. size: number of ranks that
+    exchange tokens.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -119,7 +121,7 @@ def learn(rank: int, world: int, folder: Path, sizes: list[int]) -> None:
             clip_gradients(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        kept = whole_weights(policy, torch.float32)
+        kept = gathered_weights(policy, torch.float32)
         found[size] = {name: each.clone() for name, each, in_checkpoint in kept if in_checkpoint}
     if rank == 0:
         torch.save(found, folder / "found.pt")
@@ -164,8 +166,8 @@ def time_balance(rank: int, world: int, folder: Path, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7, help="of the updates that are timed")
-    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch of each rank")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of the timed updates")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a micro-batch of each rank")
     options = parse(parser, out="experts_cpu.md", ranks=2, rounds=1, tokens=256)
     sizes = [size for size in (1, 2, 4, 8, 16) if options.ranks % size == 0]
     with tempfile.TemporaryDirectory() as name:

@@ -242,7 +242,8 @@ def reshard(options: argparse.Namespace) -> list[Row]:
     shape = "tiny" if options.shape == "tiny" else "7b"
     hidden, layers, _, _, intermediate, vocabulary, _ = SHAPES[shape]
     parameters = layers * hidden * (3 * intermediate + 3 * hidden) + 2 * vocabulary * hidden
-    # Weights in fp32, their gradients, and the engine's copy with some cache; the optimizer is offloaded to the host.
+    # The device holds weights and gradients in fp32, and the engine's copy with a small cache. The optimizer is
+    # offloaded to the host.
     needs, has = parameters * (8 / count + 2 + 1), device.total_memory_bytes()
     if needs > has:
         raise CannotRun(f"{count} devices of {has / 2**30:.0f} GiB are too few: each would need {needs / 2**30:.0f}")
@@ -337,7 +338,7 @@ def report(options: argparse.Namespace, found: dict[str, tuple[list[Row], str]])
     device = get_device(options.device)
     rows = []
     for name in STAGES:
-        later = "still to come" if name in options.stages else "not asked for (--stages)"
+        later = "not run yet" if name in options.stages else "not requested (--stages)"
         stage_rows, reason = found.get(name, ([], later))
         rows += [f"| {name} | {row.what} | {row.value} | {row.goal} |" for row in stage_rows]
         rows += [] if stage_rows else [f"| {name} | **not run** | {reason} | |"]
@@ -361,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--response-tokens", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=2, help="measured steps, after one that warms up")
+    parser.add_argument("--steps", type=int, default=2, help="number of measured steps, after a warm-up step")
     parser.add_argument("--minutes", type=float, default=15, help="time limit of a stage")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of the runs")
     parser.add_argument("--here", action="store_true", help="stages in this process")

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-# Of an image: 11 x 8 tokens of 28 x 28 pixels.
+# Size of an image: 11 x 8 tokens of 28 x 28 pixels.
 WIDTH, HEIGHT, TOKENS = 308, 224, 88
 _PATCH = 14
 _START, _END, _IMAGE, _VIDEO = MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]

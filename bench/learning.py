@@ -177,9 +177,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--newer", action="store_true", help="methods of 2025 and 2026, beside grpo")
+    parser.add_argument("--newer", action="store_true", help="methods of 2025 and 2026, and grpo")
     parser.add_argument("--moe", action="store_true", help="a model with experts")
-    parser.add_argument("--only", help="names with commas between them")
+    parser.add_argument("--only", help="comma-separated names")
     parser.set_defaults(warm_up=400)
     options = parse(parser, out="learning_cpu.md", work="outputs/learning", steps=1, seeds=1, warm_up=1)
     known = NEWER if options.newer else MOE if options.moe else ALGORITHMS

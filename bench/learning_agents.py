@@ -81,7 +81,7 @@ def train(out: Path, task: str, seed: int, warm_up: int) -> None:
         run = folder(out, task, arm, seed)
         settings = [f"data.seed={seed}", f"trainer.total_training_steps={TASKS[task].shown[-1]}"]
         settings += [f"trainer.test_freq={EVERY}", "trainer.save_at_end=False", "trainer.logger=[]"]
-        # Concurrent seeds must not write the same file.
+        # Seeds that run concurrently must not write the same file.
         made = out / f"made_{task}_{seed}"
         environment = {"TASK": task, "SEED": str(seed), "RUN": str(run), "OUT": str(made), "WARM_UP": str(warm_up)}
         if arm == SFT:

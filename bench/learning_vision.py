@@ -16,7 +16,7 @@ from bench import learning
 from bench.table import parse, table, write
 from rltrain.run.report.table import read_metrics
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen2_vl", "internvl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen2_vl", "internvl", "qwen3_5", "glm4v")
 ARMS = {"image": "", "white": "1"}
 KEY = "val-core/rltrain/rectangles/reward/mean@4"
 EVERY = 10

@@ -36,7 +36,7 @@ TITLES = (
     "update, ours",
 )  # fmt: skip
 PROMPT, SAMPLE = 64, 576
-# With all logits at once there are about four such tensors.
+# Computing all logits at once takes about four tensors of this size.
 PLAIN_LIMIT = 2048 * 151_936
 
 

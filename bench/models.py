@@ -40,7 +40,7 @@ from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PolicyModel, trunk
 from rltrain.models.load import load_config, model_kind
 from rltrain.models.weights.lora import Lora
-from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.names import gathered_weights
 from rltrain.models.weights.shard import empty_packed, sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight import model_check
@@ -305,7 +305,7 @@ def _train_adapters(folder: Path, targets: Any) -> None:
         if weight.grad is not None:
             local: Any = weight.detach()
             local.to_local().normal_(std=0.2, generator=generator)
-    merged = {weight.name: weight.values for weight in whole_weights(policy, torch.float32)}
+    merged = {weight.name: weight.values for weight in gathered_weights(policy, torch.float32)}
     with torch.no_grad():
         base = model_check.plain_scores(plain, samples)
         plain.load_state_dict(merged, strict=False)

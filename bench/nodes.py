@@ -45,7 +45,8 @@ def own_network() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "a network namespace needs root")
-    # With an address and a route, as on a machine with a network, because Ray looks for its reachable address.
+    # The interface gets an address and a route, as on a machine with a network, because Ray looks for an address that
+    # other nodes can reach.
     for command in ("link set lo up", f"address add {_ADDRESS}/32 dev lo", f"route add default dev lo src {_ADDRESS}"):
         subprocess.run(["ip", *command.split()], check=True)
 
@@ -105,7 +106,8 @@ def main(argv: list[str] | None = None) -> None:
         if not options.smoke:
             raise
     os.environ.pop("RAY_ADDRESS", None)
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # the network has no other users, and raylets and driver must agree
+    # the network namespace has no other users; raylets and driver must use the same mode
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     size, rows = COLUMNS * options.tokens, []
     for nodes in options.nodes:
         for way, counted, wire, seconds in measure(nodes, options.workers, options.samples, options.tokens):

@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=LIMITS["equal"])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of ours")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of rltrain")
     smoke = {"shape": "test", "dtype": "float32", "limit": 4, "limit_of_tail": 4, "steps": 1, "rounds": 1}
     parser.set_defaults(limit_of_tail=LIMITS["long_tail"])
     options = parse(parser, argv, out="phases_cpu.md", work="outputs/bench_phases", **smoke)

@@ -52,7 +52,7 @@ _KEEPS_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 34), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_ARENA_MAX": "1"
 }  # for glibc, whose arenas of threads would give back memory all the same  # fmt: skip
 WAYS = ("no save", "waits", "in the background", "another process writes")
-# The cost of saving is the small difference of these two: the others run only in every fourth round.
+# The cost of saving is the small difference of these two ways, so the others run only in every fourth round.
 PAIR = (WAYS[0], WAYS[2])
 _OTHER = """
 import os, sys, xxhash
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     smoke = {"hidden": 64, "layers": 1, "rounds": 1, "mib_per_s": 0, "steps": 1}
     options = parse(parser, out="save_cpu.md", **smoke)
-    os.environ |= _KEEPS_MEMORY  # the workers start with it
+    os.environ |= _KEEPS_MEMORY  # workers inherit these variables at their start
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch) / "model", options.hidden, options.layers)
         size = sum(parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()) * 4

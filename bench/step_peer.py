@@ -35,7 +35,7 @@ def read_rows(file: str):
         return Dataset.from_list(rows)
     for row in rows:
         for message in row["prompt"]:
-            # TRL adds the images first itself.
+            # TRL itself puts the images first.
             message["content"] = message["content"].removeprefix("<image>")
         row["images"] = [{"bytes": image["bytes"], "path": None} for image in row["images"]]
     return Dataset.from_list(rows).cast_column("images", List(Image()))

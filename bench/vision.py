@@ -42,7 +42,7 @@ from rltrain.models.weights.spec import ModelSpec
 
 CPU = torch.device("cpu")
 ANSWERS = 8
-# Edge of the image in pixels, tokens of the question around it, and of a response.
+# Edge of the image in pixels, tokens of the question, and tokens of a response.
 EDGE, QUESTION, LENGTHS = 448, 32, (128, 512)
 WAYS = ("padded", "packed", "shared")
 TITLES = (

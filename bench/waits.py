@@ -114,7 +114,7 @@ def measure(rollout: Rollout, mean: float, rounds: int) -> str:
     """Return a row of the table."""
     quick, slow = rollout.worker(0.0), rollout.worker(mean)
     for worker in (quick, slow):
-        rollout.seconds(worker)  # processes and compiled code exist from here on
+        rollout.seconds(worker)  # from here on, processes and compiled code exist
     found = {"work": [], "rollout": [], "barrier": []}
     for _ in range(rounds):
         found["work"].append(rollout.seconds(quick)[0])
@@ -165,7 +165,7 @@ def main() -> None:
     )
     dist.destroy_process_group()
     if "vllm" in given.engines:
-        os._exit(0)  # it keeps threads
+        os._exit(0)  # vLLM's threads would keep the process alive
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def seconds(root: Path, num_groups: int) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--groups", type=int, default=16, help="of six steps")
+    parser.add_argument("--groups", type=int, default=16, help="number of groups of six steps")
     options = parse(parser, out="watched_cpu.md", groups=2)
     os.environ["WANDB_MODE"] = "offline"
     with tempfile.TemporaryDirectory() as name:

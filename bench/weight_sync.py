@@ -24,7 +24,7 @@ from bench.table import parse, table, write
 from rltrain.common.device import get_device
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.forward import PolicyModel
-from rltrain.models.weights.names import Weight, huggingface_name, whole_weights
+from rltrain.models.weights.names import Weight, gathered_weights, huggingface_name
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.embedded.engine import HFRollout
@@ -63,7 +63,7 @@ def weights(way: str, bucket_bytes: int, policy: PolicyModel, dtype: torch.dtype
         names = {name for name, _ in policy.named_parameters()}
         yield from [Weight(huggingface_name(n), values.to(dtype)) for n, values in box[0].items() if n in names]
     else:
-        yield from whole_weights(policy, dtype, bucket_bytes)
+        yield from gathered_weights(policy, dtype, bucket_bytes)
         return
     yield from (Weight(huggingface_name(name), buffer, False) for name, buffer in policy.named_buffers())
 
@@ -104,7 +104,7 @@ def rank_main(rank: int, world: int, folder: Path, way: str, bucket_mib: float, 
 
 def measure(folder: Path, way: str, *, ranks: int, bucket_mib: float, syncs: int, dtype: torch.dtype, start="spawn"):
     """Return ([(seconds, peak in MiB above the memory before)] of every sync, MiB of the engine's weights)."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory leaves the resident memory at once
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory is returned to the system at once
     mp.start_processes(rank_main, (ranks, folder, way, bucket_mib, syncs, dtype), nprocs=ranks, start_method=start)
     return torch.load(folder / f"{way}.pt", weights_only=False)
 

@@ -29,7 +29,7 @@ from scripts.make_small_model import ASSISTANT, END, build_tokenizer
 
 PROMPTS, ANSWERS, VOCABULARY = 32, 8, 1024
 LIMITS = {"equal": 128, "long_tail": 512, "images": 128}
-_SIZE = 20.0  # of the two directions, against numbers of about 1 in the others
+_SIZE = 20.0  # size of the two directions; numbers in the other directions are about 1
 _NEVER = -40.0
 
 

@@ -14,7 +14,7 @@ def write_zeros(config: PretrainedConfig, folder: Path) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     header, end = {}, 0
-    for name, weight in model.named_parameters():  # a tied weight appears once
+    for name, weight in model.named_parameters():  # tied weights appear once
         header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [end, end + weight.nbytes]}
         end += weight.nbytes
     text = json.dumps(header).encode()

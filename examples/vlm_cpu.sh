@@ -3,7 +3,7 @@
 # squared paper, which stands in the image alone. Nothing is downloaded but Python packages; about two minutes on two CPU cores,
 # and at the first call what the environment takes (torchvision).
 # Each call trains in a new folder. Extra key=value arguments are handed to rltrain.main_ppo, e.g.: trainer.total_training_steps=50
-# Environment: FAMILY  qwen2_5_vl (default), qwen3_vl, qwen2_vl or internvl
+# Environment: FAMILY  qwen2_5_vl (default), qwen3_vl, qwen2_vl, qwen3_5, glm4v or internvl
 #              SEED    of the random weights (default: 1)
 #              BLANK   1: the same with white images, from which nothing can be learnt: right once in six times at best
 #              OUT     folder for everything (default: outputs/vlm_cpu)

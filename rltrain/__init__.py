@@ -26,7 +26,7 @@ __all__ = [
     "LoadedConfig", "RltrainError", "RunResult", "Trainer", "__version__", "build", "evaluate", "load_config",
     "read_metrics", "read_samples", "sft", "tool", "train",
 ]  # fmt: skip
-# Imported on demand, because workers and --help do not need it.
+# These names are imported on demand, because workers and --help do not need them.
 _HOMES = dict.fromkeys(("RunResult", "build", "evaluate", "sft", "train"), "rltrain.api") | {
     "LoadedConfig": "rltrain.config.loaded",
     "RltrainError": "rltrain.common.errors",

@@ -25,10 +25,10 @@ def main(argv: list[str] | None = None) -> int:
     words = words[helps:]
     if words[0] in ("--version", "version"):
         words = ["train", "--version"]
-    # Two words first, so that `rewards try` is not parsed as a command `rewards`.
+    # Two words are tried first, so that `rewards try` is not parsed as a command `rewards`.
     two = " ".join(words[:2])
     command, rest = (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
-    if helps:  # for a converter the name comes first
+    if helps:  # for a converter the name precedes --help
         rest = [*rest, "--help"] if command == "data" else ["--help", *rest]
     if command in REMOVED:
         sys.stderr.write(f"error: {REMOVED[command]}\n")

@@ -63,7 +63,7 @@ class RunResult:
 
         from rltrain.run.report.table import read_metrics
 
-        # A step may have two lines: one of the step and one of a validation.
+        # A step may have two lines, one of the step and one of a validation.
         lines = pd.DataFrame(read_metrics(self.folder))
         return lines.groupby("step").last() if "step" in lines else lines
 
@@ -98,13 +98,13 @@ def train(
     """
     loaded = with_code(read(config), reward=reward, advantage=advantage, policy_loss=policy_loss, sampler=sampler)
     loaded, objects = _split_callbacks(loaded, callbacks)
-    # Outside of the main thread no handlers are changed, so a run may also be started from a thread.
+    # Outside of the main thread no signal handlers are changed, so a run may also be started from a thread.
     with listen() as stop:
         try:
             folder = run(loaded, check_settings(loaded), stop, objects)
         except BaseException as error:
-            # Ray replaces the exception of a signal handler by another error. For a script, a stopped run is not an
-            # error: it gets the exit code.
+            # Ray replaces the exception of a signal handler by another error. A stopped run is not an error for a
+            # script, which gets the exit code.
             if not (stop.at_once or isinstance(error, Interrupted)):
                 raise
             return RunResult(_folder(loaded), stop.exit_code)
@@ -170,8 +170,8 @@ def with_code(loaded: LoadedConfig, **code: Code | None) -> LoadedConfig:
             continue
         name = value if isinstance(value, str) else save_object(argument, value, _folder(loaded) / "objects")
         if argument == "reward":
-            # A reward function has two keys, as in verl. Split from the right, because a path may contain a colon, but
-            # a name cannot.
+            # A reward function has two keys, as in verl. The name is split from the right, because a path may contain a
+            # colon, but a name cannot.
             path, _, function = name.rpartition(":")
             changes |= {_CODE[argument]: path, "custom_reward_function.name": function}
         else:
@@ -238,12 +238,12 @@ def run(loaded: LoadedConfig, notes: Sequence[str], stop: Stop, callbacks: Seque
         run_trainer = put_together(loaded, stop, callbacks)
         with _pictured(run_trainer, stop), run_trainer:
             finished = run_trainer.fit()
-        # Raised after the `with`, because inside it workers would be killed as after an error.
+        # Raise after the `with`: an exception inside it would kill the workers as after an error.
         if not finished:
             raise stop.interrupted()
         try:
             show_report(run_trainer.folder)
-        except (RltrainError, OSError) as error:  # the run itself has finished
+        except (RltrainError, OSError) as error:  # the training itself has succeeded
             log.warning("the report of the run cannot be shown: %s", error)
         if warning := run_trainer.callbacks.closing_warning():
             log.warning("%s", warning)

@@ -76,7 +76,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # It has already been executed, and keeps its name.
+        # The module has already been executed, and keeps its name.
         module.__spec__ = self._own_spec
 
     def get_code(self, fullname: str) -> CodeType:
@@ -95,9 +95,9 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         name = home(fullname) or ("rltrain" if fullname.removeprefix("rltrain.") in REMOVED else "")
         found = importlib.util.find_spec(name) if name else None
-        # runpy takes __file__ and sys.argv[0] from the origin.
+        # runpy sets __file__ and sys.argv[0] to the origin.
         return ModuleSpec(fullname, _Loader(), origin=found.origin) if found else None
 
 
-# Last, so that real modules have priority.
+# This finder is last, so that real modules have priority.
 sys.meta_path.append(_Finder())

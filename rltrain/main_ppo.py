@@ -28,7 +28,7 @@ from rltrain.run.program import ESTIMATE_FLAGS
 
 # Maximum seconds for Python and packages to exit after the run.
 _LEAVE_S = 60
-_left: list[int] = []  # the exit code, after the run
+_left: list[int] = []  # contains the exit code after the run
 # Hydra's flags, which verl users may type: flags for files, and others -> replacement.
 _NAMING = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
 _HYDRA = {
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None, program: Callable[[argparse.Namespace, S
     lenient_output()
     code = _main(argv, program or _run)
     report_to_supervisor(ended=code)
-    # Looked up, not imported: if it is not loaded there is no tracker, and --help need not load it.
+    # The module is looked up, not imported: if it is not loaded there is no tracker, and --help must not load it.
     tracking, watchdog = map(sys.modules.get, ("rltrain.run.report.tracking", "rltrain.runtime.ray_watchdog"))
     # At exit, the package of a hanging tracker could wait forever, and Ray would wait for a cluster that is gone or
     # hangs, and report that as a failure.
@@ -99,7 +99,7 @@ def _main(argv: list[str] | None, program: Callable[[argparse.Namespace, Stop], 
                 report_to_supervisor(error=masked_text(f"{type(raised).__name__}: {raised}"))
                 raise
         report_to_supervisor(error=str(raised), passing=raised.passing)
-        # The run's output must precede the error if both go to the same file.
+        # Flush the run's output first, so that it precedes the error if both go to the same file.
         _flush()
         with suppress(OSError):
             sys.stderr.write(_message(raised))
@@ -114,7 +114,7 @@ def _message(error: RltrainError) -> str:
 
 def _run(arguments: argparse.Namespace, stop: Stop) -> int:
     if arguments.help is not None:
-        # Several words: --help learning rate.
+        # Several words may follow, as in --help learning rate.
         _write(help_text(" ".join([arguments.help, *(arguments.overrides if arguments.help else ())])))
         return 0
     if arguments.version:
@@ -124,7 +124,7 @@ def _run(arguments: argparse.Namespace, stop: Stop) -> int:
         return 0
     if arguments.dry_run and not arguments.print_config:
         return dry_run(arguments)
-    # Imported here, so that --help and --version need not wait for it.
+    # Import here, so that --help and --version need not wait for it.
     from rltrain.api import check_settings, run
     from rltrain.config.load import load_config, to_yaml
 
@@ -174,8 +174,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
     Problems are returned so that they are reported together with problems of the settings.
     """
-    # --help is defined here, because it takes a section. Abbreviations are off, because a mistyped flag could match
-    # another one.
+    # --help is defined here, because it takes the name of a section. Abbreviations are off, because a mistyped flag
+    # could match another flag.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION")
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
@@ -207,7 +207,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         for word in words
         if word.startswith("-")
     ]
-    # Bytes that are invalid in the locale's encoding become lone surrogates.
+    # Bytes that the locale's encoding cannot decode become lone surrogates.
     arguments.problems += [
         f"{sanitize(word)}: the marks in it are bytes that are no text in the encoding of this locale "
         f"({sys.getfilesystemencoding()}). Write it in that, or set PYTHONUTF8=1 where it is UTF-8."
@@ -216,7 +216,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     ]
     arguments.overrides = [word for word in words if not word.startswith("-") and replace_surrogates(word) == word]
     if arguments.config_path or arguments.config_name or arguments.config_dir:
-        # Imported here, so that --help and --version need not wait for it.
+        # Import here, so that --help and --version need not wait for it.
         from rltrain.config.verl.defaults import chosen_settings
         from rltrain.config.verl.hydra import named
 

@@ -1,4 +1,4 @@
-"""Create a tiny model that has learned the format of conversations, but not the task: examples/agent_cpu.sh trains it.
+"""Create a tiny model for examples/agent_cpu.sh. It has learned the format of conversations, but not the task.
 
 ``--task calculator``: it answers a sum with a random number, or writes a call of the calculator; after the result, it
 repeats it or says a random number. ``--task guess``: it says a random number, or a random one of the remaining. A
@@ -27,7 +27,7 @@ from scripts.make_small_model import MAX_POSITIONS, build_tokenizer, save
 # A call and its result are formatted as by Qwen (hermes), without the newlines.
 OPEN, CLOSE = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 RESULT, END_RESULT = "<tool_response>", "</tool_response>"
-# One token each, so that a conversation has a few dozen tokens.
+# Words that are one token each, so that a conversation has a few dozen tokens.
 WORDS = [OPEN, CLOSE, RESULT, END_RESULT, "calculator", "higher", "lower"]
 TEMPLATE = """\
 {%- if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|end|>{% endif %}
@@ -42,7 +42,8 @@ TEMPLATE = """\
 {%- endfor %}<|end|>{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-# For the game: a word is followed directly by the next guess, so that attention one token back finds the guess.
+# The template of the game. A word is followed directly by the next guess, so the guess is found by attention to the
+# previous token.
 GAME_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -51,13 +52,13 @@ TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
 # Shares of responses that begin with a call, of calls with a wrong operand, of results that are repeated, and of
 # guesses that use the previous words.
 CALLS, SLIPS, COPIES, HEEDS = 0.4, 0.2, 0.5, 0.4
-# The share of the warm-up in which all conversations are right.
+# Share of the warm-up steps in which all conversations are right.
 PRACTICE = 0.6
 MAX_OPERAND, MAX_TURNS = 49, 4
 
 # Messages of a conversation.
 Conversation = list[dict[str, Any]]
-# Creates a conversation. The number is the finished share of the warm-up.
+# Function that creates a conversation. Its number is the finished share of the warm-up.
 Talk = Callable[[random.Random, float], Conversation]
 
 
@@ -89,8 +90,9 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 
 
 def asked_for_a_sum(rng: random.Random, done: float) -> Conversation:
-    """Return a conversation with a direct answer or a call. At first all call and copy, which takes most steps to
-    learn."""
+    """Return a conversation with a direct answer or a call. At first all conversations call the tool and copy its
+    result, because copying takes most steps to learn.
+    """
     calls, slips, copies = (CALLS, SLIPS, COPIES) if done > PRACTICE else (1.0, 0.0, 1.0)
     operands = [rng.randint(0, MAX_OPERAND) for _ in range(2)]
     prompt = {"role": "user", "content": "{}+{}=?".format(*operands)}
@@ -110,7 +112,7 @@ def any_sum(rng: random.Random) -> str:
 
 
 def guessing(prompt: str, low: int, high: int) -> Talk:
-    """Return games whose player says any number, or any remaining one. At first always the latter."""
+    """Return games in which the player says any number, or a remaining one. At first always a remaining one."""
 
     def game(rng: random.Random, done: float) -> Conversation:
         number, said = rng.randint(low, high), [{"role": "user", "content": prompt.format(low=low, high=high)}]
@@ -157,14 +159,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--task", choices=["calculator", "guess"], default="calculator", help="what it talks about")
-    parser.add_argument("--prompt", default="{low}-{high}?", help="guess: as of data_preprocess.guess_number")
+    parser.add_argument("--task", choices=["calculator", "guess"], default="calculator", help="kind of conversation")
+    parser.add_argument("--prompt", default="{low}-{high}?", help="guess: prompt, as in data_preprocess.guess_number")
     parser.add_argument("--low", type=int, default=1, help="guess: the smallest number")
     parser.add_argument("--high", type=int, default=15, help="guess: the largest number")
     parser.add_argument("--steps", type=int, default=300, help="warm-up steps; 0: random weights")
     parser.add_argument("--batch-size", type=int, default=128, help="conversations per warm-up step")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of the warm-up")
-    parser.add_argument("--seed", type=int, default=0, help="decides weights and conversations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and conversations")
     options = parser.parse_args(argv)
     if options.steps < 0:
         parser.error("--steps must be at least 0")

@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
-)  # threads that spin while they wait starve each other on a busy machine
+)  # threads that spin while they wait would block each other on a busy machine
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -38,7 +38,7 @@ from transformers import (
 
 BOS, END, USER, ASSISTANT, SYSTEM, PAD = "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"
 SPECIALS = [BOS, END, USER, ASSISTANT, SYSTEM, PAD]
-# ChatML with one token instead of three: short prompts are most of the training cost with short responses.
+# ChatML with one token instead of three, because with short responses the prompts are most of the training cost.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -251,17 +251,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--train", type=Path, help="parquet file in verl's schema to warm up on; without it: random weights"
     )
-    parser.add_argument("--task", choices=["arithmetic"], default="arithmetic", help="what the file holds")
+    parser.add_argument("--task", choices=["arithmetic"], default="arithmetic", help="task in the file")
     parser.add_argument("--layers", type=int, default=2, help="decoder layers; a teacher has more")
-    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: none")
-    parser.add_argument("--steps", type=int, default=400, help="most warm-up steps")
+    parser.add_argument("--experts", type=int, default=0, help="number of experts per layer; 0: none")
+    parser.add_argument("--steps", type=int, default=400, help="maximum number of warm-up steps")
     parser.add_argument(
-        "--target-accuracy", type=float, default=0.35, help="stop when so many sampled answers are right"
+        "--target-accuracy", type=float, default=0.35, help="stop when this share of the sampled responses is right"
     )
-    parser.add_argument("--slip-rate", type=float, default=0.4, help="share of the answers shown that have a slip")
+    parser.add_argument("--slip-rate", type=float, default=0.4, help="share of warm-up responses with an error")
     parser.add_argument("--batch-size", type=int, default=128, help="problems per warm-up step")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of the warm-up")
-    parser.add_argument("--seed", type=int, default=0, help="decides weights, order and slips")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and errors")
     options = parser.parse_args(argv)
     if min(options.steps, options.layers) < 1 or not 0 <= options.slip_rate < 1:
         parser.error("--steps and --layers must be at least 1 and --slip-rate in [0, 1)")

@@ -20,6 +20,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Glm4vConfig,
+    Glm4vImageProcessor,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
     GotOcr2ImageProcessor,
     InternVLConfig,
     InternVLProcessor,
@@ -32,13 +36,15 @@ from transformers import (
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl", "glm4v")
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 VOCABULARY = ["<pad>", "<eos>", START, END, IMAGE, VIDEO, "<user>", "<assistant>", *"0123456789"]
 VOCABULARY += [*"abcdefghijklmnopqrstuvwxyz", *" +-=.?"]
@@ -73,22 +79,44 @@ def build_config(family: str) -> PreTrainedConfig:
             image_token_id=image, image_seq_length=(TILE // PATCH // MERGE) ** 2, vision_feature_layer=-1,
         )  # fmt: skip
     vision |= {"depth": 2, "num_heads": HIDDEN // HEAD}
-    # The parts of a head's rotation for time, height and width.
+    # Widths of the parts of a head that are rotated by time, height and width.
     rope["mrope_section"] = [4, 6, 6]
     ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end}
     if family == "qwen2_vl":
         vision |= {"embed_dim": HIDDEN, "mlp_ratio": 2}
         return Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     vision |= {"intermediate_size": 2 * HIDDEN, "out_hidden_size": HIDDEN}
+    if family == "glm4v":
+        # vLLM reads attention_bias; in transformers the projections always have a bias.
+        text |= {"head_dim": HEAD, "attention_bias": True}
+        rope["partial_rotary_factor"] = 1.0
+        ids |= {"image_start_token_id": start, "image_end_token_id": end, "video_start_token_id": video}
+        return Glm4vConfig(
+            text_config=text, vision_config=vision | {"image_size": TILE}, tie_word_embeddings=True,
+            video_end_token_id=video, **ids,
+        )  # fmt: skip
     if family == "qwen2_5_vl":
         vision |= {"window_size": 2 * MERGE * PATCH, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     rope["mrope_interleaved"] = True
-    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    vision["num_position_embeddings"] = 64
     text["head_dim"] = HEAD
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+    if family.startswith("qwen3_5"):
+        # Heads of 128, because vLLM's kernel for a CPU requires them.
+        text |= {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        }  # fmt: skip
+        rope["partial_rotary_factor"] = 1.0
+        if family == "qwen3_5":
+            return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+        text |= experts | {"shared_expert_intermediate_size": HIDDEN}
+        return Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    vision["deepstack_visual_indexes"] = [0]
     if family == "qwen3_vl_moe":
-        # The last is in the published config.json: vLLM reads it, and transformers assumes it.
-        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
+        # The published config.json has the last key: vLLM reads it, and transformers assumes it.
+        text |= experts | {"norm_topk_prob": True}
         return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
 
@@ -104,8 +132,8 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>",
         extra_special_tokens={
-            "start_image_token": START, "end_image_token": END, "context_image_token": IMAGE, "video_token": VIDEO,
-            "user_token": "<user>", "assistant_token": "<assistant>",
+            "start_image_token": START, "end_image_token": END, "context_image_token": IMAGE, "image_token": IMAGE,
+            "video_token": VIDEO, "user_token": "<user>", "assistant_token": "<assistant>",
         },
         chat_template=CHAT_TEMPLATE.replace("SLOT", IMAGE if family == "internvl" else START + IMAGE + END),
     )  # fmt: skip
@@ -119,8 +147,12 @@ def build_processor(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
         tiles, tokens = GotOcr2ImageProcessor(size=size, crop_to_patches=False), (TILE // PATCH // MERGE) ** 2
         video = InternVLVideoProcessor(size=size)
         return InternVLProcessor(tiles, tokenizer, video, image_seq_length=tokens, chat_template=template)
-    unit = (MERGE * PATCH) ** 2  # pixels of one token
+    unit = (MERGE * PATCH) ** 2  # pixels per token
     sizes = {"patch_size": PATCH, "merge_size": MERGE, "size": {"shortest_edge": unit, "longest_edge": 64 * unit}}
+    if family == "glm4v":
+        sizes["size"] = {"shortest_edge": 2 * unit, "longest_edge": 2 * 64 * unit}  # an image counts as two frames
+        parts = (Glm4vImageProcessor(**sizes), tokenizer, Glm4vVideoProcessor(**sizes))
+        return Glm4vProcessor(*parts, chat_template=template)
     kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
     video = (Qwen2VLVideoProcessor if family in kinds else Qwen3VLVideoProcessor)(**sizes)
     return kinds.get(family, Qwen3VLProcessor)(Qwen2VLImageProcessor(**sizes), tokenizer, video, chat_template=template)
@@ -130,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="the kind of model")
-    parser.add_argument("--seed", type=int, default=0, help="decides the weights")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2_5_vl", help="family of the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     options = parser.parse_args(argv)
     torch.manual_seed(options.seed)
     tokenizer, model = (
@@ -143,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = f"<user>{IMAGE}area=?<assistant>9<eos>"
     if AutoTokenizer.from_pretrained(options.output).encode(text) != tokenizer.encode(text):
         sys.exit("error: the tokenizer changes when it is saved and loaded.")
-    model.save_pretrained(options.output)  # last: a folder with a config.json is complete
+    model.save_pretrained(options.output)  # written last, so that a folder with a config.json is complete
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.output}: {options.family}, {parameters / 1e6:.2f} million random parameters")
     return 0

@@ -37,7 +37,7 @@ handing_on_signals "$PYTHON" -m rltrain.main_ppo \
     trainer.logger='["console","tensorboard"]' trainer.project_name=quickstart trainer.experiment_name=arithmetic \
     trainer.default_local_dir="$RUN" "$@"
 
-say "three answers before and after"
+say "three responses before and after"
 "$PYTHON" -m rltrain.view "$RUN" --compare -n 3
 say "done. What next (type 'source .venv/bin/activate' first):"
 cat <<TXT

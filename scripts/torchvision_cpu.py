@@ -12,13 +12,15 @@ _KEPT = []
 
 
 class _Finder:
-    """Other imports cost one string comparison; PyTorch is imported only with torchvision."""
+    """Finder that defines the missing operators when torchvision is imported. For other imports it only compares a
+    string."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name != "torchvision":
             return None
-        from importlib.machinery import PathFinder  # here, because every interpreter pays for the imports above
+        # imported here, because every interpreter executes the imports at the top
+        from importlib.machinery import PathFinder
 
         spec = PathFinder.find_spec(name, path, target)
         if spec and spec.loader:
@@ -27,7 +29,7 @@ class _Finder:
             def exec_module(module):
                 import torch
 
-                if not _KEPT:  # the names last as long as the library object
+                if not _KEPT:  # create the library object once; the names exist as long as it does
                     _KEPT.append(torch.library.Library("torchvision", "DEF"))
                     for operator in ("nms", "qnms"):
                         _KEPT[0].define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

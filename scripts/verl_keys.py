@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = merge([row._replace(note=" ".join(versions)) if row.key == RELEASES else row for row in rows], found)
     FILE.write_text(text_of(rows), encoding="utf-8")
     missing = [row for row in rows if row.verl and not row.action and not is_answered(row.key)]
-    print(f"{len({row.key for row in rows if row.verl})} keys of verl; {len(missing)} have no answer:")
+    print(f"{len({row.key for row in rows if row.verl})} keys of verl; {len(missing)} have no row:")
     print("".join(f"  {row.key}  ({row.verl})\n" for row in missing), end="")
 
 
@@ -139,7 +139,7 @@ def merge(rows: Sequence[Row], found: Mapping[str, Mapping[str, list[str]]]) -> 
     new = [Row(key, action="same" if is_known(key) else "") for key in machine if key not in answered]
     kept = list[Row]()
     for row in [*written, *new]:
-        # Only the first of several rows of a key has the columns.
+        # Of several rows of a key only the first one has these columns.
         verl, default = machine.pop(row.key, ("", "")) if group(row) == "key" else ("", "")
         kept.append(row._replace(verl=verl, default=default))
     return sorted(kept, key=lambda row: (GROUPS.index(group(row)), row.key if group(row) == "key" else ""))

@@ -1,4 +1,4 @@
-"""Tests; every call of `rltrain.algorithms` in them is checked for the shapes that its annotations state."""
+"""Tests. Every call of `rltrain.algorithms` in them is checked against the shapes in its annotations."""
 
 import sys
 
@@ -6,5 +6,5 @@ from jaxtyping import install_import_hook
 
 from tests import shapes  # noqa: F401 - the hook looks it up by name
 
-if "pytest" in sys.modules:  # and not in benchmarks, which use tests.tiny
+if "pytest" in sys.modules:  # benchmarks also use tests.tiny, without these checks
     install_import_hook("rltrain.algorithms", "tests.shapes.check")

@@ -1,4 +1,4 @@
-"""Batches of prompts and answers as a rollout leaves them, from rows of tokens."""
+"""Batches of prompts and responses as a rollout produces them, from rows of tokens."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,8 @@ from rltrain.common.columns.ragged import Ragged
 
 
 def batch_of_rows(rows: Sequence[Tensor], prompt_lengths: Sequence[int], mask: Tensor | None = None) -> Batch:
-    """rows: prompt and answer of each sample; equal prompts stand once. mask [answer tokens]: all ones unless given."""
+    """rows: prompt and response of each sample. Equal prompts are stored once. mask [response tokens]: all ones by
+    default."""
     prompts = [row[:length] for row, length in zip(rows, prompt_lengths, strict=True)]
     keys = [tuple(prompt.tolist()) for prompt in prompts]
     first = list(dict.fromkeys(keys))
@@ -27,13 +28,13 @@ def batch_of_rows(rows: Sequence[Tensor], prompt_lengths: Sequence[int], mask: T
 
 
 def rows_of(batch: Batch) -> list[Tensor]:
-    """Prompt and answer of each sample in one row."""
+    """Return prompt and response of each sample in one row."""
     column = batch.dictionary("prompt")
     prompts = [column.values[place] for place in column.index.tolist()]
     return [torch.cat(pair) for pair in zip(prompts, batch.ragged("response").rows(), strict=True)]
 
 
 def prompt_lengths(batch: Batch) -> list[int]:
-    """Tokens of the prompt of each sample."""
+    """Return the number of prompt tokens of each sample."""
     column = batch.dictionary("prompt")
     return column.values.lengths[column.index].tolist()

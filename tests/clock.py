@@ -1,8 +1,5 @@
-"""Time in tests: no test reads the machine's clock or sleeps for a fixed time (a house rule); this file does both.
-
-clock = VirtualClock()              # sleeping moves it at once: an hour's retries take no time
-clock = VirtualClock(manual=True)   # it stands still until `clock.advance(seconds)`: a deadline does not pass
-eventually(lambda: file.exists(), "the worker's file")
+"""Time in tests. A house rule forbids tests to read the machine's clock or to sleep for a fixed time; only this file
+does both.
 """
 
 import asyncio
@@ -15,7 +12,7 @@ from typing import TypeVar
 from rltrain.common.clock import Clock
 
 T = TypeVar("T")
-# How long to wait for what must come, on a machine with ten other programs. Only a test that fails waits so long.
+# Timeout for events that must occur, on a machine with ten other programs. Only a failing test waits that long.
 PATIENCE_S = 180.0
 
 
@@ -32,7 +29,7 @@ class VirtualClock(Clock):
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and wake whoever waits for it."""
+        """Advance the time, and wake those that wait for it."""
         with self._moved:
             self._now += seconds
             self._moved.notify_all()
@@ -93,12 +90,13 @@ class VirtualClock(Clock):
 
 
 def eventually(condition: Callable[[], T], what: str = "", limit_s: float = PATIENCE_S) -> T:
-    """Poll until condition() is true, and return its value. AssertionError with ``what`` when it does not come."""
+    """Poll until condition() is true, and return its value. Raises AssertionError with ``what`` after the limit."""
     if not (value := Clock().poll(condition, limit_s, 0.02)):
         raise AssertionError(f"{what or condition}: not within {limit_s:.0f} s")
     return value
 
 
 def hang() -> None:
-    """What a stand-in does that never answers: it waits until it is killed, or for so long that a test has failed."""
+    """Wait until this process is killed, like a program that never replies. It ends only long after a test
+    has failed."""
     time.sleep(10 * PATIENCE_S)

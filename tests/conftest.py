@@ -1,4 +1,4 @@
-"""Shared fixtures: a tiny model with its own tokenizer, made on the spot, and two-process runs without Ray."""
+"""Shared fixtures: a tiny model with its own tokenizer, created on demand, and two-process runs without Ray."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# A token in the home of whoever runs the tests is no part of them. Those of tokens have homes of their own.
+# Tests must not use a token in the user's home. Tests of tokens have separate homes.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.hosts.hosts import Network, forbidden
 from tests.tables import Tables
 from tests.tiny import save_tiny_model, small_config, small_run, write_arithmetic
 
-# A third of the time of reading a configuration, of which tests read thousands: its references, always the same few.
+# Resolving references took a third of the time of reading a configuration, which tests do thousands of times.
 omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 
 
@@ -39,7 +39,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Set the markers of cost, make long the cases that ``few(n)`` leaves out, and put expensive files first."""
+    """Set the markers of cost, mark the cases that ``few(n)`` omits as long, and put expensive files first."""
     tests, smoke = defaultdict(list), Counter()
     for item in items:
         if marker := item.get_closest_marker("smoke"):
@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(items):
         for place, item in enumerate(cases):
             if place not in made:
                 item.add_marker(pytest.mark.long)
-    # Files that wait for processes start first, and so does the longest of the others: at the end cores would be idle.
+    # Files that wait for processes start first, followed by the longest of the others, so that no core is idle at the
+    # end.
     expensive = {item.path for item in items if MARKERS.intersection(mark.name for mark in item.iter_markers())}
     items.sort(key=lambda item: item.path not in expensive and item.path.name != "test_model_check.py")
 
@@ -77,25 +78,27 @@ def pytest_runtest_makereport():
 
 @pytest.fixture(autouse=True)
 def announced_costs(request):
-    """Fail a test that starts another Python without a marker: the README's command would get slow unnoticed."""
+    """Fail a test that starts another Python without a marker. Otherwise the README's test command would slow down
+    unnoticed."""
     yield
     if not MARKERS.intersection(mark.name for mark in request.node.iter_markers()):
         assert not STARTED, f"{STARTED[0]} was started: tests/cost.py needs a name of this test's code that tells so"
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # packages complain of what is left when Python ends
+    gc.unfreeze()  # packages report objects left at the end of Python
 
 
 @pytest.fixture(scope="session", autouse=True)
 def threads():
-    """One, unless OMP_NUM_THREADS asks for more."""
+    """One thread, unless OMP_NUM_THREADS sets more."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """Imports and what else a module begins with: to look through it again and again took a third of the time."""
+    """Freeze imports and other objects that modules create, because searching them repeatedly took a third of
+    the time."""
     gc.collect()
     gc.freeze()
 
@@ -117,7 +120,7 @@ def arithmetic_files(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def process_group():
-    """A process group of this process alone, which trainers and models without Ray need."""
+    """A process group of this process only, which trainers and models without Ray need."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -131,7 +134,8 @@ def tiny_trainer(tiny_model, arithmetic_files, tmp_path):
     made = []
 
     def make(twist=None, **changes):
-        # To compute layers twice takes longer and changes nothing: tests/trainer/test_lora_step.py, and runs with Ray.
+        # Recomputing layers takes longer and changes nothing: tests/trainer/test_lora_step.py and runs with Ray test
+        # it.
         keys = {"actor_rollout_ref__model__enable_gradient_checkpointing": False} | changes
         made.append(local_trainer(small_run(tiny_model, arithmetic_files, tmp_path, **keys), twist))
         return made[-1]
@@ -144,7 +148,7 @@ def tiny_trainer(tiny_model, arithmetic_files, tmp_path):
 
 @pytest.fixture
 def twisted_trainer(tiny_trainer):
-    """The same, with scores that differ from answer to answer."""
+    """The same, with different scores for different responses."""
 
     def make(twist=lambda row, score: score, **changes):
         count = itertools.count()
@@ -166,7 +170,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    """network(number, delay_ms=0, loss=0): that many `Host`s, which end with the module's tests."""
+    """network(number, delay_ms=0, loss=0): create that many `Host`s, which end with the module's tests."""
     if reason := forbidden():
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:
@@ -181,10 +185,7 @@ def network(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def local_ray():
-    """A plain Ray of this process, with four CPUs and forked workers (`tests.faults.nursery`).
-
-    It ends with the module: whole runs in the same process start another one, or join a cluster.
-    """
+    """A local Ray of this process, with four CPUs and forked workers (`tests.faults.nursery`)."""
     import ray
 
     from rltrain.runtime.cluster import start_ray
@@ -198,5 +199,5 @@ def local_ray():
     start_ray(config.cluster)
     yield ray
     ray.shutdown()
-    os.environ.clear()  # Ray and a start of it leave variables behind
+    os.environ.clear()  # Ray and its start leave variables behind
     os.environ.update(before)

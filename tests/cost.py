@@ -1,7 +1,5 @@
-"""Markers for the cost of a test, set from what it uses. `scripts/test.sh` runs the tests without, `rest` the others.
-
-The code of a test, of its fixtures and of the helpers in tests/ that they call is searched for the names in `NAMES`.
-The fixture `announced_costs` fails a test that starts another Python and has no marker.
+"""Markers for the cost of a test, set from the fixtures and functions that it uses. `scripts/test.sh` runs the tests
+without markers, `rest` the others.
 """
 
 import functools

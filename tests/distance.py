@@ -1,4 +1,4 @@
-"""How far two results are apart, measured so that the rounding of no processor's kernels decides a test."""
+"""A distance between two results that does not depend on the rounding of a processor's kernels."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""A policy as a Hugging Face folder, and adapters in peft's files, at once."""
+"""Write a policy as a Hugging Face folder, and adapters as peft's files, in one call."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rltrain.models.weights.lora import adapter_weights, write_adapter
 def export_huggingface(
     policy: PolicyModel, config: PretrainedConfig, encoder: ChatEncoder, folder: str, card: str = ""
 ) -> list[str]:
-    """Write the folder at once (a collective). Returns its problems, on rank 0."""
+    """Write the folder in one call (a collective). Returns its problems, on rank 0."""
     export = Export(policy, config, encoder)
     export.gather()
     problems = export.write(Path(folder), card, {}) if dist.get_rank() == 0 else []
@@ -23,7 +23,7 @@ def export_huggingface(
 
 
 def save_adapter(model: PreTrainedModel, base: str, folder: str) -> None:
-    """Write adapters of ``base`` at once (a collective)."""
+    """Write adapters of ``base`` in one call (a collective)."""
     weights = adapter_weights(model)
     if dist.get_rank() == 0:
         write_adapter(model, weights, base, folder, {})

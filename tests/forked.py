@@ -1,4 +1,4 @@
-"""Commands in forked processes: interpreters and their imports would take most of their time."""
+"""Commands in forked processes, because interpreters and imports would take most of their time."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from tests.ranks import preload
 
 
 class Done(NamedTuple):
-    """The end of a command, like subprocess.CompletedProcess."""
+    """The result of a command, like subprocess.CompletedProcess."""
 
     returncode: int
     stdout: str

@@ -1,4 +1,4 @@
-"""Pictures of one pixel, as PNG files."""
+"""Images of one pixel, as PNG files."""
 
 import struct
 import zlib

@@ -1,4 +1,4 @@
-"""A whole training step in this process: the real trainer, workers, models and scorers, without Ray."""
+"""A complete training step in this process: the real trainer, workers, models and scorers, without Ray."""
 
 import itertools
 from collections import Counter
@@ -28,7 +28,7 @@ _RUNS = itertools.count(1)
 
 
 class LocalGroup:
-    """`WorkerGroup` of one rank: objects themselves stand for references."""
+    """`WorkerGroup` of one rank, whose references are the objects themselves."""
 
     world = 1
     bytes_through_driver = 0
@@ -58,7 +58,7 @@ class LocalGroup:
 
 
 class LocalHandle:
-    """`Handle` of a call that is over."""
+    """`Handle` of a finished call."""
 
     def __init__(self, group: LocalGroup, found: Any) -> None:
         self.group, self.found = group, found
@@ -74,7 +74,7 @@ class LocalHandle:
 
 
 class LocalPool:
-    """Scores with the scorer functions themselves; every answer's score may be changed by ``twist(row, score)``."""
+    """Scores with the scorer functions directly; ``twist(row, score)`` may change the score of every response."""
 
     def __init__(self, rows) -> None:
         self._rows = rows
@@ -102,7 +102,7 @@ class LocalPool:
 
 
 class LocalScoring:
-    """`Scoring`, all at the end."""
+    """`Scoring` of all responses at the end."""
 
     seconds = 0.0
 
@@ -140,10 +140,7 @@ def _data_of(cfg: Config) -> Data:
 
 
 def local_trainer(arguments: list[str], twist=None) -> PPOTrainer:
-    """A trainer over one worker in this process; needs a group of one rank.
-
-    It has the parts it was made of as ``group``, ``worker``, ``pool`` and ``data``.
-    """
+    """Return a trainer over one worker in this process; needs a process group of one rank."""
     loaded = load_config(arguments)
     check(loaded)
     cfg = loaded.config

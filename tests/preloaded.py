@@ -1,7 +1,4 @@
-"""Imported once, in a process from which those of ranks and forked runs are made: see `tests.ranks.preload`.
-
-Not Ray: its library reads once and for all what a worker's variables say.
-"""
+"""Imports for the process from which those of ranks and forked runs are created: see `tests.ranks.preload`."""
 
 import gc
 import multiprocessing

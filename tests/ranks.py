@@ -34,7 +34,8 @@ def preload() -> dict[str, str]:
 
 
 def run_on_ranks(function: Callable[..., None], world: int, *args: Any) -> None:
-    """``function(rank, world, *args)`` in ``world`` processes of one group. Raises what the first that fails raises."""
+    """Run ``function(rank, world, *args)`` in ``world`` processes of one group. Raises the error of the first one that
+    fails."""
     preload()
     with tempfile.TemporaryDirectory() as folder:
         own = (function, world, f"{folder}/store", *args)

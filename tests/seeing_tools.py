@@ -47,7 +47,7 @@ class Walk:
 
 
 def seeing_run(folder: Path, family: str, who: str, code: str = OWN) -> dict[str, object]:
-    """Changes to `small_run` by which answers are answered by ``who``, a class of ``code``."""
+    """Return the changes to `small_run` with which ``who``, a class in ``code``, replies to turns."""
     (folder / "own.py").write_text(code)
     placeholder = VISION_TOKENS[2] if family == "internvl" else "".join(VISION_TOKENS[each] for each in (0, 2, 1))
     (folder / "chat.jinja").write_text(CHAT.replace("PLACEHOLDER", placeholder))

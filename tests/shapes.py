@@ -1,4 +1,4 @@
-"""Checks the shapes and dtypes that `rltrain.algorithms` states in its annotations, in every call of a test."""
+"""Check the shapes and dtypes in the annotations of `rltrain.algorithms` in every call of a test."""
 
 import inspect
 from collections.abc import Mapping

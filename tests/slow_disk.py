@@ -1,4 +1,4 @@
-"""A file system whose storage is slow, or does not answer for a while. Only root can make one."""
+"""A file system whose storage is slow, or does not respond for a while. Only root can create one."""
 
 import os
 import subprocess
@@ -18,13 +18,13 @@ class SlowDisk:
         self._frozen: subprocess.Popen | None = None
 
     def limit(self, bytes_per_s: int) -> None:
-        """From now on so much is written a second at most; 0: as fast as it can be. Raises OSError where the kernel
-        has no such limits."""
+        """Limit writing to so many bytes per second from now on; 0: no limit. Raises OSError if the kernel has no such
+        limits."""
         numbers = Path(f"/sys/block/{Path(self._device).name}/dev").read_text().strip()
         _LIMIT.write_text(f"{numbers} {bytes_per_s}")
 
     def freeze(self) -> None:
-        """From now on whoever writes waits, and no signal ends that; until `thaw`, or the end of this process."""
+        """Block all writers from now on, even for signals, until `thaw` or the end of this process."""
         command = 'fsfreeze -f "$0" && echo frozen; read line; fsfreeze -u "$0"'
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._frozen = subprocess.Popen(["bash", "-c", command, str(self.path)], start_new_session=True, **pipes)
@@ -38,11 +38,7 @@ class SlowDisk:
 
 @contextmanager
 def slow_disk(folder: Path, mib: int) -> Iterator[SlowDisk]:
-    """A disk of ``mib`` MiB at ``folder``/disk, until the end of the block. Raises OSError where it cannot be made.
-
-    What is written to the file goes past this machine's page cache: storage takes no memory of its hosts, and copies
-    nothing with their processors.
-    """
+    """Yield a disk of ``mib`` MiB at ``folder``/disk. Raises OSError if it cannot be created."""
     file, path = folder / "disk.ext4", folder / "disk"
     path.mkdir()
     with open(file, "wb") as made:

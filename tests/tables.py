@@ -1,10 +1,4 @@
-"""Tables of tests/README.md that a run of the tests writes.
-
-    @pytest.mark.fault("A killed worker is named within seconds, exit 75")
-
-`make test-faults` (`--table=faults`) writes one row for each test that injects a fault: its promise and its results.
-`make test-long` (`--table=long`) writes one row for each file.
-"""
+"""The tables of tests/README.md that a run of the tests writes."""
 
 import ast
 import datetime
@@ -83,7 +77,7 @@ def rows(text: str, name: str) -> dict[str, str]:
 
 
 def marked(marker: str) -> dict[str, str]:
-    """Return the tests with a marker that has one text ("fault", "smoke"), as their files say, and the text."""
+    """Return the tests with a marker that has one text ("fault", "smoke"), from their source, and the text."""
     found = {}
     for file in Path(__file__).parent.rglob("test_*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""What `import rltrain` gives."""
+"""The public names of `import rltrain`."""
 
 import json
 import signal

@@ -54,7 +54,7 @@ def run(folder, *arguments):
 
 @pytest.mark.parametrize("dry", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_run_uses_everything_that_was_added(extended, tiny_model, tmp_path, dry):
-    """A scorer, an estimator, a loss, an engine, a tracker and a key, each added as the page says."""
+    """A scorer, an estimator, a loss, an engine, a tracker and a key, each added as described on the page."""
     file = write_arithmetic(tmp_path / "train.parquet", range(24), data_source="my/parity")
     changes = {
         "data__val_files": "null",
@@ -77,7 +77,7 @@ def test_a_run_uses_everything_that_was_added(extended, tiny_model, tmp_path, dr
 
 
 def test_an_added_key_has_help_and_a_bound(extended):
-    assert "How loud" in run(extended, "--help", "data.shout").stdout
+    assert "exclamation" in run(extended, "--help", "data.shout").stdout
     refused = run(extended, "data.shout=0", "--dry-run")
     assert refused.returncode == 2
     assert "data.shout=0" in refused.stderr + refused.stdout

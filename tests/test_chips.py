@@ -1,4 +1,4 @@
-"""Peaks are those of the variant that the device's name says, and of no other."""
+"""Peaks are those of exactly the variant in the device's name."""
 
 import pytest
 

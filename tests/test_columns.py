@@ -1,4 +1,4 @@
-"""Real steps of several algorithms hand over the columns that `rltrain.common.columns.names` lists, and no others."""
+"""Real steps of several algorithms use the columns that `rltrain.common.columns.names` lists, and no others."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ MADE_ELSEWHERE |= {c.JUDGE_MESSAGE, c.MESSAGE_LENGTH, c.JUDGE_REPLY}  # with a j
 
 
 def shape_and_dtype(name, column) -> tuple[tuple[str, ...], str]:
-    """The shapes that a column may be listed with, and its dtype."""
+    """Return the listed shapes of a column, and its dtype."""
     if isinstance(column, DictionaryColumn):
         return (c.PER_PROMPT_TOKEN,), str(column.values.values.dtype).removeprefix("torch.")
     if isinstance(column, Ragged):

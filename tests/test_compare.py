@@ -13,7 +13,7 @@ SCORE = "critic/score/mean"
 
 @pytest.fixture
 def make(tmp_path):
-    """make(name, scores, ...): the folder of a run with these scores from its first step on."""
+    """make(name, scores, ...): create the folder of a run with these scores from its first step on."""
 
     def run(name, scores, first=1, settings=None, environment=None):
         folder = tmp_path / name
@@ -30,8 +30,8 @@ def make(tmp_path):
 
 @pytest.fixture
 def compare(tmp_path, capsys, monkeypatch):
-    """compare(folders…): exit code, what is printed, and compare.json with its rows by metric and line. drawn: with
-    the page."""
+    """compare(folders…): return exit code, output, and compare.json with its rows by metric and line. drawn: with the
+    page."""
     monkeypatch.chdir(tmp_path)
 
     def call(*words, drawn=False):
@@ -82,7 +82,7 @@ def test_settings_of_roles_that_no_run_has_are_left_out(make, compare):
 
 
 def test_the_interval_of_single_runs_is_that_of_ten_batches_of_steps(make, compare):
-    """Noise that both runs share is in no paired difference."""
+    """Noise that both runs share does not affect a paired difference."""
     shared, gaps = np.random.default_rng(0).normal(size=40), np.repeat(np.arange(10.0), 4)
     _, text, found = compare(make("a", shared), make("b", shared + gaps))
     row = found["metrics"][SCORE, "b"]
@@ -93,7 +93,7 @@ def test_the_interval_of_single_runs_is_that_of_ten_batches_of_steps(make, compa
 
 
 def test_the_interval_of_lines_with_the_same_seeds_is_over_the_seeds(make, compare):
-    """Steps in which two lines differ by the same amount say nothing of another seed."""
+    """If two lines differ by the same amount in all steps, this does not predict another seed."""
     ours = [make(f"a{seed}", [seed, seed, seed], settings={"data": {"seed": seed}}) for seed in (1, 2, 3)]
     others = [make(f"b{seed}", [2.0 * seed] * 3, settings={"data": {"seed": seed, "x": 1}}) for seed in (3, 2, 1)]
     _, _, found = compare(*ours, *others)

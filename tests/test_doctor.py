@@ -1,4 +1,4 @@
-"""What the doctor measures, and what it makes of it. Two hosts with Ray: tests/hosts/test_doctor.py."""
+"""The doctor's measurements and conclusions. Two hosts with Ray: tests/hosts/test_doctor.py."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_pairs_and_collectives_are_timed_and_their_numbers_checked():
 
 
 def speeds(slow: list[tuple[int, int]], value: float) -> np.ndarray:
-    """20 GB/s within nodes and 10 between them, but for some pairs."""
+    """Return 20 GB/s within nodes and 10 between them, except for some pairs."""
     found = np.where(NODES[:, None] == NODES, 20.0, 10.0)
     np.fill_diagonal(found, np.nan)
     for one, other in slow:
@@ -54,13 +54,13 @@ def test_the_slowest_pair_and_the_rank_of_the_slow_ones_are_named():
 def test_a_pair_that_changes_numbers_fails():
     within, _ = doctor.pairs(speeds([(2, 3)], 0.0), NAMES, NODES)
     assert within.problems == [
-        "rank 2 on node-b and rank 3 on node-b: what arrived was not what was sent. 1 pair in all changed numbers, 1 "
-        "of them with rank 2 on node-b or rank 3 on node-b. Take that device out of use, and look again."
+        "rank 2 on node-b and rank 3 on node-b: received data differed from sent data. 1 pair in all changed numbers, "
+        "1 of them with rank 2 on node-b or rank 3 on node-b. Exclude that device and run the doctor again."
     ]
 
 
 class Group:
-    """`WorkerGroup` of three ranks, of which two do not come back from their round."""
+    """`WorkerGroup` of three ranks, of which two do not return from their round."""
 
     names, nodes, world = ["a", "a", "b"], [0, 0, 1], 3
 

@@ -1,4 +1,4 @@
-"""--dry-run: what it sees, and that its exit code says whether a run would start."""
+"""--dry-run: its findings, and an exit code that tells whether a run would start."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def dry(made, tmp_path, capsys, monkeypatch):
-    """Runs it with changes; returns exit code and text."""
+    """Run it with changes; return exit code and text."""
     # Templates end here (tests/data/test_chat.py has some that do not): a fork that tries each takes most of the time.
     monkeypatch.setattr(chat, "problem_in_fork", lambda *_: "")
 
@@ -65,8 +65,8 @@ def test_a_command_that_would_run_ends_with_zero(dry, tmp_path):
     code, text = dry()
     assert (code, text.splitlines()[-1]) == (0, "a run would start")
     assert "5 per epoch of 20 prompts" in text
-    assert re.search(r"data: looked at (\d+) of \1 train and (\d+) of \2 val rows", text)
-    assert "'rltrain/arithmetic', the ground truth as the answer: 1" in text
+    assert re.search(r"data: checked (\d+) of \1 train and (\d+) of \2 val rows", text)
+    assert "'rltrain/arithmetic', the ground truth as the response: 1" in text
     assert not (tmp_path / "run").exists()
 
 
@@ -104,7 +104,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
         (f"{SEVERAL} rollout.name=vllm rollout.tensor_model_parallel_size=4", "size=4 does not divide"),
         (
             "rollout.name=vllm rollout.enable_chunked_prefill=False rollout.max_num_batched_tokens=8",
-            "Leave it out, or set max_num_batched_tokens=24.",
+            "Remove it, or set max_num_batched_tokens=24.",
         ),
         ("reward_model.enable=True reward_model.model.path={model}", "has no classification head"),
         ("model.lora_adapter_path={model}", "is not a peft adapter"),
@@ -165,7 +165,7 @@ def test_a_tokenizer_that_is_not_the_model_s_is_known(dry, made, tmp_path):
     assert "config.json has pad_token_id=15, but the model has 8 tokens" in refused(dry, **few)
     critic = {"algorithm__adv_estimator": "gae", "critic__model__path": tmp_path / "few"}
     (tmp_path / "few/config.json").write_text(json.dumps(config))
-    assert "knows 8 tokens, and the policy writes 20. Use a model" in refused(dry, **critic)
+    assert "has 8 tokens, but the policy can generate 20. Use a model" in refused(dry, **critic)
 
 
 def test_data_that_cannot_be_read_are_a_problem_and_the_other_split_is_looked_at(dry, made, tmp_path):
@@ -230,7 +230,7 @@ def test_arguments_that_an_engine_does_not_have_are_named(dry):
 
 def test_an_engine_that_nobody_named_is_told_on_accelerators(dry, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # counts as not installed
-    assert "rollout.name is not set: hf, a plain decode loop, as vLLM" in dry(trainer__device="npu")[1]
+    assert "rollout.name is not set: hf, a plain decode loop, is used, because vLLM" in dry(trainer__device="npu")[1]
     assert "rollout.name is not set" not in dry()[1]
     monkeypatch.setitem(sys.modules, "sglang", None)
     assert "rltrain[sglang]" in refused(dry, **{R + "name": "sglang"})
@@ -239,8 +239,8 @@ def test_an_engine_that_nobody_named_is_told_on_accelerators(dry, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "note"),
     [
-        ("data.max_response_length=200 actor.ppo_max_token_len_per_gpu=512", "the model knows 128 positions"),
-        ("rollout.max_model_len=200", "rollout.max_model_len = 200 tokens, and the model knows 128 positions"),
+        ("data.max_response_length=200 actor.ppo_max_token_len_per_gpu=512", "the model has 128 positions"),
+        ("rollout.max_model_len=200", "rollout.max_model_len = 200 tokens, but the model has 128 positions"),
         ("model.custom_chat_template={{messages[0].content}}", "the same with and without add_generation_prompt"),
         ("model.lora_rank=2 model.exclude_modules=DONT_EXCLUDE", "DONT_EXCLUDE matches no linear layer"),
         ("trainer.logger=[console,wandb]", "trainer.logger=wandb: not installed here"),
@@ -259,7 +259,7 @@ def test_a_reward_of_ones_own_is_called_once_a_source(dry, tmp_path):
     path = own(tmp_path, f"open({str(calls)!r}, 'a').write('x'); print('hello'); return {{'score': 0.5, 'acc': 1}}")
     code, text = dry(custom_reward_function__path=path)
     assert code == 0
-    assert "the ground truth as the answer: 0.5 with acc=1.0" in text
+    assert "the ground truth as the response: 0.5 with acc=1.0" in text
     assert "printed: hello" in text
     assert calls.read_text() == "x"
 
@@ -285,16 +285,16 @@ def test_a_judge_is_looked_for_and_judges_nothing(dry, tmp_path):
     try:
         code, text = dry(**keys, reward__judge__rule="first")
         assert code == 0
-        assert f"judge: {judge.url} answers and has grader; no answer was judged" in text
-        assert f"with the judge grader at {judge.url} where the scorer finds nothing right, 32 requests" in text
-        assert "the ground truth as the answer" in text
+        assert f"judge: {judge.url} responds and has grader; no response was judged" in text
+        assert f"with the judge grader at {judge.url} if the scorer does not accept the response, 32 requests" in text
+        assert "the ground truth as the response" in text
         assert judge.paths == ["/v1/models"]
         assert "reward.judge.model=other is not among the models" in dry(**keys | {"reward__judge__model": "other"})[1]
     finally:
         judge.close()
     code, text = dry(**keys)
     assert code == 0
-    assert f"{judge.url}/models does not answer now: ConnectError" in text
+    assert f"{judge.url}/models does not respond now: ConnectError" in text
     (tmp_path / "ask.txt").write_text("{{ anwser }}")
     assert "{{ anwser }} is unknown" in refused(dry, **keys, reward__judge__prompt=str(tmp_path / "ask.txt"))
 
@@ -364,7 +364,7 @@ class Backwards:
 
 
 def of_verl(folder, *more, **changes):
-    """The classes by verl's keys."""
+    """Return the classes by verl's keys."""
     (folder / "mine.py").write_text(CLASSES)
     keys = {"data.custom_cls.path": folder / "mine.py", "data.custom_cls.name": "Sums", "+data.number": 12}
     keys |= {"data.sampler.class_path": f"file://{folder}/mine.py", "data.sampler.class_name": "Backwards"}
@@ -405,7 +405,7 @@ def test_a_family_with_wrong_numbers_is_refused_before_anything_starts(dry, tmp_
     save_tiny_tokenizer(tmp_path / "bloom")
     said = refused(dry, **{M + "path": tmp_path / "bloom"})
     assert f"{tmp_path / 'bloom'}: Bloom computes attention outside of transformers' attention interface" in said
-    assert said.rstrip().endswith("Use a model of a family that works (docs/models.md).")
+    assert said.rstrip().endswith("Use a supported family (docs/models.md).")
 
 
 def test_a_library_of_the_user_s_own_is_imported_before_models_are_looked_at(dry, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""``--dry-run`` of a command with tools or an environment: rows, places, and the chat template behind a turn."""
+"""``--dry-run`` of a command with tools or an environment: rows, lengths, and the chat template after a turn."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def dry(model, tmp_path, capsys, monkeypatch):
-    """Runs it with changes; returns exit code and text."""
+    """Run it with changes; return exit code and text."""
     monkeypatch.setattr(chat, "problem_in_fork", lambda *_: "")
     files = (
         write_arithmetic(tmp_path / "train.parquet", range(8)),

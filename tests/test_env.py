@@ -1,4 +1,4 @@
-"""What workers find in their environment."""
+"""The environment variables of workers."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What a bug report says of the machine."""
+"""The description of the machine in a bug report."""
 
 import json
 import re

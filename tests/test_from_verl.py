@@ -1,5 +1,5 @@
-"""Tables whose last column is "tests": each row names existing tests. Those of the differences from verl are in
-tests/README.md, so that users read the differences only."""
+"""Tables whose last column is "tests": each row names existing tests. Tests of the differences from verl are listed in
+tests/README.md, so that users read only the differences."""
 
 import re
 from pathlib import Path

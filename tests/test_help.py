@@ -1,4 +1,4 @@
-"""What --help prints."""
+"""The output of --help."""
 
 import re
 
@@ -38,7 +38,7 @@ def test_help_shows_what_works_and_answers_for_the_rest():
     assert len(all_keys()) <= 373
     assert "has no effect: samples are always spread" in help_text("trainer.balance_batch")
     assert "has no effect: every step generates with" in help_text("rollout.mode")
-    assert help_text("skip").startswith("skip: refused: every step generates its own answers")
+    assert help_text("skip").startswith("skip: refused: every step generates new responses")
     assert "tail=carry_over" in help_text("async_training")
 
 

@@ -118,7 +118,7 @@ def test_a_terminal_that_lacks_a_sign_ends_nothing(tmp_path, monkeypatch, encodi
 
 
 def test_no_command_writes_a_sequence_that_steers_the_terminal(capsys):
-    """By itself or through rich, whose own colours stay, also inside a session."""
+    """This includes rich, whose own colours stay, and output inside a session."""
     hostile = "a\x1b]52;c;x\x07\x9b2J\x1b[31m\r\x08\u202e\u2066b\u2028c\x00"
 
     @command
@@ -140,7 +140,7 @@ def test_no_command_writes_a_sequence_that_steers_the_terminal(capsys):
 
 @pytest.mark.parametrize("name", ["", "data", "data gsm8k", "data guess_number", *COMMANDS])
 def test_no_usage_error_steers_the_terminal(name, capsys, monkeypatch, tmp_path):
-    """Also by the module of a command, which the common program does not call then."""
+    """This includes errors of the command's own module, which the common program does not run then."""
     monkeypatch.chdir(tmp_path)
     hostile = ["--\x1b]0;x\x07", "\x9b2J", "\u202e=\r"]
     with contextlib.suppress(SystemExit):
@@ -173,7 +173,7 @@ def test_text_without_a_secret_stays_as_it_is():
 
 
 def test_no_error_or_log_line_holds_a_password(tmp_path, capsys):
-    """Of any key that holds an address, and where the scheme is missing."""
+    """Any key with an address is masked, also without a scheme."""
     texts = ["reward.url='http://me:hunter2@h/x' is", "x.url=me:hunter2@h:80/x", "https://h/?a=1&sig=hunter2"]
     texts += [
         "H: X-Api-Key: hunter2",

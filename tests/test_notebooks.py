@@ -1,4 +1,4 @@
-"""The notebooks of examples/notebooks: they run as they stand, and name what there is."""
+"""The notebooks of examples/notebooks run unchanged, and their links are valid."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""What is built, installed and imported."""
+"""The built, installed and imported package."""
 
 import importlib
 import subprocess
@@ -41,7 +41,7 @@ def built(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory) -> Path:
-    """The wheel as pip lays it out for --target."""
+    """The wheel, installed by pip with --target."""
     folder = tmp_path_factory.mktemp("site")
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -54,7 +54,7 @@ def installed(built, tmp_path_factory) -> Path:
 
 
 def test_the_lowest_versions_have_no_advisory_that_was_known(tmp_path):
-    """`make audit` asks for new ones, which takes a network."""
+    """`make audit` requests new ones, which needs a network."""
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/lowest_versions.py", "images"], capture_output=True, text=True, check=True
     )

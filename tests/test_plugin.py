@@ -30,7 +30,7 @@ def test_files_of_one_name_in_two_folders_do_not_collide(tmp_path):
 
 
 def test_a_fresh_process_finds_what_was_pickled_by_name(tmp_path):
-    """As multiprocessing, and Ray, send a function or an object: by the name of its module, whatever its path is."""
+    """multiprocessing and Ray send a function or an object by the name of its module, whatever its path is."""
     folder = tmp_path / "a_2fb c.d-é"
     folder.mkdir()
     (folder / "neighbour_of_the_pickled.py").write_text("x = 7")
@@ -44,7 +44,7 @@ def test_a_fresh_process_finds_what_was_pickled_by_name(tmp_path):
 
 
 def test_a_file_runs_once_until_it_is_changed(tmp_path):
-    """Else classes of one name would differ, and pickle would refuse them."""
+    """Otherwise classes of one name would differ, and pickle would refuse them."""
     file = tmp_path / "mine.py"
     file.write_text("class Mine: pass\ndef f(): return Mine")
     known, f = (load_plugin("key", f"{file}:{name}") for name in ("Mine", "f"))
@@ -55,7 +55,8 @@ def test_a_file_runs_once_until_it_is_changed(tmp_path):
 
 
 def test_a_name_leads_nowhere_else(tmp_path, monkeypatch):
-    """Files of other kinds are not run, a NAME is no expression, and a neighbour takes no package's place."""
+    """Files of other kinds are not run, a NAME is not an expression, and a neighbouring file does not replace a
+    package."""
     monkeypatch.chdir(tmp_path)
     evil = "open('trace', 'w')\ndef f(): return 7\n"
     for other in ("mine.txt", "mine.pyc", "mine.so", "colorsys.py"):

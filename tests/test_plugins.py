@@ -1,4 +1,4 @@
-"""The files that docs/plugins.md shows, and callbacks."""
+"""The files in docs/plugins.md, and callbacks."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""report.html: what a run folder holds is on the page, which needs nothing from elsewhere."""
+"""report.html shows the contents of a run folder, and needs no other file."""
 
 import base64
 import io
@@ -45,7 +45,7 @@ def run(tmp_path):
 
 
 def shown(page):
-    """The page without its scripts."""
+    """Return the page without its scripts."""
     return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Whatever draws has random numbers of its own: by run seed, purpose, step, epoch, prompt, sample."""
+"""All random draws have separate streams: by run seed, purpose, step, epoch, prompt, sample."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def test_random_numbers_are_a_function_of_seed_and_position():
 
 
 def test_runs_over_seeds_share_no_answer():
-    """Above all not by seed and step in exchange."""
+    """Exchanging seed and step must not give the same stream."""
     where = list(itertools.product(range(-2, 12), range(12), ("train", "val")))
     drawn = [sample_seeds(seed, step, [0, 1, 2], 3, split) for seed, step, split in where]
     assert len(set(np.concatenate(drawn).tolist())) == len(where) * 9
@@ -34,7 +34,7 @@ def test_every_prompt_may_have_a_step_of_its_own():
 
 
 def test_no_two_names_share_a_stream():
-    """Nor does one with another that has a zero more, or a seed of two words with one of one."""
+    """Names with an additional zero, or with a seed of two words instead of one, also differ."""
     seeds = (0, 1, 2, 3, 2**32, 2**32 + 1, -1)
     numbers = [each for count in range(4) for each in itertools.product(range(3), repeat=count)]
     names = list(itertools.product(seeds, PURPOSES, numbers))

@@ -1,7 +1,4 @@
-"""The site of the documentation: which pages it has, the page of keys, recipes, and tables of other trainers' keys.
-
-`make docs`, a part of `make check`, builds it and refuses a link that leads nowhere.
-"""
+"""The documentation site: its pages, the page of keys, recipes, and tables of other trainers' keys."""
 
 import re
 
@@ -9,7 +6,7 @@ import pytest
 
 from rltrain.config.schema.keys import all_keys
 from rltrain.config.verl.other_trainers import rltrain_name
-from scripts.site.keys import keys_page, whole_name
+from scripts.site.keys import full_name, keys_page
 from scripts.site.pages import KEYS, ROOT, linked, parts, rows, search_boost, written
 from scripts.site.recipes import recipe_page, recipes, with_pages
 
@@ -46,7 +43,7 @@ def test_tables_of_other_trainers_name_keys_that_there_are(trainer):
     assert len(table) > 10
     for theirs, ours in table:
         named = re.findall(r"`([a-z_]+\.[\w.]*)(?:=[^`]*)?`", ours)
-        keys = {name: whole_name(name) for name in named}
+        keys = {name: full_name(name) for name in named}
         assert all(keys.values()), (theirs, keys)
         for name in re.findall(r"`([a-z_]+)`", theirs):
             # What a run answers to a mistyped key is what the table says.

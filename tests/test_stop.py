@@ -1,4 +1,4 @@
-"""What a signal does depends on whether something is begun."""
+"""The effect of a signal depends on whether a step is running."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The supervisor over commands that end in all the ways that commands end; whole runs are in tests/faults."""
+"""The supervisor with commands that end in all possible ways. Tests with real runs are in tests/faults."""
 
 import ctypes
 import json
@@ -51,7 +51,8 @@ sys.exit(end.get("code", 0))
 
 @pytest.fixture
 def supervise(tmp_path):
-    """supervise(ends, *options, shell=False): a started supervisor of a run that ends so; killed after the test."""
+    """supervise(ends, *options, shell=False): start a supervisor of a run with these ends; it is killed after
+    the test."""
     (tmp_path / "run.py").write_text(RUN)
     started = []
 
@@ -70,7 +71,7 @@ def supervise(tmp_path):
 
 
 def _hear_signals():
-    """What was started in the background of a script ignores SIGINT, and with nohup SIGHUP."""
+    """Reset signals: processes started in the background of a script ignore SIGINT, and with nohup SIGHUP."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -148,7 +149,7 @@ def attempt(step, checkpoint, cause="", passing=False, uptime=0.0):
 
 
 def ends_until_given_up(*, passing=False, apart_s=100.0, saves_after=()):
-    """Return the number of ends by one cause after which the supervisor stops."""
+    """Return the number of ends with one cause after which the supervisor stops."""
     made, saved = [], 100
     for number in range(50):
         saved += number in saves_after
@@ -187,7 +188,7 @@ def test_a_signal_reaches_the_run_and_is_the_end(supervise, tmp_path, number, co
 
 
 def test_sigusr1_reaches_only_programs_with_a_handler(supervise, tmp_path):
-    """It would kill others, such as a run that is about to end, and the supervisor would restart them."""
+    """SIGUSR1 would kill others, such as a run that is about to end, and the supervisor would restart them."""
     process = supervise([{"sleeps": True, "deaf": True}])
     eventually((tmp_path / "up_0").exists)
     process.send_signal(signal.SIGUSR1)
@@ -216,7 +217,7 @@ def test_a_signal_while_it_waits_ends_the_supervisor(supervise, tmp_path):
 
 @pytest.mark.fault("What a killed run leaves behind is ended before it is started again")
 def test_what_a_killed_command_leaves_behind_is_ended(supervise, tmp_path):
-    """In a session of its own and without a parent, as Ray's processes are."""
+    """The processes are in a separate session and without a parent, as Ray's are."""
     left = f'[ -e {tmp_path}/left ] || (setsid sleep 1000 & echo $! >{tmp_path}/left); exec "$@"'
     assert ended(supervise([{"signal": 9}, {}], before=("bash", "-c", left, "bash")))[0] == 0
     assert not os.path.exists(f"/proc/{(tmp_path / 'left').read_text().strip()}")
@@ -230,7 +231,7 @@ PTRACE_SEIZE = 0x4206
     "A process left behind that cannot even be killed is named, and holds the supervisor up for a minute"
 )
 def test_what_cannot_be_killed_does_not_hold_it_up(tmp_path):
-    """A traced process that was killed stays until its tracer has seen it."""
+    """A killed process that is traced stays until its tracer has seen its end."""
     left, go = tmp_path / "left", tmp_path / "go"
     os.mkfifo(go)
     command = f"[ -e {left} ] && exit; sleep 1000 & echo $! >{left}_; mv {left}_ {left}; read <{go}; exit 75"

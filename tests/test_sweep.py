@@ -1,4 +1,4 @@
-"""`rltrain sweep`: every combination, one after the other, whatever becomes of the others."""
+"""`rltrain sweep`: all combinations, one after the other, even if one fails."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,8 @@ from tests.tiny import small_run
 
 @pytest.fixture
 def made(monkeypatch, tmp_path, capsys):
-    """made(*words, ends=…): exit code, output, and the names of the runs that were begun. ends: by name, the error or
-    exit code of a run."""
+    """made(*words, ends=…): return exit code, output, and the names of the started runs. ends: error or exit code of a
+    run by name."""
 
     def begin_ray(cfg, stop, closing):
         return False

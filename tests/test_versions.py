@@ -1,4 +1,4 @@
-"""The sets of versions: that they agree with each other and with the extras, and what a run says of other versions."""
+"""The sets of versions: they agree with each other and with the extras. A run reports other versions."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """installed(torch="2.10.0"): what the metadata says; others are as the set for NPU has them."""
+    """installed(torch="2.10.0"): set the versions in the metadata; others are as in the set for NPUs."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(**packages: str) -> None:
@@ -34,7 +34,7 @@ def installed(monkeypatch, tmp_path):
 
 
 def extras() -> dict[str, list[str]]:
-    """As setup.py says now; the installed metadata may be older."""
+    """Return the current extras of setup.py; the installed metadata may be older."""
     tree = ast.parse((ROOT / "setup.py").read_text())
     words = {word.arg: word.value for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords}
     return ast.literal_eval(words["extras_require"])
@@ -110,7 +110,7 @@ def test_liger_is_missed_before_the_start(monkeypatch):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "scripts/docker").glob("*.Dockerfile")), ids=lambda file: file.stem)
 def test_dockerfiles_name_what_is_there(file):
-    """They cannot be built without a Docker daemon: files, extras and stages are those of the checkout."""
+    """Without a Docker daemon they cannot be built, so files, extras and stages are compared with the checkout."""
     lines = re.sub(r"\\\n", " ", file.read_text()).splitlines()
     words = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     assert next(word for word, _ in words if word != "ARG") == "FROM"

@@ -1,4 +1,4 @@
-"""The answers of a run on the terminal."""
+"""Display of a run's responses on the terminal."""
 
 import json
 
@@ -11,7 +11,7 @@ from rltrain.tools.view import main
 
 
 def frame(step: int, scores: list[float], **columns) -> pd.DataFrame:
-    """Two answers to each of the prompts 0, 1, …"""
+    """Return two responses to each of the prompts 0, 1, …"""
     n = len(scores)
     rows = [place // 2 for place in range(n)]
     return pd.DataFrame(
@@ -46,7 +46,7 @@ def test_the_newest_step_is_shown_plainly_where_it_is_piped(run, capsys):
     assert "\x1b" not in text
     assert text.count("answer: s7 says") == 5
     assert "prompt: <user>0+0=?" in text
-    assert text.endswith("5 of 6 answers, step 7\n")
+    assert text.endswith("5 of 6 responses, step 7\n")
     assert "s1 says" in shown(capsys, run, "--step", 1)
 
 
@@ -63,7 +63,7 @@ def test_answers_that_could_not_be_scored_are_found(run, capsys):
     failed.to_parquet(run / "samples" / "train_000008.parquet")
     text = shown(capsys, run, "--failed")
     assert "reward_error: Traceback: boom" in text
-    assert text.endswith("1 of 1 answers, step 8\n")
+    assert text.endswith("1 of 1 responses, step 8\n")
 
 
 def test_answers_before_and_after_stand_below_each_other(run, capsys):
@@ -115,7 +115,7 @@ PLAYED = [said("assistant", "16"), said("user", "higher"), said("assistant", "24
 
 @pytest.fixture
 def conversations(run):
-    """Step 9: a call and its answer; a game; one turn; a trajectory that could not go on."""
+    """Step 9 has a call and its result, a game, one turn, and a failed trajectory."""
     alone = [said("assistant", "no")]
     messages = [json.dumps(each, ensure_ascii=False) for each in (CALCULATED, PLAYED, alone, alone)]
     table = frame(

@@ -1,4 +1,4 @@
-"""`rltrain watch`: the view on a terminal, and the lines of the log elsewhere."""
+"""`rltrain watch`: the view on a terminal, and log lines elsewhere."""
 
 import json
 
@@ -45,11 +45,11 @@ def test_a_terminal_shows_step_numbers_warnings_and_the_time_left(run):
     assert "0:00:40 left" in text
     assert "score=0.5" in text
     with_steps(run, 1, 2, 3, 4)
-    assert "all steps are made" in on_screen(run)
+    assert "all steps are done" in on_screen(run)
 
 
 class Writer(Clock):
-    """While somebody sleeps, a log gets the next text."""
+    """Appends the next text to the log at each sleep."""
 
     def __init__(self, log, *texts):
         self.log, self.texts = log, iter(texts)

@@ -1,4 +1,4 @@
-"""Things small enough to make in a test."""
+"""Models and files that are small enough to create in a test."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +27,8 @@ TEMPLATE = (
 
 
 def save_tiny_tokenizer(folder: Path, template: str = TEMPLATE, characters: str = "") -> None:
-    """One token a character, with a chat template. characters: others than usual, which are decoded without spaces."""
+    """Save a tokenizer with one token per character and a chat template. characters: other ones than usual, which are
+    decoded without spaces."""
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, *(characters or CHARACTERS)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     if characters:
@@ -49,13 +50,13 @@ def save_tiny_model(
 
 
 def save_tiny_moe(folder: Path, heads: int = 2, kv_heads: int = 1, **changes: object) -> Path:
-    """The same with 8 experts in a layer, of which a token goes to two."""
+    """The same with 8 experts per layer, of which a token uses two."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **changes}
     return _save(folder, Qwen3MoeConfig(**_sizes(heads, kv_heads, 128, 32) | experts), 0)
 
 
 def save_tiny_biased_moe(folder: Path, **changes: object) -> Path:
-    """The same with routers that choose by their scores and a correction bias, which is not 0."""
+    """The same with routers that select by score and a correction bias, which is not 0."""
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
     own = {"n_group": 2, "topk_group": 2, "first_k_dense_replace": 1, "head_dim": 16, "num_hidden_layers": 3}
     _save(folder, Glm4MoeConfig(**_sizes(2, 1, 128, 32) | experts | own | {"tie_word_embeddings": False} | changes), 0)
@@ -84,7 +85,7 @@ def _save(folder: Path, config: PretrainedConfig, seed: int) -> Path:
 
 
 def save_tiny_reward_model(folder: Path, template: str = TEMPLATE, heads: int = 2) -> Path:
-    """A random one-layer classifier with one label over the tiny tokenizer, with a chat template of its own."""
+    """Save a random one-layer classifier with one label over the tiny tokenizer, with a separate chat template."""
     save_tiny_tokenizer(folder, template)
     config = Qwen3Config(
         vocab_size=len(CHARACTERS) + len(SPECIALS), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -97,10 +98,7 @@ def save_tiny_reward_model(folder: Path, template: str = TEMPLATE, heads: int = 
 
 
 def save_scripted_judge(folder: Path) -> Path:
-    """A judge of another tokenizer: it says yes where a message ends with a figure over 4, else no.
-
-    Each token decides the next one: embeddings are unit vectors, layers add nothing, and the head is a table.
-    """
+    """Save a judge with another tokenizer: it replies yes if a message ends with a digit above 4, else no."""
     characters = CHARACTERS + "yesno"
     save_tiny_tokenizer(folder, "{{ messages[0]['content'] }}", characters)
     tokens = [*SPECIALS, *characters]
@@ -137,7 +135,7 @@ def save_tiny_adapter(folder: Path, model: Path) -> Path:
 def write_arithmetic(
     file: Path, rows: Iterable[int], data_source: str = "rltrain/arithmetic", image: bytes | None = None
 ) -> Path:
-    """Sums of small numbers in verl's schema. image: an encoded picture that stands before each."""
+    """Write sums of small numbers in verl's schema. image: an encoded image before each."""
     records = []
     for index in rows:
         left, right = index % 7, index % 4
@@ -156,9 +154,8 @@ def write_arithmetic(
 
 
 def small_run(model: Path, files: tuple[Path, Path], folder: Path, **changes: object) -> list[str]:
-    """Arguments of a run of a few seconds: 4 prompts x 4 answers and two optimizer steps a step, 2 steps.
-
-    On one CPU process. ``changes``: dotted keys with ``__`` for the dots.
+    """Return the arguments of a run of a few seconds: 2 steps of 4 prompts x 4 responses and two optimizer
+    steps each.
     """
     keys = {
         "algorithm.adv_estimator": "grpo",

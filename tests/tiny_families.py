@@ -1,4 +1,4 @@
-"""Random models of many families that call tools: a few tokens are whole calls, written as the family writes them."""
+"""Random models of many families that call tools: a few tokens are complete calls in the family's format."""
 
 import json
 import string
@@ -23,16 +23,16 @@ from tests.data.turns.families import FAMILIES, TEMPLATES
 
 @dataclass(frozen=True)
 class Calling:
-    """A model and the way in which it calls. kind: transformers' model_type; fields: of its configuration."""
+    """A model and its call format. kind: transformers' model_type; fields: of its configuration."""
 
     kind: str
     template: str
-    """Of tests/data/turns/families.py."""
+    """The template's name in tests/data/turns/families.py."""
     fields: dict[str, Any] = field(default_factory=dict)
     is_fast: bool = False
-    """Stands for its like in the ordinary tests."""
+    """True if it represents similar models in the ordinary tests."""
     most: float = 1e-5
-    """The largest distance of a log-prob: in some families float32 itself is as far from float64."""
+    """Maximum distance of a log-prob; in some families float32 itself differs that much from float64."""
 
 
 CALLING = {
@@ -68,7 +68,7 @@ SUMS = [(a, b) for a in range(6) for b in range(5)]
 
 
 def calls_of(template: str) -> dict[str, tuple[int, int]]:
-    """What is added in a call, by the text of its token."""
+    """Return the text that a call adds, by its token."""
     call_format = FORMATS[FAMILIES[template][2] or "hermes"]
     assert call_format.write
     # Llama's calls begin the turn, or stand behind a token.
@@ -77,7 +77,7 @@ def calls_of(template: str) -> dict[str, tuple[int, int]]:
 
 
 def save_calling_family(folder: Path, calling: Calling) -> Path:
-    """A small copy of the family's model with random weights, its tokenizer and its chat template."""
+    """Save a small random copy of the family's model, its tokenizer and its chat template."""
     ends, special, _ = FAMILIES[calling.template]
     calls = list(calls_of(calling.template))
     vocabulary = ["<pad>", "<unk>", *ends, *special, *calls, *string.printable[:95], "\n"]
@@ -121,25 +121,22 @@ ROOM = {
 
 @dataclass
 class Measured:
-    """What a generation with tools was, against what it should be."""
+    """The measured properties of a generation with tools."""
 
     call_format: str
     num_turns: int = 0
-    """Of all answers."""
+    """Turns of all responses."""
     most_turns: int = 0
     num_contexts: int = 0
-    """Results of calls, every token of which is the one of `TurnDelta`, computed again."""
+    """Results of calls; every token equals that of a second `TurnDelta`."""
     num_problems: int = 0
-    """Contexts that tell the policy what is wrong with its call."""
+    """Contexts that report an error of the policy's call."""
     gap: float = 0.0
-    """The largest distance of a log-prob from that of transformers' own attention over the answer alone."""
+    """The largest distance of a log-prob from that of transformers' own attention over the single response."""
 
 
 def measured(trainer: Any, folder: Path) -> Measured:
-    """Answers of the policy in ``folder``, by the run's own engine and tools.
-
-    Raises AssertionError where masks, turns or tokens of contexts are not what they should be.
-    """
+    """Measure responses of the policy in ``folder``, by the run's own engine and tools."""
     worker = trainer.worker.rollout
     encoder = worker.encoder
     call_format = format_of("auto", encoder)

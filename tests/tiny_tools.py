@@ -1,4 +1,4 @@
-"""A random model that calls tools: one of its tokens is a whole call, and ends a turn."""
+"""A random model that calls tools: one of its tokens is a complete call and ends a turn."""
 
 import json
 import string
@@ -50,7 +50,7 @@ def add(a: int, b: int) -> str:
 
 
 def save_calling_tokenizer(folder: Path, call: str = CALL) -> None:
-    """One token a character, and one for the whole ``call``; with a template that knows tools."""
+    """Save a tokenizer with one token per character, one for the complete ``call``, and a template with tools."""
     vocabulary = {call if id == CALL_ID else token: id for id, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -83,7 +83,8 @@ def save_calling_model(
 
 
 def tool_run(model: Path, folder: Path, code: str = TOOLS) -> dict[str, object]:
-    """Changes to `small_run` by which answers have room for several turns, and call the tools of ``code``."""
+    """Return the changes to `small_run` with which responses have room for several turns, and call the tools of
+    ``code``."""
     (folder / "tools.py").write_text(code)
     return {
         "actor_rollout_ref__model__path": model,

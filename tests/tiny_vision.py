@@ -1,4 +1,4 @@
-"""Vision-language models small enough to make in a test, with their processors (which need torchvision)."""
+"""Vision-language models that are small enough to create in a test, with their processors (which need torchvision)."""
 
 from io import BytesIO
 from pathlib import Path
@@ -11,19 +11,24 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
+    Glm4vConfig,
     InternVLConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
 
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-TOKENS = ["<pad>", "<eos>", *VISION_TOKENS, *"0123456789+-=? ", "<user>", "<assistant>"]
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
-# Of the tower, the processor and the positions of qwen3_vl; its decoder has experts.
-WITH_EXPERTS = "qwen3_vl_moe"
+# vLLM looks these up for GLM-4.1V.
+VIDEO_TOKENS = ["<|begin_of_video|>", "<|end_of_video|>", "<|video|>"]
+TOKENS = ["<pad>", "<eos>", *VISION_TOKENS, *"0123456789+-=? ", "<user>", "<assistant>", *VIDEO_TOKENS]
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen3_5", "glm4v"]
+# Families whose decoder has experts.
+WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe"]
 # As those of the real models: content is a text, or a list of parts, each a text or an image.
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>"
@@ -39,6 +44,11 @@ _TEXT = {
     "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
 }  # fmt: skip
 _VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
+# A gated delta net.
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 # The three parts of a head's rotation that follow time, height and width.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 
@@ -66,20 +76,38 @@ def _config(family: str, tied: bool, heads: int, kv_heads: int, positions: int):
             "patch_size": 14,
         }
         return Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
+    if family == "glm4v":
+        rope = _ROPE | {"partial_rotary_factor": 1.0}
+        # vLLM reads the last key; in transformers the projections always have a bias.
+        text = of_text | {"rope_parameters": rope, "attention_bias": True}
+        vision = of_tower | {"patch_size": 14, "image_size": 56}
+        edges = {"image_start_token_id": START, "image_end_token_id": END}
+        start, end, _ = map(TOKENS.index, VIDEO_TOKENS)
+        edges |= {"video_start_token_id": start, "video_end_token_id": end}
+        return Glm4vConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS, **edges)
     if family == "qwen2_5_vl":
         vision = of_tower | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
     text = of_text | {"rope_parameters": _ROPE | {"mrope_interleaved": True}}
     vision = of_tower | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-    if family == WITH_EXPERTS:
-        # The last is what the published config.json says, which vLLM asks and transformers takes for granted.
-        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if family.startswith("qwen3_5"):
+        del vision["deepstack_visual_indexes"]
+        text |= {"head_dim": 64, "layer_types": ["linear_attention", "full_attention"], **_DELTA}
+        text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+        if family == "qwen3_5":
+            return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
+        text |= experts | {"shared_expert_intermediate_size": 24}
+        return Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
+    if family == "qwen3_vl_moe":
+        # The published config.json has this key, which vLLM reads and transformers ignores.
+        text |= experts | {"norm_topk_prob": True}
         return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_IDS)
 
 
 def randomize(model, seed: int) -> None:
-    """Weights that give distinct answers, among them placeholder tokens."""
+    """Set random weights that give distinct responses, some with placeholder tokens."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -91,7 +119,7 @@ def randomize(model, seed: int) -> None:
 def save_tiny_vision_model(
     folder: Path, family: str, *, tied: bool, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 512
 ) -> Path:
-    """Two layers of text and two of vision. family: one of FAMILIES, or WITH_EXPERTS."""
+    """Save a model with two text layers and two vision layers. family: one of FAMILIES or WITH_EXPERTS."""
     config = _config(family, tied, heads, kv_heads, positions)
     model = AutoModelForImageTextToText.from_config(config)
     randomize(model, seed)
@@ -102,7 +130,7 @@ def save_tiny_vision_model(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>",
         extra_special_tokens={
             "start_image_token": VISION_TOKENS[0], "end_image_token": VISION_TOKENS[1],
-            "context_image_token": VISION_TOKENS[2], "video_token": VISION_TOKENS[3],
+            "context_image_token": VISION_TOKENS[2], "image_token": VISION_TOKENS[2], "video_token": VISION_TOKENS[3],
             "user_token": "<user>", "assistant_token": "<assistant>",
         },
     )  # fmt: skip
@@ -115,15 +143,18 @@ def save_tiny_vision_model(
 
 
 def save_tiny_families(factory) -> dict[str, str]:
-    """A model folder for each family, one of them with tied embeddings. factory: pytest's tmp_path_factory."""
+    """Save a model folder for each family, one of them with tied embeddings. factory: pytest's tmp_path_factory."""
     return {
         family: str(save_tiny_vision_model(factory.mktemp(family), family, tied=family == "qwen3_vl"))
-        for family in (*FAMILIES, WITH_EXPERTS)
+        for family in (*FAMILIES, *WITH_EXPERTS)
     }
 
 
 def _processor(family: str, patch: int, tokenizer):
     from transformers import (
+        Glm4vImageProcessor,
+        Glm4vProcessor,
+        Glm4vVideoProcessor,
         GotOcr2ImageProcessor,
         InternVLProcessor,
         InternVLVideoProcessor,
@@ -144,6 +175,10 @@ def _processor(family: str, patch: int, tokenizer):
 
     unit = (2 * patch) ** 2  # pixels of one token
     sizes = {"patch_size": patch, "merge_size": 2, "size": {"shortest_edge": unit, "longest_edge": 32 * unit}}
+    if family == "glm4v":
+        sizes["size"] = {edge: 2 * pixels for edge, pixels in sizes["size"].items()}
+        parts = (Glm4vImageProcessor(**sizes), tokenizer, Glm4vVideoProcessor(**sizes))
+        return Glm4vProcessor(*parts, chat_template=template)
     images = Qwen2VLImageProcessor(**sizes)
     kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
     video = Qwen2VLVideoProcessor if family in kinds else Qwen3VLVideoProcessor
@@ -151,13 +186,13 @@ def _processor(family: str, patch: int, tokenizer):
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Coloured noise."""
+    """Return an image of coloured noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def write_pictures(file: Path, rows: range) -> Path:
-    """Prompts with one picture, with two, and with text alone, in verl's schema."""
+    """Write prompts with one image, with two, and with text only, in verl's schema."""
     records = []
     for row in rows:
         count = row % 3
@@ -174,7 +209,7 @@ def write_pictures(file: Path, rows: range) -> Path:
 
 
 def png_of(image: Image.Image) -> bytes:
-    """A PNG file."""
+    """Return a PNG file."""
     file = BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

@@ -13,7 +13,7 @@ from typing import Any
 from rltrain.agents.content import Content, content_of, is_image, with_images
 from rltrain.agents.threads import in_thread
 
-# In an event loop, these exceptions would end the loop, or leave its waiters without a result.
+# Exceptions that would end an event loop, or leave the tasks that wait for it without a result.
 _ENDS_LOOPS = (SystemExit, KeyboardInterrupt, StopIteration)
 
 
@@ -116,11 +116,12 @@ def convert_result(returned: Any) -> dict[str, Any]:
 def _content(response: Any) -> Content:
     if isinstance(response, str):
         return response
-    # Images are handled first, because a Pillow image may have an attribute ``text``.
+    # Images are handled first, because a Pillow image may have an attribute ``text``, too.
     if any(map(is_image, response if isinstance(response, list) else [response])):
         return content_of(response) or ""
     if getattr(response, "video", None):
-        # Only an attribute counts, as in verl's ToolResponse, because the keys of a dictionary are the user's data.
+        # Only an attribute ``text`` counts, as in verl's ToolResponse, because the keys of a dictionary are the user's
+        # data.
         raise TypeError("the tool returned videos, which are not in this version: it must return text or images.")
     if hasattr(response, "text"):
         images = getattr(response, "image", None)

@@ -1,7 +1,7 @@
 """The agent's view of a conversation with the policy: request a turn, add messages, request the next turn.
 
-Nothing can be undone, so that the tokens of a trajectory are the sampled ones. If an agent is restarted because its
-process died, `Chat.reply` returns its previous turns again at once.
+Turns and messages cannot be changed later, so that the tokens of a trajectory are the sampled ones. If an agent is
+restarted because its process died, `Chat.reply` returns its previous turns again at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Message = dict[str, Any]
 Result = TypeVar("Result")
 # Log fields of a result: arguments (JSON) and seconds of its call. Policy and agent do not see them.
 _LOG_FIELDS = ("arguments", "seconds")
-# Time is counted in small steps, so that a call that blocks the event loop does not use up the time of others.
+# Time limits are counted in small steps. A call that blocks the event loop then does not use up the time of other
+# calls.
 _BEATS = 20
 
 
@@ -90,7 +91,7 @@ class TrajectoryStart:
 
 
 class Address(TypedDict):
-    """Address of a conversation for a library, with the argument names of OpenAI's clients."""
+    """Address of a conversation for a library. The fields are named as arguments of OpenAI's clients."""
 
     base_url: str
     api_key: str
@@ -173,7 +174,7 @@ class Chat:
         self._is_over = False
         self._address = address
         self._new = NewMessages()
-        self._pending: asyncio.Future[Turn | None] | None = None  # set while the policy's reply is pending
+        self._pending: asyncio.Future[Turn | None] | None = None  # set while the policy's reply is awaited
 
     @property
     def tools(self) -> Sequence[str]:
@@ -362,7 +363,7 @@ async def with_timeout(awaitable: Awaitable[Result], timeout_s: float) -> Result
         for _ in range(_BEATS):
             done, _ = await asyncio.wait({task}, timeout=timeout_s / _BEATS)
             if done:
-                if task.cancelled():  # not by the user: a cancelled trajectory ends here
+                if task.cancelled():  # if the trajectory is cancelled, asyncio.wait raises
                     raise RuntimeError("the tool cancelled its own call")
                 return task.result()
         raise CallTimeout

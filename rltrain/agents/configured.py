@@ -100,7 +100,7 @@ def _tool(where: str, entry: Any) -> ConfiguredTool:
     try:
         tool = _make(kind, config, None)
         schema = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
-    except Exception as error:  # user code
+    except Exception as error:  # errors of user code
         raise ConfigError(f"{where} has no tool_schema, and its class raised:\n{user_traceback(error)}") from error
     return ConfiguredTool(kind, config, as_json(f"{where}: {entry['class_name']}", schema), tool)
 
@@ -120,7 +120,7 @@ class ConfiguredSession:
     def __init__(self, tools: dict[str, ConfiguredTool], tools_kwargs: dict[str, Any]) -> None:
         self._tools, self._kwargs = tools, tools_kwargs
         self._ids: _Creations = {}
-        # verl passes it to each call of a trajectory, for tools that share state.
+        # verl passes such an object to each call of a trajectory, for tools that share state.
         self._data = SimpleNamespace(
             request_id=uuid4().hex, tools_kwargs=tools_kwargs, extra_fields={}, metrics={}, messages=[]
         )
@@ -138,7 +138,7 @@ class ConfiguredSession:
         if not hasattr(tool, "create"):
             return uuid4().hex
         create = tool.create
-        # Older classes declare their arguments, newer ones read them from create_kwargs.
+        # Older classes declare their arguments, newer ones read them from ``create_kwargs``.
         named = {name: value for name, value in kwargs.items() if name in inspect.signature(create).parameters}
         created = await call_user(create, **_accepted(create, {"create_kwargs": kwargs}), **named)
         return created[0] if isinstance(created, tuple | list) else created

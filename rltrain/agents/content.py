@@ -26,7 +26,7 @@ NO_IMAGES = (
 def is_image(value: Any) -> bool:
     """Return True if a value can only be an image: a Pillow image, the bytes of a file, or a part of type image."""
     if isinstance(value, Mapping):
-        # A dictionary with that type but without an image is an ordinary dictionary.
+        # A dictionary that has the type but no image is an ordinary dictionary.
         return value.get("type") in ("image", "image_url") and any(value.get(name) is not None for name in _HOLDERS)
     return begins_as_image(value) if isinstance(value, bytes) else callable(getattr(value, "getbands", None))
 

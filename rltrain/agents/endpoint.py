@@ -70,7 +70,7 @@ class _PlainMessage:
         except (AttributeError, KeyError, TypeError, ValueError):
             text = f"{message!r:.200} is not a text message: role, content, tool_calls, tool_call_id."
             raise HttpError(400, "no_message", text) from None
-        # Stripped for the comparison, because libraries strip the model's text.
+        # Texts are stripped for the comparison, because libraries strip the model's text.
         content = content.strip() if role == "assistant" else content
         return cls(str(role), content, calls, message.get("tool_call_id") or "")
 
@@ -103,7 +103,7 @@ class _Conversation:
         `Chat.reply`.
         """
         if self._reply and self._reply.done() and self._reply.exception():
-            return self._reply.result()  # its exception is permanent
+            return self._reply.result()  # its exception is raised for every later request
         messages = request.get("messages")
         if not isinstance(messages, list):
             raise HttpError(400, "no_messages", "messages must be the list of all messages so far.")
@@ -116,7 +116,7 @@ class _Conversation:
             results = self._results(added)
             self._messages, self._last_request = normalised, normalised
             self._reply = asyncio.ensure_future(self._next(added, results))
-        # Shielded, so that a disconnect does not cancel the turn.
+        # The call is shielded, so that a disconnect does not cancel the turn.
         return await asyncio.shield(self._reply)
 
     def _check_tools(self, tools: Sequence[Any]) -> None:
@@ -215,7 +215,7 @@ class Endpoint:
         self._loop, self._lock = loop, Lock()
         self._base_url = ""
         self._server: Future[asyncio.Server] | None = None
-        # Conversations by their unguessable keys.
+        # Conversations by key. The keys cannot be guessed.
         self._conversations: dict[str, _Conversation] = {}
         self._keys: dict[Chat, str] = {}
 
@@ -269,7 +269,7 @@ class Endpoint:
         try:
             message, finish = await conversation.reply(fields, again=again)
         except Over as over:
-            # The reason is in the text and in the code, because libraries show one or the other.
+            # The reason is in the text and in the code, because some libraries show only one of them.
             text = f"{_OVER}: no turn follows: no tokens are left, or max_assistant_turns is reached."
             raise HttpError(400, _OVER, text) from over
         except TrajectoryFailed as broken:

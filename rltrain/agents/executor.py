@@ -27,7 +27,7 @@ from rltrain.runtime.slots.process import START_TIMEOUT_S, ChildProcess
 from rltrain.runtime.slots.service import MAX_RESULT_BYTES
 
 _PING_S = 1.0
-# Seconds for the process itself, in addition to the time limit of a call.
+# Seconds that the process gets in addition to the time limit of a call.
 _SILENT_S = 5.0
 _MOST_STARTS = 4
 # Maximum bytes of one message of a trajectory.
@@ -85,7 +85,8 @@ class Executor:
         self._printed, self._printing = Printed(), Lock()
         self._started: set[int] = set()
         self._pending: dict[int, Trajectory] = {}
-        # Trajectories to run alone, trajectories that wait meanwhile, and the one that is running alone.
+        # Trajectories to run alone, trajectories that wait until these have ended, and the trajectory that is running
+        # alone.
         self._suspects: deque[Trajectory] = deque()
         self._later: deque[Trajectory] = deque()
         self._alone: Trajectory | None = None
@@ -113,7 +114,7 @@ class Executor:
         self._orders.put(order)
         with self._waking:
             if self._wake is not None:
-                with suppress(BlockingIOError):  # the pipe is already full of wake-ups
+                with suppress(BlockingIOError):  # the pipe already contains enough wake-ups
                     os.write(self._wake, b".")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class Executor:
             self._messages.put(f"{type(error).__name__}: {error}")
         finally:
             self._process.close()
-            with self._waking:  # the descriptor's number may soon be reused for another file
+            with self._waking:  # because the number of the descriptor may soon be reused for another file
                 wake, self._wake = self._wake, None
                 for end in (self._wake_reader, wake):
                     if end is not None:
@@ -169,7 +170,7 @@ class Executor:
             self._alone = None
 
     def _next_suspect(self) -> None:
-        if not self._is_ready:  # nothing reads yet, so a request could fill the socket
+        if not self._is_ready:  # the process does not read yet, so a request could fill the socket
             return
         while not self._alone and self._suspects and not self._pending:
             self._alone = self._suspects.popleft()
@@ -179,7 +180,8 @@ class Executor:
 
     def _send_turn(self, trajectory: Trajectory) -> None:
         if not self._pending:
-            self._last_reply = time.monotonic()  # without a pending turn the process sends nothing
+            # without a pending turn the process sends nothing, so silence is not counted
+            self._last_reply = time.monotonic()
         self._pending[trajectory.number] = trajectory
         if trajectory.number in self._started:
             self._send(("turn", trajectory.number, trajectory.turns[-1]))
@@ -189,7 +191,8 @@ class Executor:
             self._send(("start", trajectory.number, trajectory.start, turns, trajectory.messages, trajectory.rewards))
 
     def _send(self, request: tuple[Any, ...]) -> None:
-        # A dead process is noticed by the read. A process that received only part of a request fails at the next one.
+        # Ignore the error: the next read detects a dead process, and a process that received only part of a request
+        # fails at the next one.
         with suppress(OSError):
             self._process.channel.settimeout(self._silent_s)
             self._process.channel.sendall(pickle.dumps(request))

@@ -134,7 +134,7 @@ class _Trajectories:
 
         opening = asyncio.ensure_future(self.toolbox.open(start.row, start.seed))
         try:
-            # Shielded, because otherwise the instance that a thread creates would be lost and never closed.
+            # The call is shielded. Otherwise the instance that a thread creates would be lost and never closed.
             session = await with_timeout(asyncio.shield(opening), self.turn_limits.timeout_s)
             session.names = [name for name in session.names if name in start.tools]
             chat = trajectory.chat = Chat(

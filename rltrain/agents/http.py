@@ -106,7 +106,7 @@ async def serve(
         # Closing a connection with unread data would discard the response.
         await asyncio.wait_for(_discard(reader, _MAX_BODY_BYTES), _LINGER_S)
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-        return  # the client is gone, or this task is cancelled, which asyncio would log as an error
+        return  # the client has disconnected, or this task is cancelled, which asyncio would log as an error
     finally:
         _unadmitted.pop(writer, None)
         writer.close()

@@ -22,7 +22,7 @@ class ExecutorPool:
     def __init__(self, sources: ToolSources, turn_limits: TurnLimits, limits: Limits, number: int) -> None:
         self._messages: SimpleQueue[TrajectoryMessage | str] = SimpleQueue()
         self._executors = [Executor(sources, turn_limits, limits, self._messages) for _ in range(number)]
-        # The threads have no reference to this object, so that they end with it.
+        # The threads have no reference to the pool, so that they end when it is freed.
         finalize(self, _end, self._executors).atexit = False
         self._trajectories: dict[int, tuple[Trajectory, Executor]] = {}
         self._load: Counter[int] = Counter()

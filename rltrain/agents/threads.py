@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-# Threads are started on demand, one per waiting call.
+# Threads are started on demand, one for each call that waits.
 _MOST_THREADS = 1024
-# The address space of a process is bounded, and a thread takes 8 MB of it by default.
+# Threads get a small stack, because the address space of a process is bounded and a stack takes 8 MB of it by default.
 _STACK_BYTES = 1 << 20
 # Start time of cancelled calls whose threads cannot be ended.
 _abandoned: dict[Future[Any], float] = {}

@@ -115,7 +115,8 @@ class Toolbox:
         row: data_source, extra_info, ground_truth. Raises exceptions of the user's code, after closing the session.
         """
         with ExitStack() as stack:
-            # The stubs stay importable, because a tool may import verl's names when it is called.
+            # The stubs stay importable until the context ends, because a tool may import verl's names when it is
+            # called.
             stack.enter_context(verl_stubs.importable())
             kwargs = copy.deepcopy(self._sources.environment_kwargs)
             environment = await call_user(self._class, **kwargs) if self._class else None

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from rltrain.agents.marks import tool
 
-# Active users of the modules.
+# Number of active users of the modules.
 _users: list[object] = []
 
 

@@ -40,7 +40,7 @@ class OutcomeInputs:
     baselines: PerResponse | None = None
     """Reward of a greedy response to the same prompt, if the estimator declares ``greedy_baseline``."""
     rounding: PerResponse | None = None
-    """Bound on the rounding error of a reward with parts computed in fp32; None for exact rewards."""
+    """Upper bound on the rounding error of a reward, if parts of it were computed in fp32; None for exact rewards."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TurnInputs:
     """Inputs of a turn estimator, for n responses with at least one turn each."""
 
     rewards: Ragged
-    """One number per turn; they sum to the reward of the response."""
+    """One reward per turn. The rewards of the turns sum to the reward of the response."""
     states: Ragged
     """Hash of the context before each turn: equal numbers for equal tokens, 0 for the prompt."""
     groups: ResponseInts
@@ -87,7 +87,7 @@ class TurnInputs:
 OutcomeEstimator = Callable[[OutcomeInputs, AlgorithmConfig], Tensor]
 TokenEstimator = Callable[[TokenInputs, AlgorithmConfig], TokenAdvantages]
 Estimator = TypeVar("Estimator", bound=Callable[..., Any])
-# Built-in functions by name; `config.schema.declarations` declares their traits.
+# Built-in estimators by name. `config.schema.declarations` declares their properties, such as ``compares``.
 ESTIMATORS: dict[str, Callable[..., Any]] = {}
 
 
@@ -140,8 +140,8 @@ def gae(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAdvantages:
     """
     assert inputs.values is not None
     values = inputs.values.values
-    # Rows contain only policy tokens, so context tokens between them are skipped, not discounted. The roll moves the
-    # first value of the next row to the last token of a row, which `where` replaces by 0.
+    # A row contains the policy's tokens only, so context tokens between them are skipped and not discounted. At the
+    # last token of a row, `roll` inserts the first value of the next row; `where` replaces it by 0.
     following = torch.where(inputs.values.from_end == 0, torch.zeros_like(values), values.roll(-1))
     deltas = inputs.rewards.values + cfg.gamma * following - values
     advantages = suffix_sums(inputs.rewards.like(deltas), cfg.gamma * cfg.lam)
@@ -179,7 +179,7 @@ def optimal_token_baseline(inputs: TokenInputs, cfg: AlgorithmConfig) -> TokenAd
     assert inputs.sum_pi_squared is not None
     returns = suffix_sums(inputs.rewards, 1.0)
     energy = 1 - 2 * inputs.log_probs.values.exp() + inputs.sum_pi_squared.values
-    # Clamp at 0: rounding may make it negative.
+    # Rounding may make the gradient energy negative.
     energy = energy.clamp(min=0) * (1.0 if inputs.weights is None else inputs.weights.values.square())
     energy = _prefix_sums(returns.like(energy)).values
     groups = torch.unique(inputs.groups, return_inverse=True)[1]
@@ -248,7 +248,7 @@ def opo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     baseline = groups.sum(lengths * inputs.scores) / groups.sum(lengths).clamp(min=1) * ~groups.alone
     difference = inputs.scores - baseline
     # As in `Groups.centred`, differences within the rounding error count as 0. A weighted mean of equal scores may have
-    # such an error, and so may a mean in which all responses with other scores have weight 0.
+    # such an error. So may a mean in which only responses with equal scores have a weight above 0.
     none = groups.flat(inputs.scores) | (difference.abs() <= groups.rounding(inputs.scores))
     return torch.where(none, 0.0, difference)
 
@@ -281,14 +281,15 @@ def lite_ppo(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
 def grpo_passk(inputs: OutcomeInputs, cfg: AlgorithmConfig) -> PerResponse:
     """Assign r_best - r_second to the best response of a group, 0 to the others   (Chen et al. 2025, pass@k training).
 
-    It is divided by the group's std + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. If several responses tie for the
-    best, all get 0.
+    The difference is divided by the standard deviation of the group + 1e-6 unless ``norm_adv_by_std_in_grpo=False``. If
+    several responses tie for the best, all get 0.
     """
     groups = Groups(inputs.groups, inputs.rounding).several()
     best = groups.largest(inputs.scores)
     is_best = best - inputs.scores <= groups.rounding(inputs.scores)
     second = groups.largest(inputs.scores.masked_fill(is_best, -torch.inf))
-    # If all responses tie, r_second is -inf and the lead infinite. `where` replaces it, as a product with 0 is NaN.
+    # If all responses tie, r_second is -inf and the difference is infinite. `where` replaces it, because a product of
+    # infinity and 0 is NaN.
     lead = torch.where(is_best & (groups.sum(is_best.to(best.dtype)) == 1), best - second, torch.zeros_like(best))
     return lead / (groups.std(inputs.scores) + STD_EPSILON) if cfg.norm_adv_by_std_in_grpo else lead
 

@@ -20,13 +20,14 @@ AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over a global mini-batch: loss tokens, sequences and groups with loss tokens; and the divisor of the -norm
-    mode."""
+    """Counts over a global mini-batch (loss tokens, sequences, groups with loss tokens), and the divisor of the mode
+    ``seq-mean-token-sum-norm``.
+    """
 
     tokens: int
     sequences: int
-    # Constant for a run: with verl's default, the padded width of a batch, the scale of the loss would change from
-    # batch to batch.
+    # The scale factor is constant for a run. verl's default, the padded width of the batch, would change the scale of
+    # the loss from batch to batch.
     loss_scale_factor: int
     groups: int = 1
 

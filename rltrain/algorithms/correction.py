@@ -113,7 +113,7 @@ def mismatch(train: Ragged, engine: Ragged) -> dict[str, Moments]:
 
     ``*ppl*`` and ``w_product*`` are over responses, all others over tokens.
     """
-    # Computed in float64, because k3 of a small gap is a difference of nearly equal numbers.
+    # Compute in float64, because k3 of a small gap is a difference of nearly equal numbers.
     log_ratio = train.like((train.values - engine.values).double())
     bounded = log_ratio.values.clamp(-_LOG_BOUND, _LOG_BOUND)
     train_prob, engine_prob = (log_probs.values.double().exp() for log_probs in (train, engine))
@@ -156,7 +156,8 @@ def correction(
         logs = log_ratio if cfg.rollout_is == "token" else log_ratio.broadcast(log_ratio.sum())
         quantities["is"] = weights.values
         quantities["is_high"] = logs.values > math.log(high)
-        # Truncation does not change low weights, so weights below the reciprocal threshold are counted instead.
+        # Truncation changes high weights only. The share of low weights is the share below the reciprocal of the
+        # threshold.
         quantities["is_low"] = logs.values < math.log(low or 1 / high)
         if cfg.rollout_is == "sequence":
             # All tokens of a response have its weight, so a mean over tokens would weight long responses more.

@@ -2,7 +2,7 @@
 
 Notation: p the policy's distribution over the vocabulary, q the teacher's, y the token sampled from p. A divergence
 gets the full log-probs of a chunk of tokens and returns a hand-written gradient, because the logits of all tokens are
-never stored (`models.head`). Left out: the gradient through the sampling of responses, as in GKD.
+never stored (`models.head`). As in GKD, the gradient through the sampling of responses is left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def divergence_of(cfg: DistillationLossConfig) -> Divergence:
 
 @dataclass(frozen=True)
 class TeacherLoss:
-    """Teacher signal for the tokens of a micro-batch."""
+    """Values from the teacher for the tokens of a micro-batch."""
 
     cfg: DistillationLossConfig
     log_probs: PerToken | None = None

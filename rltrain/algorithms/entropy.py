@@ -14,8 +14,8 @@ ENTROPY_ROUNDING = 1e-4
 def certainty(entropies: PerToken, mask: NumberOrMask) -> PerToken:
     """Return keys [tokens] that sort tokens by decreasing entropy: -H, infinite where ``mask`` is 0.
 
-    The policy loss counts only tokens with H >= tau (Wang et al. 2025, 2506.01939, eq. 5 and 6). These are the share
-    ``top_entropy_quantile`` of the batch's tokens with the highest H, i.e. with the smallest keys.
+    The policy loss counts only tokens with H >= tau (Wang et al. 2025, 2506.01939, eq. 5 and 6). tau is chosen so that
+    a share ``top_entropy_quantile`` of the batch's tokens is counted. They have the highest H, so the smallest keys.
     """
     return (-entropies.double()).masked_fill(mask == 0, torch.inf)
 

@@ -19,8 +19,8 @@ SCORE_ROUNDING = 2.0**-40
 class Groups:
     """Statistics over the responses to one prompt. Results are [n]: each response gets the value of its group.
 
-    A response that is alone in its group is compared with mean 0 and deviation 1, as in verl: its score is its
-    advantage.
+    A response that is alone in its group gets mean 0 and standard deviation 1, as in verl. Its advantage is then its
+    score.
     """
 
     def __init__(self, groups: ResponseInts, rounding: PerResponse | None = None) -> None:
@@ -34,7 +34,7 @@ class Groups:
     def several(self) -> Groups:
         """Check that every group has several responses, and return self. Raises ValueError otherwise."""
         if bool(self.alone.any()):
-            raise ValueError("a prompt has only one answer, but this estimator compares answers to one prompt")
+            raise ValueError("a prompt has only one response, but this estimator compares responses to one prompt")
         return self
 
     def sum(self, values: PerResponse) -> PerResponse:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rltrain.algorithms.shapes import PerToken
 from rltrain.config.schema.algorithm import KLControlConfig
 
-# Machine epsilon of float32.
+# Machine epsilon of float32, the dtype of the log-probs.
 FP32_ROUNDING = 2.0**-23
 
 

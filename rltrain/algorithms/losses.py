@@ -40,7 +40,7 @@ class LossShare:
     device, because reading them makes the host wait."""
 
     def __add__(self, other: LossShare) -> LossShare:
-        """Return the sum of two micro-batches."""
+        """Return the sum of the shares of two micro-batches."""
         return LossShare(
             self.loss + other.loss,
             _add(self.shares, other.shares),
@@ -50,7 +50,7 @@ class LossShare:
 
 
 def _add(shares: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
-    # An empty micro-batch, which keeps ranks in sync, has a loss but no parts.
+    # A rank without samples computes an empty micro-batch to stay in sync. Its loss has no named parts.
     return shares | {name: shares[name] + value if name in shares else value for name, value in others.items()}
 
 
@@ -94,8 +94,7 @@ def actor_loss(
         policy = policy_loss(inputs, cfg)
         # As in verl the weights apply to the policy loss only, not to entropy and KL.
         if weights is not None and policy.per_answer:
-            # As in verl, a response gets the geometric mean of its tokens' weights, and 1e-10 guards against a weight
-            # of 0.
+            # As in verl, all tokens of a response get the geometric mean of their weights. 1e-10 avoids log(0).
             weights = inputs.sequence_mean((weights + 1e-10).log()).exp()
         losses = policy.token_losses if weights is None else policy.token_losses * weights
         statistics = statistics | policy.statistics

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-# Imported to register its losses.
+# Import the module to register its losses.
 import rltrain.algorithms.sequence_losses  # noqa: F401
 from rltrain.algorithms.advantages import suffix_sums
 from rltrain.algorithms.kl import binary_kl
@@ -159,7 +159,7 @@ def dppo_tv(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
 
 @built_in()
 def dppo_kl(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
-    """Compute dppo_tv with the KL of the binary choice "this token or another"   (Qi et al. 2026, DPPO)."""
+    """Mask tokens as in `dppo_tv`, using the KL of the binary choice "this token or another" (Qi et al. 2026, DPPO)."""
     return _dppo(inputs, binary_kl(inputs.old_log_probs.exp(), inputs.log_probs.detach().exp()), cfg)
 
 

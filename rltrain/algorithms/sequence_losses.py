@@ -76,7 +76,7 @@ def vespo(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
         for good, bad in ((shape.k_pos, shape.k_neg), (shape.lambda_pos, shape.lambda_neg))
     )
     log_weight = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # Computed as a single exponential, because W^k alone would overflow where phi is nearly 0.
+    # Compute a single exponential, because W^k alone would overflow where phi is nearly 0.
     weight = (power * log_weight + rate * (1 - log_weight.exp())).exp()
     return PolicyLoss(-weight * inputs.advantages * inputs.log_probs, statistics_of(inputs, vespo_weight=weight))
 
@@ -86,8 +86,8 @@ def topr(inputs: PolicyLossInputs, cfg: ActorConfig) -> PolicyLoss:
     """Compute -log pi A for A >= 0, -sg[clip(W, 0, 1)] A log pi for A < 0   (Le Roux et al. 2025, TOPR, 2503.14286).
 
     Bad responses are pushed down less as they become less likely. The bounds are topr_negative_ratio_lower and
-    topr_negative_ratio_upper. The loss is summed over the tokens of a response, because log pi is that of the response:
-    seq-mean-token-sum.
+    topr_negative_ratio_upper. The loss is summed over the tokens of a response, because log pi is the log-probability
+    of the whole response: seq-mean-token-sum.
     """
     low, high = cfg.policy_loss.topr_negative_ratio_lower, cfg.policy_loss.topr_negative_ratio_upper
     ratio = inputs.sequence_sum(inputs.log_ratio).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

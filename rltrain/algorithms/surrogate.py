@@ -57,7 +57,7 @@ class PolicyLoss:
     token_losses: PerToken
     statistics: dict[str, PerToken]
     per_answer: bool = False
-    """True if every token has the loss of its response, which then also gets a single importance weight."""
+    """True if every token has the loss of its response. The importance weight is then also computed per response."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class PolicyLossEntry:
     group_weights: GroupWeights | None = None
 
 
-# Built-in functions by name; `config.schema.declarations` declares their traits.
+# Built-in losses by name. `config.schema.declarations` declares their properties.
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
 
 
@@ -153,7 +153,7 @@ def dual_clip(ratio: PerToken, advantages: PerToken, cfg: ActorConfig) -> tuple[
     Schulman et al. 2017, eq. 7; Ye et al. 2020, dual-clip PPO, eq. 5.
     """
     unclipped, clipped = ppo(ratio, advantages, cfg)
-    # Within the clip range both are equal, and torch gives half of the gradient to each; the halves sum to it.
+    # Within the clip range both terms are equal. torch then gives half of the gradient to each, so the sum is correct.
     pessimistic = torch.maximum(unclipped, clipped)
     # With A < 0 the clip does not bound a growing ratio, and a single token could dominate the gradient.
     bound = -advantages * cfg.clip_ratio_c

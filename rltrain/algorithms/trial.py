@@ -19,7 +19,7 @@ from rltrain.common.plugin import is_plugin
 from rltrain.config.schema import ActorConfig
 from rltrain.config.schema.algorithm import AlgorithmConfig
 
-# Includes an empty response and one with a single token, which custom functions often handle wrongly.
+# The batch contains an empty response and a response with a single token, because custom functions often fail on them.
 _LENGTHS = torch.tensor([3, 1, 0, 2])
 
 
@@ -49,7 +49,7 @@ def try_estimator(cfg: AlgorithmConfig) -> Iterator[str]:
     fits = isinstance(advantages, torch.Tensor) and advantages.shape == (wanted,)
     if not fits or not bool(advantages.isfinite().all()):
         yield (
-            f"{key} must return {wanted} finite numbers for a batch of 4 answers with 6 tokens; it returned "
+            f"{key} must return {wanted} finite numbers for a batch of 4 responses with 6 tokens; it returned "
             f"{advantages!r}."
         )
 
@@ -60,7 +60,8 @@ def try_policy_loss(cfg: ActorConfig) -> Iterator[str]:
     if not is_plugin(name):
         return
     key = f"actor_rollout_ref.actor.policy_loss.loss_mode={name}"
-    # Different from the old log-probs, so that the ratio is not 1 and formulas with a ratio are really tested.
+    # The log-probs differ from the old log-probs, so that the ratio is not 1. A ratio of 1 would hide errors in its
+    # use.
     log_probs = torch.full((6,), -0.5, requires_grad=True)
     mask = Ragged(torch.ones(6), _LENGTHS)
     selected = torch.zeros(6, dtype=torch.bool)

@@ -16,11 +16,7 @@ NO_REPORT = "the program ended without a report (exit code 1)"
 
 
 def report_to_supervisor(**facts: Any) -> None:
-    """Report to the supervisor, if there is one.
-
-    Facts are ``pid``, ``folder``, ``error``, ``passing`` (waiting may resolve the error), ``ends`` (the exit code after
-    the program's cleanup), ``ended`` (its final exit code) and ``stopped`` (another node has requested the stop).
-    """
+    """Report ``facts`` to the supervisor, if there is one."""
     if file := os.environ.get(ATTEMPT):
         with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(facts) + "\n")
@@ -46,8 +42,8 @@ def shell_code(returncode: int) -> int:
 def interpret_exit(code: int, report: dict[str, Any]) -> tuple[int, str]:
     """Return exit code and cause of a program that ended with ``code``.
 
-    They are read from the report if a library has ended the program with another code, as Ray does when its processes
-    are gone.
+    Both are read from the report, because a library may end the program with another code. Ray does so when its
+    processes are gone.
     """
     cause = str(report.get("error", ""))
     if code != 1 or not report["pids"] or "ended" in report:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from rltrain.common.clock import SYSTEM, Clock
 
 T = TypeVar("T")
-# Maximum seconds that `add` waits for a write. It does not wait while an earlier write is still blocked.
+# Maximum seconds that `add` waits for a write. If an earlier write is still blocked, `add` does not wait.
 PATIENCE_S = 1.0
 _running: set[BackgroundJob[Any]] = set()
 
@@ -107,7 +107,7 @@ class Appender:
 
     def __init__(self, file: Path, clock: Clock = SYSTEM) -> None:
         self._file, self._clock = file, clock
-        self._late: deque[bytes] = deque()  # the first may start inside a line
+        self._late: deque[bytes] = deque()  # the first chunk may start inside a line
         self._writing: BackgroundJob[OSError | None] | None = None
         self._thread: WorkerThread | None = None
 
@@ -122,7 +122,7 @@ class Appender:
         return self._push(PATIENCE_S)
 
     def close(self, wait_s: float) -> OSError | None:
-        """Write the remaining lines, for at most ``wait_s``. Returns like `add`."""
+        """Write the remaining lines, for at most ``wait_s`` seconds. Returns like `add`."""
         if self._writing:
             self._writing.ready(wait_s)
         error = self._push(wait_s) if self._late else None

@@ -46,7 +46,8 @@ class Device:
     On a CPU, a chunk should fit into the caches.
     """
     cache_columns: int = 512
-    """Columns per block of the embedded engine's KV cache. Few on a CPU, where reading masked columns is slow."""
+    """Columns per block of the embedded engine's KV cache. A CPU uses small blocks, because reading masked columns is
+    slow there."""
     searches: bool = True
     """True if the device has a kernel for searchsorted (torch_npu runs it on the host)."""
     fused_optimizer: bool = False
@@ -87,7 +88,7 @@ class Device:
             self._module().synchronize()
 
     def new_stream(self) -> Any:
-        """Return a stream next to that of the kernels (accelerators only)."""
+        """Return a stream that runs next to the kernels' stream (accelerators only)."""
         return self._module().Stream()
 
     def current_stream(self) -> Any:
@@ -117,7 +118,7 @@ class Device:
         """Return the free memory of the device, or the available memory of the operating system."""
         if self.is_cpu:
             return _machine_memory()["MemAvailable"]
-        # Torch's cached blocks are released first, because the device counts them as used.
+        # Release torch's cached blocks first, because the device counts them as used.
         self.empty_cache()
         return int(self._module().mem_get_info()[0])
 
@@ -288,7 +289,8 @@ def host_memory(tensors: Sequence[torch.Tensor], locked: bool = True) -> list[to
     left, block, host_tensors = sum(sizes), torch.empty(0, dtype=torch.uint8), []
     for tensor, size in zip(tensors, sizes, strict=True):
         if size > len(block):
-            # Tensors share blocks of 2^k bytes, because torch would round up the size of each tensor separately.
+            # Tensors share blocks of 2^k bytes. Otherwise torch would round up the size of each tensor to a power of
+            # two.
             exponent = max(left.bit_length() - 1, (size - 1).bit_length())
             block = torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=locked)
         host_tensors.append(block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))

@@ -23,13 +23,13 @@ from rltrain.common.secrets import masked
 # Ascend settings from the documentation of vllm-ascend and HCCL for reinforcement learning. Not verified on hardware.
 _NPU = {
     "HCCL_CONNECT_TIMEOUT": "1500",
-    # Longer than the driver's deadline (trainer.hang_floor_s), so that the driver, whose message names the late ranks,
-    # reports a hang first.
+    # Longer than the driver's deadline (trainer.hang_floor_s), so that the driver reports a hang first. Only its
+    # message names the late ranks.
     "HCCL_EXEC_TIMEOUT": "17340",
     # A fixed port would collide between processes of a node, and Linux may assign ports of a fixed range to others.
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
-    # Early vllm-ascend replaces Qwen2.5-VL's code, which all published recipes turn off.
+    # Early versions of vllm-ascend replace Qwen2.5-VL's code by default; all published recipes disable this.
     "USE_OPTIMIZED_MODEL": "0",
     # Weights in the NZ layout cannot be overwritten in place.
     "VLLM_ASCEND_ENABLE_NZ": "0",
@@ -94,7 +94,8 @@ def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs:
         # Level 2 launches fastest, but torch_npu cannot capture graphs with it.
         variables["TASK_QUEUE_ENABLE"] = "1" if graphs else "2"
     # SGLang's memory saver is incompatible with expandable segments. vLLM disables them around its own memory.
-    # vllm-ascend rejects the variable, so there they are enabled after the engine has started (`Device.grow_segments`).
+    # vllm-ascend rejects the variable, so with it expandable segments are enabled after the engine has started
+    # (`Device.grow_segments`).
     if (device, engine) in (("cuda", "hf"), ("cuda", "vllm"), ("npu", "hf")):
         names = [f"PYTORCH_{device.upper()}_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
         variables |= {names[0]: _GROWING} if not any(name in os.environ for name in names) else {}
@@ -103,7 +104,8 @@ def worker_environment(device: str, threads: int, engine: str = "hf", *, graphs:
 
 
 def driver_environment(*more: str | None) -> dict[str, str]:
-    """Return the driver's variables for workers (see `adopt`), and variables ``more``. Some are secrets: do not log."""
+    """Return the variables that the driver passes to workers (see `adopt`), with ``more`` added. Some are secrets, so
+    do not log them."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -158,10 +160,10 @@ def address_towards(other: str | None) -> str | None:
     None without a route. The first address of a machine may belong to a container bridge.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
-        # Nothing is sent: the kernel only looks up the route. The address stands for any remote host.
+        # Nothing is sent: the kernel only looks up the route. The address is a placeholder for any remote host.
         line.connect((other or "203.0.113.1", 9))
         return line.getsockname()[0]
-    # Nodes of an isolated network have no route to the outside, and use their card.
+    # Nodes of an isolated network have no route to the outside, so the address of their card is used.
     cards = [address for name, address in _interfaces() if not name.startswith(("lo", "docker", "br-", "virbr", "cni"))]
     return cards[0] if cards and not other else None
 
@@ -275,7 +277,7 @@ def memory_left(root: Path = Path("/sys/fs/cgroup"), cgroup: Path = Path("/proc/
 
 def _memory_left(folder: Path, limit: str, used: str, files: str) -> float:
     try:
-        # Inactive page cache counts as used, but is added here, because the kernel can reclaim it.
+        # The page cache that is inactive counts as used, but the kernel can reclaim it, so it is added.
         stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
         return int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8")) + int(stat[files])
     except (OSError, ValueError, KeyError):  # no such file, or "max"
@@ -301,14 +303,14 @@ def prepare_driver(**of_workers: str) -> dict[str, str]:
     secret = {name for name, value in of_workers.items() if masked(value, name) != value}
     _SECRETS.update(secret)
     if job := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        # The program was started by `ray job submit`. The command's settings for workers override the job's.
+        # `ray job submit` started the program. The command's settings for workers override the job's.
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
         # A single thread is Ray's default for a process without CPU slots, so it is unset unless the job has requested
         # it.
         variables = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
         if "OMP_NUM_THREADS" not in variables | of_workers and os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
-    # Ray warns that it will stop hiding devices from actors without devices, which is intended.
+    # Suppress Ray's warning that it will stop hiding devices from actors without devices, because this is intended.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray runs its workers at low priority, which starves training if anything else runs on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -318,7 +320,7 @@ def prepare_driver(**of_workers: str) -> dict[str, str]:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault(
         "RAY_IGNORE_UNHANDLED_ERRORS", "1"
-    )  # later errors; the first error ends the run and is reported
+    )  # later errors, because the first error ends the run and is reported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     return {name: value for name, value in of_workers.items() if name not in secret}
 
@@ -340,7 +342,7 @@ def prepare_vllm(rank: int, world: int) -> None:
     }
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    # The values that torchrun would set. The process group exists already, so the address is unused.
+    # The values that torchrun would set. The process group already exists, so the address is unused.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     # The newer runner, the default on GPUs, does not support a custom sampler.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -352,7 +354,7 @@ def prepare_sglang(num_devices: int) -> None:
     """Set the environment of a worker process before SGLang starts an engine over ``num_devices`` devices."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     variables = {
-        # Its context may exceed the model's positions by a few tokens, which no sequence uses.
+        # SGLang's context may exceed the model's positions by a few tokens, which no sequence uses.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # Trainers use slightly different memory per device, but SGLang rejects differences above a tenth.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",

@@ -29,15 +29,16 @@ from typing import Any
 from rltrain.common.attempt import report_to_supervisor
 from rltrain.common.secrets import masked_text
 
-# Errors of unreachable storage, mostly network storage. Other write errors, such as a full disk, would recur.
+# Errors of storage that cannot be reached, mostly network storage. Other write errors, such as a full disk, would occur
+# again on a retry.
 _NO_ANSWER = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ENETRESET, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN,
     errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENXIO, errno.ENODEV,
     *(getattr(errno, name) for name in ("EREMOTEIO", "ECOMM", "ENOLINK") if hasattr(errno, name)),  # not on macOS
 }  # fmt: skip
-# Error numbers that only file operations raise (`_FULL`). The numbers in `_NOT_GIVEN` concern a file if the error has a
-# file name.
+# Error numbers that only file operations raise (`_FULL`). An error with a number in `_NOT_GIVEN` concerns a file only
+# if it has a file name.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NOT_GIVEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR}
 # Messages of Ray, the C library, torch, Python, C++, the library loader and Pillow.
@@ -56,7 +57,7 @@ class RltrainError(Exception):
 
     exit_code = 1
     passing = False
-    """True if waiting may resolve it."""
+    """True if the problem may disappear while the program waits."""
 
     def __str__(self) -> str:
         return masked_text(super().__str__())

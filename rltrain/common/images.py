@@ -1,7 +1,7 @@
 """Image files in all supported forms: bytes, a path, base64, or a dictionary of one of them.
 
-Data rows, tools and environments accept the same forms, which only this module defines. Images are not decoded here,
-because that requires Pillow, which tool processes need not import.
+Data rows, tools and environments accept the forms that this module defines. Images are not decoded here, because that
+requires Pillow, which tool processes need not import.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def file_bytes(image: Any) -> bytes:
 
 def _read(path: Path) -> bytes:
     try:
-        # O_NONBLOCK, because opening a pipe would otherwise block.
+        # Open with O_NONBLOCK, because opening a pipe would otherwise block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -135,7 +135,7 @@ def _read(path: Path) -> bytes:
                     f"{short(path, 60)!r} has {status.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
                 )
             head = file.read(16)
-            # A small file is read completely, so that the decoder can report its error.
+            # A small file is read completely, because its decoder can report the error better.
             if status.st_size > _SMALL_BYTES and not begins_as_image(head):
                 raise DataError(f"{short(path, 60)!r} does not start with the bytes of an image file.")
             return head + file.read(_MAX_BYTES)

@@ -78,7 +78,8 @@ class _Output:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._is_used = threading.local()  # held by this thread, which a signal handler may interrupt
+        # set while this thread, which a signal handler may interrupt, uses the stream
+        self._is_used = threading.local()
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError), self._use() as is_free:
@@ -135,7 +136,8 @@ class _TrainLog(MemoryHandler):
         super().__init__(capacity=10_000)
 
     def shouldFlush(self, record: logging.LogRecord) -> bool:
-        # The capacity is irrelevant: without a file there is no target, and with a file every line is written at once.
+        # The capacity is irrelevant: before the file exists nothing is flushed, and afterwards every line is written at
+        # once.
         return self.target is not None
 
 
@@ -203,7 +205,8 @@ def open_train_log(folder: Path) -> None:
     again = file.exists() and file.stat().st_size > 0
     target = _File(file)
     if again:
-        # Written directly, because this line has no time, and before the flush, so that it precedes all other lines.
+        # This line is written directly, because it has no time, and before the flush, so that it precedes all other
+        # lines.
         target.lines.add(f"\n{'=' * 20} started again on {time.strftime('%Y-%m-%d %H:%M:%S')} {'=' * 20}\n")
     _session.file.setTarget(target)
     _session.file.flush()

@@ -102,7 +102,7 @@ def _is_installed(module: ModuleType) -> bool:
     return file is None or any(Path(file).is_relative_to(place) for place in places)
 
 
-# The result is cached, because a second import would create different classes with the same names.
+# The module is cached, because a second import would create different classes with the same names.
 @functools.cache
 def load_plugin(key: str, name: str) -> Callable[..., Any]:
     """Return the function or class that ``key=name`` names (see `is_plugin`).

@@ -13,7 +13,8 @@ _SECRET = re.compile(
     r"pass(word|wd|phrase|code)|secret|credential|bearer|api[-_]?key(?!_env$)|authorization|cookie"
     r"|(^|[-_.])(keys?|tokens?|(key|token|pat|sig|signature|auth|pwd|pass|dsn|jwt|sas)"
     r"([-_](prod|production|dev|test|staging|live|old|new|main|backup|\d+))?)$|(?-i:[a-z](Key|Token|Auth)$)"
-    # Variables with any other suffix, unless it shows that the value is not the secret itself.
+    # Variables with a suffix after KEY, TOKEN and so on, unless the suffix (_NAME, _FILE, …) shows that the value is
+    # not the secret itself.
     r"|(?-i:(^|_)(KEY|TOKEN|PAT|DSN|JWT|PASS)_(?!([A-Z0-9_]+_)?(NAME|FILE|PATH|DIR|ENV|ID|LEN|LENGTH|LIMIT|SIZE|COUNT"
     r"|BYTES|MODE|TYPE|TTL|RATE)$)[A-Z0-9_]+$)",
     re.IGNORECASE,
@@ -25,15 +26,15 @@ _COLUMNS = re.compile(
     r"|(\w+_)?(max|min|num|draft|new)(_\w+)?_tokens",
     re.IGNORECASE,
 )
-# Variables whose name ends like a password's, but that hold a folder.
+# Variables that end like a password's name but contain a folder.
 _FOLDERS = ("PWD", "OLDPWD")
-# A password may contain "/" and "@", except without a scheme. Bounds keep the search linear.
+# A password may contain "/" and "@" if the URL has a scheme. The length bounds keep the search linear.
 _CREDENTIALS = re.compile(
     r"(?<=://)(?:[^/@\s\"':]{0,999}:[^\s\"']{0,999}|[^/@\s\"']{1,999})@"
     r"|(?<![\w/.%+@:-])[\w.%+-]{1,99}:[^\s\"'@/]{1,999}@(?=\w)"
 )
 _SCHEME = r"(?:(?:bearer|basic|token|digest|api-?key)[ \t]+)?"
-# A name and its value, as in URLs, headers, shells, YAML and JSON. A variable is not a value.
+# A name and its value, as in URLs, headers, shells, YAML and JSON. A reference to a variable is not a value.
 _NAME = re.compile(r"(?<![\w.%-])([\w.%-]+)([\"']?[ \t]{0,2}[:=][ \t]{0,2})(?![\"']?[$…])")
 _VALUE = re.compile(
     rf"\"{_SCHEME}(?:[^\"\\\n]|\\.)*\"|'{_SCHEME}[^'\n]*'|{_SCHEME}[^\s&;,#\"'=\[{{(][^\s&;,#\"']*", re.IGNORECASE

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# A purpose is its index in this tuple: append, never reorder.
+# The number of a purpose is its index in this tuple, so append to it and never reorder it.
 PURPOSES = ("train", "val", "mini_batches", "revisit", "selection", "subset", "environment", "mixing")
 # 2^64 divided by the golden ratio: SplitMix64's increment.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -29,7 +29,9 @@ def stream(seed: int, purpose: str, *numbers: int) -> np.random.Philox:
 
 
 def order_stream(seed: int, epoch: int) -> np.random.Philox:
-    """Return the stream that orders the prompts of an epoch. It has no purpose because it is older than purposes."""
+    """Return the stream that orders the prompts of an epoch. It has no purpose number, because it existed before
+    purposes were introduced.
+    """
     return np.random.Philox(np.random.SeedSequence([seed % 2**64, epoch]))
 
 
@@ -54,7 +56,7 @@ def sample_seeds(
         np.asarray(rows, dtype=np.uint64)[:, None],
         np.arange(num_samples, dtype=np.uint64),
     ):
-        # Each number is mixed in before the next, so that (row 1, sample 2) and (row 2, sample 1) get different seeds.
+        # Each number is mixed in before the next, so (row 1, sample 2) and (row 2, sample 1) get different seeds.
         parts = _mix(parts ^ _mix(number))
     return parts.ravel()
 
@@ -74,14 +76,14 @@ def uniforms(seeds: NDArray[np.uint64], start: int | NDArray[np.int64], count: i
 
 
 def _sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
-    # Numbers are in the spawn key, because SeedSequence([1, 2]) equals SeedSequence([1, 2, 0]). The modulus maps
-    # negative numbers, which SeedSequence rejects.
+    # Numbers are in the spawn key, because SeedSequence([1, 2]) equals SeedSequence([1, 2, 0]). The modulus makes
+    # negative seeds positive, because SeedSequence rejects them.
     return np.random.SeedSequence(seed % 2**64, spawn_key=(PURPOSES.index(purpose), *numbers))
 
 
 def _mix(state: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
     with np.errstate(over="ignore"):
-        # SplitMix64's mix without the addition maps 0 to 0, and rows and samples are counted from 0.
+        # Without the addition, SplitMix64's mix would map 0 to 0, and rows and samples are counted from 0.
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9) + GOLDEN
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(state ^ (state >> np.uint64(31)), dtype=np.uint64)

@@ -168,7 +168,7 @@ class Stop:
             return
         self._requested_at = self._requested_at if self.requested else now
         self.requested = self.at_once = True
-        # The cleanup may hang in native code, where no exception is raised, but a thread can still end the process.
+        # The cleanup may hang in native code, where no exception can be raised. A thread can still end the process.
         self._after(min(_CLEAN_UP_S, max(self.left_s, 0.0) + self._kept_s), self._give_up)
         raise self.interrupted()
 
@@ -186,12 +186,12 @@ class Stop:
 
     def _expire(self) -> None:
         self._expired = f" (trainer.stop_notice_s={self.notice_s:g} is over)"
-        # A second signal is sent, because a thread cannot raise in the main thread, but a signal's handler can.
+        # Send a second signal, because a thread cannot raise in the main thread, but a signal handler can.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _give_up(self) -> None:
         report_to_supervisor(error=str(self.interrupted()))
-        # Neither logging nor print, because the main thread may hold their locks.
+        # Use neither logging nor print here, because the main thread may hold their locks.
         os.write(2, f"{self.interrupted()}\n".encode())
         os._exit(self.exit_code)
 
@@ -215,7 +215,7 @@ class Stop:
             signal.signal, self.finishing = real, ""
             if saves:
                 signal.signal(signal.SIGUSR1, self.ask_to_save)
-            # Handlers are set again, because Ray has replaced them below Python anyway.
+            # The handlers must be set again in any case, because Ray has replaced them below Python.
             for number in _SIGNALS:
                 if signal.getsignal(number) == self.handle:
                     signal.signal(number, self.handle)

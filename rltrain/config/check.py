@@ -33,7 +33,7 @@ _R = _A + "rollout."
 _LIMITS = ("clip", "limit", "_s")
 # Sections of models that an evaluation does not load.
 _TRAINED = (_A + "ref.", "critic.", "distillation.")
-# Suffixes of keys that count cooperating devices, with the object that these share.
+# Suffixes of keys that count cooperating devices, with the object that the devices share.
 _SPANNING = {
     "ulysses_sequence_parallel_size": "sequences",
     "ring_attention_size": "sequences",
@@ -44,15 +44,15 @@ _SPANNING = {
 }
 
 
-# Tokenizer arguments that are not arguments of the template, with the reason why they are refused.
+# Tokenizer arguments that are not arguments of the template, each with the reason why it is refused.
 _OF_TOKENIZER = {
-    "add_generation_prompt": "it is always true, as the model is to answer", "tokenize": "it is decided here",
+    "add_generation_prompt": "it is always true, because the model continues", "tokenize": "rltrain sets it",
     "continue_final_message": "a new turn is always opened", "truncation": "see data.truncation",
     "max_length": "see data.max_prompt_length", "padding": "prompts are packed without padding",
-    "chat_template": f"see {_A}model.custom_chat_template", "messages": "these are the rows' own",
-    "conversation": "these are the rows' own", "return_tensors": "it is decided here",
-    "return_dict": "it is decided here", "return_assistant_tokens_mask": "it is decided here",
-    "tokenizer_kwargs": "it is decided here", "processor_kwargs": "it is decided here",
+    "chat_template": f"see {_A}model.custom_chat_template", "messages": "the rows define them",
+    "conversation": "the rows define them", "return_tensors": "rltrain sets it",
+    "return_dict": "rltrain sets it", "return_assistant_tokens_mask": "rltrain sets it",
+    "tokenizer_kwargs": "rltrain sets it", "processor_kwargs": "rltrain sets it",
 }  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def _comparison(config: Config) -> Iterator[str]:
     if levels and (estimator.per_token or estimator.per_turn):
         yield (
             f"algorithm.adv_norm.{levels[0]}={getattr(algorithm.adv_norm, levels[0])} normalises one advantage per "
-            f"answer, but algorithm.adv_estimator={algorithm.adv_estimator} computes several. Leave it out, or use "
+            f"response, but algorithm.adv_estimator={algorithm.adv_estimator} computes several. Leave it out, or use "
             "algorithm.adv_estimator=grpo."
         )
     if estimator.sum_pi_squared and algorithm.rollout_correction.bypass_mode:
@@ -264,15 +264,15 @@ def _comparison(config: Config) -> Iterator[str]:
             "or use algorithm.adv_estimator=rloo or grpo."
         )
     if rollout.n < 2 and estimator.compares and not estimator.takes_one:
-        yield f"{needs} compares answers to one prompt, so {_R}n must be >= 2 (got {rollout.n}). Try {_R}n=8."
+        yield f"{needs} compares responses to one prompt, so {_R}n must be >= 2 (got {rollout.n}). Try {_R}n=8."
     several = rollout.n > 1
     if filtering and several and algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
         yield (
             "algorithm.filter_groups.metric=seq_final_reward keeps every group under algorithm.use_kl_in_reward=True, "
-            "because no two answers have the same KL. Use algorithm.filter_groups.metric=seq_reward."
+            "because no two responses have the same KL. Use algorithm.filter_groups.metric=seq_reward."
         )
     if not rollout.do_sample and several:
-        yield f"{_R}do_sample=False makes all answers to a prompt equal, so they have no advantage. Leave it out."
+        yield f"{_R}do_sample=False makes all responses to a prompt equal, so they have no advantage. Leave it out."
 
 
 def _entropy(config: Config) -> Iterator[str]:

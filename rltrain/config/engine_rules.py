@@ -44,10 +44,10 @@ def _ways_to_sample(config: Config) -> Iterator[str]:
     for section, keys in ((_R, rollout), (f"{_R}val_kwargs.", rollout.val_kwargs)):
         named, penalty = f"{section}stop={as_text(keys.stop)}", keys.repetition_penalty
         if "" in (keys.stop or ()):
-            yield f"{named}: an empty text would end every answer at once. Leave it out."
+            yield f"{named}: an empty text would end every response at once. Leave it out."
         if keys.stop and not engine.stops:
             yield (
-                f"{named}: rollout.name={rollout.name} has no tokenizer, so no text ends its answers. Use "
+                f"{named}: rollout.name={rollout.name} has no tokenizer, so no text ends its responses. Use "
                 f"{engines_with('stops')}, or leave it out."
             )
         if penalty != 1 and not engine.penalises:
@@ -63,7 +63,7 @@ def _ways_to_sample(config: Config) -> Iterator[str]:
     most = rollout.val_kwargs.max_tokens or 0
     if most > longest and config.reward_model.enable:
         yield (
-            f"{_R}val_kwargs.max_tokens={most}: reward_model.enable=True judges answers of at most "
+            f"{_R}val_kwargs.max_tokens={most}: reward_model.enable=True judges responses of at most "
             f"data.max_response_length={longest} tokens. Use at most {longest}, or leave it out."
         )
 
@@ -136,8 +136,8 @@ def replay_problems(config: Config) -> Iterator[str]:
         )
     if rollout.tail == "carry_over":
         yield (
-            f"{key}: with {_R}tail=carry_over the experts of one answer come from two policies. Use R2, or leave tail "
-            "out."
+            f"{key}: with {_R}tail=carry_over the experts of one response come from two policies. Use R2, or leave "
+            "tail out."
         )
     if engine.package:
         if rollout.enable_prefix_caching:
@@ -209,7 +209,7 @@ def _engine(config: Config) -> Iterator[str]:
             yield f"{key}={as_text(value)}: {engine.refused_arguments[name]}. Leave it out."
     if rollout.max_model_len is not None and rollout.max_model_len <= data.max_prompt_length:
         yield (
-            f"{_R}max_model_len={rollout.max_model_len} leaves no room for an answer to a prompt of "
+            f"{_R}max_model_len={rollout.max_model_len} leaves no room for a response to a prompt of "
             f"data.max_prompt_length={data.max_prompt_length} tokens. Leave it out, or set it to at least "
             f"{data.max_prompt_length + data.max_response_length}."
         )
@@ -247,15 +247,15 @@ def position_problems(cfg: Config, limit: int | None, notes: list[str]) -> Itera
     if ENGINES[rollout.name].strict_prefill and not rollout.enable_chunked_prefill and budget < longest:
         yield (
             f"{_R}enable_chunked_prefill=False: {rollout.name} then computes a sequence at once, and refuses "
-            f"{_R}max_num_batched_tokens={budget} below the longest, {longest}. Leave it out, or set "
+            f"{_R}max_num_batched_tokens={budget} below the longest, {longest}. Remove it, or set "
             f"max_num_batched_tokens={longest}."
         )
     if limit and longest > limit:
-        statement = f"{keys} = {longest:,} tokens, and the model knows {limit:,} positions"
+        statement = f"{keys} = {longest:,} tokens, but the model has {limit:,} positions"
         if not ENGINES[rollout.name].beyond_positions:
             yield (
                 f"{statement}, which {rollout.name} refuses. "
                 "Lower it, or raise actor_rollout_ref.model.override_config.max_position_embeddings."
             )
         else:
-            notes.append(f"{statement}: longer ones are beyond what it was trained for")
+            notes.append(f"{statement}: it was not trained on longer sequences")

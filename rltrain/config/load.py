@@ -78,7 +78,7 @@ def _further(loaded: LoadedConfig, wrong: Set[str]) -> list[str]:
 
     wrong: keys with invalid values. They have their defaults, so rules about them are not reported.
     """
-    from rltrain.config.check import broken_rules  # here, because it imports this module
+    from rltrain.config.check import broken_rules  # imported here, because check imports this module
 
     if loaded.config is None:
         return []
@@ -122,7 +122,7 @@ def masked_command(words: Sequence[str]) -> str:
         try:
             # A YAML flow mapping ({a: b}) may mix secrets and plain values. It must be parsed to mask only the secrets.
             value = safe_load(flow(text))
-        except (YAMLError, ValueError, RecursionError):  # reported by the reader
+        except (YAMLError, ValueError, RecursionError):  # the reader reports it
             value = text
         shown = masked(value, "secret" if ".url_headers" in key else key.lstrip("+"))
         masked_words.append(word if shown == value else f"{key}={shown}")

@@ -49,8 +49,8 @@ def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
         _given_adapter,
         _one_copy,
         _own_attention,
-        _whole_pass,
-        _whole_checkpoints,
+        _full_old_log_prob_pass,
+        _complete_checkpoints,
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
@@ -93,22 +93,22 @@ def other_meanings(loaded: LoadedConfig) -> Iterator[str]:
     if compares_nothing(loaded.config):
         estimator = f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator}"
         yield (
-            f"actor_rollout_ref.rollout.n=1: ONE ANSWER TO A PROMPT, SO {estimator} COMPARES NOTHING: the advantage is "
-            "the score itself, as in verl. Set actor_rollout_ref.rollout.n=8 to compare answers"
+            f"actor_rollout_ref.rollout.n=1: ONE RESPONSE PER PROMPT, SO {estimator} COMPARES NOTHING: the advantage "
+            "is the score itself, as in verl. Set actor_rollout_ref.rollout.n=8 to compare responses"
         )
     if (
         loaded.config.algorithm.estimator.per_turn
         and not loaded.config.actor_rollout_ref.rollout.multi_turn.environment
     ):
         yield (
-            f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator} divides the score of an answer among its "
-            "turns by the rewards that tools return; without such rewards the last turn gets all of it"
+            f"algorithm.adv_estimator={loaded.config.algorithm.adv_estimator} divides the score of a response among "
+            "its turns by the rewards that tools return; without such rewards the last turn gets all of it"
         )
     rollout = loaded.config.actor_rollout_ref.rollout
     for name, off in (("min_p", 0), ("repetition_penalty", 1)):
         if (value := getattr(rollout, name)) != off:
             yield (
-                f"{_A}rollout.{name}={value:g}: answers are sampled from a different distribution than the one being "
+                f"{_A}rollout.{name}={value:g}: responses are sampled from a different distribution than the one being "
                 "trained, as with top_p: log-probs, ratio and KL are computed without it"
                 + ("; verl 0.7 to 0.9 always generate with 1" if name == "repetition_penalty" else "")
             )
@@ -129,13 +129,13 @@ def _of_loss(loaded: LoadedConfig) -> Iterator[str]:
     loss, mode, version = actor.policy_loss.loss_mode, actor.loss_agg_mode, loaded.config.trainer.verl_version
     own = loss_traits(loss).aggregation
     if mode and own not in (mode, TOKEN_MEAN):
-        before = {"gspo": ", which verl before 0.9", "sapo": ", which verl", "geo_mean": ", which verl"}.get(loss, "")
+        verl = {"gspo": "verl before 0.9", "sapo": "verl", "geo_mean": "verl"}.get(loss, "")
         if loss == "gspo" and version in ("0.5", "0.7"):
             yield f"{_A}actor.loss_agg_mode={mode}: not read, as in verl {version}: loss_mode=gspo takes {own}"
         elif loss != "gspo" or not version:
             yield (
                 f"{_A}actor.loss_agg_mode={mode}: used as set, although loss_mode={loss} is defined with "
-                f"{own}{before and before + ' takes whatever this key says'}. Leave it out for that."
+                f"{own}{verl and f', and {verl} ignores this key'}. Leave it out to use {own}."
             )
     if correction.bypass_mode and correction.loss_type == "ppo_clip" and loss != "vanilla":
         yield (
@@ -214,14 +214,14 @@ def _own_attention(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             )
 
 
-def _whole_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+def _full_old_log_prob_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     if loaded.config.algorithm.rollout_correction.bypass_mode:
         yield f"{_A}actor.recompute_old_log_prob", "with bypass_mode there is no old_log_prob pass"
     elif keys := needs_all_old_log_probs(loaded.config):
         yield f"{_A}actor.recompute_old_log_prob", f"the old_log_prob pass covers all samples because of {keys[0]}"
 
 
-def _whole_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+def _complete_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     contents = set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
     if left_out := sorted({"model", "optimizer", "extra"} - contents):
         why = f"{', '.join(left_out)} omitted, but always saved, so that every checkpoint can be resumed"

@@ -94,7 +94,7 @@ class Pass:
     """True if it is an update with gradients and optimizer steps."""
 
 
-# In the order of a step.
+# Passes in the order of a step.
 PASSES = {
     "reward": Pass("reward_model", _keys("reward_model", "", None, "update_actor")),
     "old_log_prob": Pass("actor", _keys(_A + "rollout", "log_prob_", _A + "actor", "update_actor"), "actor_infer"),

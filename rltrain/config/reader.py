@@ -31,7 +31,7 @@ from rltrain.config.verl.references import repoint, target
 from rltrain.config.verl.table import releases_with, rows, sentence
 
 _NULLS, _TEMPLATE = ("", "~", "null"), ("{%", "{{", "{#")
-# Text keys whose values are numbers.
+# Keys of type text whose values may look like numbers.
 _NUMBERS_AS_TEXT = (".rollout_is_threshold", ".rollout_rs_threshold")
 
 

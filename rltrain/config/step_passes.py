@@ -187,7 +187,7 @@ class StepPasses:
         some = self.old_log_probs != "all"
         remarks = {
             "gen": "responses from the data" if self.supervised else "",
-            "gen_max": "greedy answers",
+            "gen_max": "greedy responses",
             "old_log_prob": f"{num_mini_batches - 1} of {num_mini_batches} mini-batches" if some else "",
             "update_actor": ", ".join(name for name, happens in uses.items() if happens),
         }

@@ -103,7 +103,7 @@ class ChatEncoder:
                 return_dict=False,  # transformers 5 returns a BatchEncoding by default
                 **self.template_kwargs,
             )
-        # Templates are programs: their own errors are DataErrors; other errors are bugs and keep their traceback.
+        # A template is a program. Its own errors become DataErrors. Other errors are bugs and keep their traceback.
         except Exception as error:
             if not _is_template_error(error):
                 raise
@@ -132,7 +132,7 @@ class ChatEncoder:
                 "actor_rollout_ref.model.custom_chat_template to another template, or use a model that you trust."
             )
         # The template is compiled here, within the memory limit, because Jinja evaluates constant expressions when it
-        # compiles. Constants that exceed the memory are not evaluated then. Later conversations use the compiled
+        # compiles. Jinja does not evaluate constants that exceed this limit. Later conversations use the compiled
         # template.
         with memory_bound(), suppress(DataError):
             self._templated(conversations[:1], tokenize=False)
@@ -239,7 +239,7 @@ class ChatEncoder:
         return token_ids
 
     def with_images(self, ids: Sequence[int], images: Sequence[Any]) -> EncodedPrompt:
-        """Encode token ids with one placeholder for each of the images (from `open_images`).
+        """Encode token ids that have one placeholder for each of the images (from `open_images`).
 
         Raises DataError if the numbers differ, or the processor rejects an image.
         """
@@ -353,7 +353,7 @@ class ChatEncoder:
     @cached_property
     def eos_token_ids(self) -> list[int]:
         """Tokens that end a response, ascending: from the tokenizer and generation_config.json."""
-        # The two often differ: chat models end turns with a token other than the tokenizer's eos.
+        # The two often differ: many chat models end turns with a token other than the tokenizer's eos.
         eos_ids = {self.tokenizer.eos_token_id, *generation_eos(self.path)} - {None}
         if not eos_ids:
             raise DataError(f"neither the tokenizer nor generation_config.json in {self.path!r} names an eos token.")

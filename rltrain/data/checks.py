@@ -20,7 +20,8 @@ class Keys:
 
     prompt: str = "prompt"
     source: str = "data_source"
-    # Excluded from the repr, which is part of fingerprints, because the content of images is hashed per row.
+    # The field is excluded from the repr, which is part of fingerprints, because the content of images is hashed per
+    # row.
     image: str = field(default="images", repr=False)
 
     def required(self) -> tuple[str, ...]:

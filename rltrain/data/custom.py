@@ -35,7 +35,7 @@ from rltrain.data.tables import draw_rows
 
 log = logging.getLogger(__name__)
 
-# Keys of verl's section data that have no meaning here but that its classes read.
+# Keys that verl's classes read from its section data, but that have no effect here.
 _VERL_KEYS: dict[str, Any] = {
     "tokenizer": None, "use_shm": False, "val_batch_size": None, "return_raw_input_ids": False, "return_raw_chat": True,
     "return_full_prompt": False, "dataloader_num_workers": 0, "validation_shuffle": False, "image_patch_size": 14,
@@ -138,7 +138,7 @@ def _record(dataset: Any, row: int, data: DataConfig, name: str, folder: Path) -
             "Messages are needed, because prompts are tokenised here; token ids of the class are not used."
         )
     media = item.get("multi_modal_data") or {}
-    # Compared with None, because the truth value of an array of several elements is undefined.
+    # Compare with None, because an array of several elements has no truth value.
     foreign = {medium: item.get(medium) for medium in ("videos", "audios")} | {
         medium: media.get(medium) for medium in _UNSUPPORTED_MEDIA
     }

@@ -29,7 +29,8 @@ from rltrain.common.errors import DataError, first_line, host_error, short
 from rltrain.common.storage import bounded_lines, matching
 
 _HEAD_BYTES = 512
-# A decompressed file may have this many bytes, or this multiple of the file size if that is more. The same for a line.
+# Maximum size of a decompressed file: this many bytes, or this multiple of the file size if that is more. The same
+# limit applies to a line.
 MAX_FILE_BYTES, MAX_EXPANSION = 2 << 30, 64
 _MAX_LINE_BYTES, _MAX_LINE_EXPANSION = 256 << 20, 8
 _JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")
@@ -39,7 +40,7 @@ _COMPRESSED: tuple[tuple[bytes, Callable[[Path], Any]], ...] = (
     (b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open),
     (b"\x28\xb5\x2f\xfd", lambda file: pa.input_stream(str(file), compression="zstd")),
 )  # fmt: skip
-# UTF-16 of JSON and CSV from other programs, with and without a byte order mark.
+# UTF-16 encodings, with and without a byte order mark, because other programs write JSON and CSV in them.
 _WIDE = ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"), (b"{\0", "utf-16-le"), (b"[\0", "utf-16-le"))
 _TO_PARQUET = "write it as parquet (in pandas: to_parquet)"
 # First bytes of unsupported files, with a description and a fix.
@@ -200,7 +201,7 @@ def _values(content: Iterator[str]) -> Iterator[tuple[str, Any]]:
         first = json.loads(text, object_pairs_hook=_object) if text else None
     except (ValueError, RecursionError):
         first = None
-    if not isinstance(first, dict):  # the file does not have one record per line
+    if not isinstance(first, dict):  # the file does not contain one record per line
         text = "".join([text, *(line for _, line in lines)])
         source_text = text if _SURROGATE.search(text) else ""
         yield from ((source_text, record) for value in _documents(text, number) for record in _of_document(value))

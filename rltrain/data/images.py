@@ -30,11 +30,11 @@ _VIDEO_SLOT = "<video>"
 _MOST_PIXELS = 1 << 26
 # Maximum pixels of all images of a row. Each image counts as at least LEAST_PIXELS.
 MOST_ROW_PIXELS, LEAST_PIXELS = 1 << 28, 1 << 10
-# Warnings are ignored, because a crafted file can cause megabytes of them.
+# Pillow's warnings are ignored, because a crafted file can cause megabytes of them.
 warnings.filterwarnings("ignore", module=r"PIL\.")
-# Allowed formats, because Pillow would start Ghostscript for EPS.
+# Only these formats are allowed, because Pillow would start Ghostscript for EPS.
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
-# EXIF orientation: values from 5 on swap width and height. In a PNG it may follow the pixels.
+# EXIF orientations from 5 on swap width and height. In a PNG the orientation may be stored after the pixels.
 _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 _MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
 
@@ -132,7 +132,7 @@ class EncodedPrompt:
 
 
 def _one_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    # A single array is not copied, because pixels are large, and usually only one of two texts has images.
+    # A single array is not copied, because pixels are large and usually only one of the two texts has images.
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 

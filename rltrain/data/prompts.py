@@ -149,8 +149,8 @@ def encode_prompts(
             continue
         ids, count = outcome
         if len(ids) > max_prompt_length:
-            # Long prompts are collected even if they are an error, so that the message can give their number and a
-            # length that is sufficient for all.
+            # Long prompts are collected even if they are an error. The message can then give their number and a length
+            # that is sufficient for all.
             if filter_overlong or truncation == "error" or count[0]:
                 overlong.append((position, len(ids)))
                 continue
@@ -204,7 +204,7 @@ def check_vocabulary(rows: Rows, store: PromptStore, encoder: ChatEncoder) -> No
     if len(over):
         prompts = np.unique(np.searchsorted(store.offsets, over, side="right") - 1).tolist()
         title = (
-            f"{len(prompts)} of {len(rows)} prompts have tokens that the model in {encoder.path!r} does not know: its "
+            f"{len(prompts)} of {len(rows)} prompts have tokens that the model in {encoder.path!r} lacks: its "
             f"vocabulary has {size:,}, its tokenizer {encoder.vocab_size:,}. Use the tokenizer that belongs to it."
         )
         raise DataError(first_lines(title, [f"{rows.origin(i)}: token {store.prompt(i).max()}" for i in prompts]))

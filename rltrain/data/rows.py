@@ -32,8 +32,7 @@ _NUM_SHOWN = 5
 # The columns of verl's files.
 KEYS = Keys()
 _MOST_PATHS = 3
-# For the check, rows are converted to Python objects, which take many times the table's memory, so they are read in
-# chunks.
+# The check converts rows to Python objects, which take many times the memory of the table. So rows are read in chunks.
 _READ_CHUNK_ROWS = 1024
 _DIGEST_BYTES = 16
 
@@ -155,7 +154,7 @@ class Rows:
     def fingerprint(self) -> str:
         """Return a digest of the rows' content and order. Files and other columns do not matter."""
         digest = hashlib.sha256(f"{self._keys}\n".encode())
-        # One digest per row, so that order and selection can change without rereading the files.
+        # There is one digest per row, so that order and selection can change without rereading the files.
         digest.update(np.ascontiguousarray(self._checks.digests[self._index]).tobytes())
         return f"rows:{digest.hexdigest()}"
 

@@ -68,8 +68,8 @@ class SolveRateSampler:
         # From any cursor, this range contains one whole epoch, so every row was considered before skipped rows are
         # used.
         for _ in range(2 * self._order.num_rows):
-            # The cursor counts rows instead of draws, because the number of skipped rows is not known in advance. So
-            # the last rows of an epoch are used too.
+            # The cursor counts rows instead of draws, because the number of skipped rows is not known in advance. The
+            # last rows of an epoch are therefore used too.
             epoch, place = divmod(self._cursor, self._order.num_rows)
             self._cursor += 1
             # A row may occur twice if a draw spans two epochs; dictionaries keep it once, in order.

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 CACHE_BYTES = 128 << 20
 # Limit of a row group, because Arrow cannot store more in one array of a nested column.
 MAX_GROUP_BYTES = (2 << 30) - 1
-# Rows that the check reads at once, and its maximum number of threads. Threads help, because decoders and disk reads
-# release the GIL.
+# Number of rows that the check reads at once, and its maximum number of threads. Threads help, because decoders and
+# disk reads release the GIL.
 CHUNK_ROWS, _MOST_THREADS = 64, 16
 
 
@@ -141,7 +141,7 @@ class StoredImages:
                 files.append(file_bytes(entry))
             except DataError as error:
                 raise DataError(f"image {number} of {len(images)}: {error}") from error
-        # Without the digest, changed images with the same number of tokens would not be noticed.
+        # Without the digest, a changed image with the same number of tokens would go unnoticed.
         if joint_digest([_digest(file) for file in files]) != self.digests[row]:
             raise DataError("the images have changed since the run was started.")
         return files

@@ -156,7 +156,7 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
             )
         return PickledTable.of(json_records, path, keys, place=place)
     _check_sizes(path, file, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image})
-    # Page checksums turn a flipped bit into an error instead of a wrong value.
+    # With page checksums, a flipped bit causes an error instead of a wrong value.
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
         check_schema(path, source.schema_arrow, keys)
         # Drop unused columns, which would only fill Ray's object store.
@@ -253,8 +253,8 @@ def limit_rows(files: list[Table], max_rows: int, seed: int | None) -> list[Tabl
 
 
 def _take_rows(file: Table, rows: np.ndarray) -> Table:
-    # Batch by batch, because Arrow may concatenate all chunks of a column before taking rows, and images are too large
-    # for one chunk.
+    # Rows are taken batch by batch. Arrow may concatenate all chunks of a column before taking rows, and the images of
+    # a file do not fit into one chunk.
     batches = file.table.to_batches()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
     pieces = zip(batches, pairwise(starts), strict=True)

@@ -49,7 +49,7 @@ def problem_in_fork(
             clock.sleep(pause)
             pause = min(2 * pause, _POLL_S)
             pid, status = os.waitpid(child, os.WNOHANG)
-    finally:  # in case a signal handler raises
+    finally:  # also if a signal handler raises
         if not pid:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -87,7 +87,7 @@ def _work(work: Callable[[], int], most: int, cpu_s: int, memory_bytes: int) -> 
     """Run in the fork: never returns, and skips the exit handlers of this process."""
     code, bounded = 0, False
     try:
-        for kind in (signal.SIGINT, signal.SIGTERM):  # terminal signals are handled by the waiting process
+        for kind in (signal.SIGINT, signal.SIGTERM):  # terminal signals are handled by the parent process, which waits
             signal.signal(kind, signal.SIG_IGN)
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -89,10 +89,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__ or "", output="data/arithmetic")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training problems")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out problems")
-    parser.add_argument("--max-operand", type=at_least(1), default=99, help="operands are at most this")
-    parser.add_argument("--min-operand", type=at_least(0), default=0, help="and at least this")
-    parser.add_argument("--operators", default="+", help="any of + - *")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other problems")
+    parser.add_argument("--max-operand", type=at_least(1), default=99, help="largest operand")
+    parser.add_argument("--min-operand", type=at_least(0), default=0, help="smallest operand")
+    parser.add_argument("--operators", default="+", help="operators: any of + - *")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems")
     return run(convert, parser.parse_args(argv))
 
 

@@ -30,13 +30,13 @@ _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 # Arrow cannot nest more than 2 GiB in one array, so images and program tests are written in groups of rows.
 _GROUP_ROWS = 512
-# A run reads images on demand, one group at a time.
+# A run reads images on demand, one row group at a time.
 PICTURE_GROUP_ROWS = 32
 _SHOWN_CHARS = 2000
 
 
 class Drop(Exception):
-    """A record to be dropped. The text is the reason under which it is counted."""
+    """A record to be dropped. The text is the reason; dropped records are counted by reason."""
 
 
 class Part(list[Row]):
@@ -225,7 +225,9 @@ def converter(
         choices = {name: hubs} if isinstance(hubs, Hub) else hubs
         parser = arguments(description or "", output=f"data/{name}")
         if len(choices) > 1:
-            parser.add_argument("--dataset", choices=list(choices), default=next(iter(choices)), help="which one")
+            parser.add_argument(
+                "--dataset", choices=list(choices), default=next(iter(choices)), help="the data set to convert"
+            )
         parser.add_argument("--input", help="folder with the data files, or one file; default: the hub")
         if any(len(hub.splits) > 1 for hub in choices.values()):
             parser.add_argument("--test-input", help="the test file, if it is not in the same folder")

@@ -55,7 +55,7 @@ def _row(record: Record, at: At) -> Row:
 
 def _convert(options: argparse.Namespace) -> dict[str, Part]:
     """Return all variants as one split, variant by variant."""
-    # The files have shorter names than the splits.
+    # On the hub the files have shorter names than the splits.
     folder = Path(options.input or ".").expanduser()
     has_short_names = any(re.match(r"sample[0-9]", file.name) for file in folder.rglob("sample*"))
     prefix = "sample" if options.input and has_short_names else "sample_variant"

@@ -98,9 +98,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training maps")
     parser.add_argument("--num-test", type=at_least(0), default=128, help="held-out maps")
     parser.add_argument("--sizes", type=at_least(2), nargs="+", default=[4], help="sides of the maps")
-    parser.add_argument("--ice", type=float, default=0.8, help="share of a map that is no hole")
+    parser.add_argument("--ice", type=float, default=0.8, help="share of a map without holes")
     parser.add_argument("--instruction", default=INSTRUCTION, help="text before the first map")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other maps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the maps")
     return run(convert, parser.parse_args(argv))
 
 

@@ -44,7 +44,7 @@ def _row(record: Record, at: At) -> Row:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     wordings()(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the permutation of the choices")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the permutation of the choices")
 
 
 main = converter(__doc__, HUB, _row, name="gpqa", add_options=_add_options)

@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-test", type=at_least(0), default=256, help="test rows, each with another number")
     parser.add_argument("--low", type=int, default=1, help="the smallest number")
     parser.add_argument("--high", type=int, default=31, help="the largest number")
-    parser.add_argument("--prompt", default=PROMPT, help="what the policy is told at first")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives another order")
+    parser.add_argument("--prompt", default=PROMPT, help="prompt, with placeholders for the bounds")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order")
     return run(convert, parser.parse_args(argv))
 
 

@@ -23,7 +23,7 @@ def _row(record: Record, at: At) -> Row:
         raise DataError('it has no columns: each must be an object, such as {"question": "2+3=?", "answer": "5"}.')
     source = options.data_source or _field(record, options.data_source_column)
     if not isinstance(source, str) or not source:
-        raise DataError("give --data-source NAME or --data-source-column COLUMN: it picks the scorer.")
+        raise DataError("give --data-source NAME or --data-source-column COLUMN: it selects the scorer.")
     if (prompt_value := _field(record, options.prompt_column)) is None:
         column_names = short(", ".join(map(repr, record)), 300)
         raise DataError(
@@ -73,13 +73,15 @@ def _truth(answer: Any, name: str) -> str | list[str] | None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-column", default="prompt", help="the question as text, or a list of messages")
     parser.add_argument("--answer-column", default="answer", help="the right answer, or a list of right answers")
-    parser.add_argument("--data-source", help="the same for all rows, such as math_dapo")
-    parser.add_argument("--data-source-column", default="data_source", help="or the column that names it")
+    parser.add_argument("--data-source", help="data_source of all rows, such as math_dapo")
+    parser.add_argument("--data-source-column", default="data_source", help="column with the data_source of each row")
     parser.add_argument("--image-column", help="images: bytes, base64, or paths below the input's folder")
     parser.add_argument("--keep", nargs="*", default=[], metavar="COLUMN", help="columns to keep in extra_info")
     parser.add_argument("--system", help="a system message before the question")
     parser.add_argument("--ability", default="math", help="a label")
-    parser.add_argument("--style", choices=("rule", "model"), default="rule", help="a rule or a reward model scores")
+    parser.add_argument(
+        "--style", choices=("rule", "model"), default="rule", help="the scorer: a rule or a reward model"
+    )
 
 
 main = converter(__doc__, Hub(""), _row, name="jsonl", instruction="", add_options=_add_options)

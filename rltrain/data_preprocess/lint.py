@@ -44,7 +44,8 @@ def lint(
     findings: Findings = defaultdict(list)
     if encoder is not None:
         encoder.try_template([[{"role": "user", "content": "?"}]])
-        encoder.encode([{"role": "user", "content": "?"}])  # fails here, not per row, without a tokenizer
+        # raises an error here, instead of for every row, if there is no tokenizer
+        encoder.encode([{"role": "user", "content": "?"}])
     tables = []
     for file in files:
         try:
@@ -57,12 +58,12 @@ def lint(
     if encoder is not None and max_prompt_length is not None:
         for rows in tables:
             _check_lengths(rows, encoder, max_prompt_length, findings)
-    for kind, lines in look_at(tables, encoder=encoder, custom=custom).items():
+    for kind, lines in check_rows(tables, encoder=encoder, custom=custom).items():
         findings[kind] += lines
     return sum(map(len, tables)), {kind: lines for kind, lines in findings.items() if lines}
 
 
-def look_at(
+def check_rows(
     tables: Sequence[Rows], *, encoder: ChatEncoder | None, custom: CustomReward | None = None, grade: bool = True
 ) -> Findings:
     """Return the problems of valid rows. ``grade``: also score their reference answers."""
@@ -81,7 +82,7 @@ def _check_duplicates(tables: Sequence[Rows], findings: Findings) -> None:
     for rows, position, row in _each(tables):
         key = hashlib.sha256(repr((row.prompt, rows.images(position))).encode()).digest()
         if key in first:
-            findings["prompts that came before"].append(f"{rows.origin(position)}: as {first[key]}")
+            findings["repeated prompts"].append(f"{rows.origin(position)}: as {first[key]}")
         first.setdefault(key, rows.origin(position))
 
 
@@ -93,14 +94,14 @@ def _check_slots(rows: Rows, findings: Findings) -> None:
         num_slots = text.count(IMAGE_SLOT) + text.count("'type': 'image'")
         if num_slots != num_given:
             sentence = f"{rows.origin(position)}: {num_slots} {IMAGE_SLOT} in the prompt, {num_given} images"
-            findings["image slots that do not fit"].append(sentence)
+            findings["image slots that do not match the images"].append(sentence)
 
 
 def _check_ends(rows: Rows, findings: Findings) -> None:
     for _, position, row in _each([rows]):
         if row.prompt[-1]["role"] == "assistant":
             sentence = "its last message is the assistant's: it is closed, and the answer is a new turn, as in verl"
-            findings["prompts that end with a begun answer"].append(f"{rows.origin(position)}: {sentence}")
+            findings["prompts that end with an assistant message"].append(f"{rows.origin(position)}: {sentence}")
 
 
 def _check_lengths(rows: Rows, encoder: ChatEncoder, limit: int, findings: Findings) -> None:
@@ -109,7 +110,7 @@ def _check_lengths(rows: Rows, encoder: ChatEncoder, limit: int, findings: Findi
             sizes = [encoder.bounded_size(size) for size in rows.image_sizes(position)]
             length = len(encoder.expand([row.prompt], [sizes], encoder.row_tools.of(row))[0][0])
         except DataError as error:
-            findings["prompts the chat template refuses"].append(f"{rows.origin(position)}: {error}")
+            findings["prompts that the chat template rejects"].append(f"{rows.origin(position)}: {error}")
             continue
         if length > limit:
             findings["prompts over the limit"].append(f"{rows.origin(position)}: {length} tokens, limit {limit}")
@@ -134,7 +135,7 @@ def _check_answers(
                     continue
                 if custom is None and (why := _unmatchable(row)):
                     sentence = f"ground truth {str(row.ground_truth)[:60]!r}: {why}"
-                    findings["ground truths that no answer can match"].append(f"{rows.origin(position)}: {sentence}")
+                    findings["ground truths that no response can match"].append(f"{rows.origin(position)}: {sentence}")
                     continue
                 best, form[source] = best_form(slot, row, form.get(source))
             except RewardError as error:
@@ -142,7 +143,7 @@ def _check_answers(
                 continue
             if best < FULL_SCORE:
                 sentence = f"answer {str(row.ground_truth)[:60]!r} earns {best:g} at best"
-                findings["answers their own scorer refuses"].append(f"{rows.origin(position)}: {sentence}")
+                findings["ground truths that their scorer rejects"].append(f"{rows.origin(position)}: {sentence}")
             elif source not in passed and encoder is not None:
                 findings["format rewards out of reach"] += _unreachable(slot, row, form[source], encoder)
                 passed.add(source)
@@ -212,7 +213,7 @@ def _unreachable(slot: ScoringSlot, row: PromptRow, form: str, encoder: ChatEnco
     if opened is None or not form.startswith(f"<{opened[1]}>"):
         return []
     score = _score(slot, row, answer.removeprefix(f"<{opened[1]}>"))
-    note = f"the chat template opens <{opened[1]}> itself, so an answer of {row.data_source!r} earns {score:g} at best"
+    note = f"the chat template opens <{opened[1]}> itself, so a response of {row.data_source!r} earns {score:g} at best"
     return [note] if score < FULL_SCORE else []
 
 
@@ -241,9 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rltrain lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="parquet files of one run, so that duplicates are seen"
-    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="parquet files of one run, to find duplicates")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="model folder: lengths and chat template are checked too")
     parser.add_argument("--max-prompt-length", type=at_least(1), metavar="N", help="data.max_prompt_length of the run")
     parser.add_argument("--reward-file", metavar="FILE", help="custom_reward_function.path of the run")

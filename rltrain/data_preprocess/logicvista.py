@@ -21,7 +21,7 @@ _BOXED = (
 
 def _row(record: Record, at: At) -> Row:
     question, answer = texts(record, "question", "answer")
-    # "A, C", "AC", and sometimes the number of a figure.
+    # Answers such as "A, C" and "AC", and sometimes the number of a figure.
     if not re.fullmatch(r"(?:(?:[A-Za-z]|[A-J]{2,8}|[0-9]{1,2})(?:[\s,;]+|$))+", answer.strip()):
         raise Drop("the answer does not name a choice")
     labels = sorted(set(re.findall(r"[0-9]+|[A-Z]", answer.upper())))

@@ -30,7 +30,7 @@ def _row(record: Record, at: At) -> Row:
         text = f"{question}\n{BOXED_LETTER if is_choice else BOXED}".lstrip("\n")
     else:
         (text,) = texts(record, _COLUMNS[at.options.prompt])
-    # For the version whose question is in the image, only question_for_eval has its text.
+    # In the version whose question is in the image, only question_for_eval has the text of the question.
     whole = record.get("question_for_eval") or question
     extra = {"question": whole, "subject": metadata(record, "subject"), **kept(record, "problem_index")}
     return benchmark_row(

@@ -20,7 +20,7 @@ _PUBLISHED = (
 def _row(record: Record, at: At) -> Row:
     question, answer = texts(record, "question", "answer")
     options = list(record.get("options") or ())
-    # If the options are just A, B, C, D, E, the choices are in the image.
+    # If the options are only the letters A to E, the choices are in the image.
     shown = lettered(options, "({}) {}") if "".join(options) != "ABCDE" else ""
     return benchmark_row(
         "mathvision_mini", f"{_PUBLISHED}{question}\n{shown}".rstrip("\n"), answer, at, question_id=record.get("id"),

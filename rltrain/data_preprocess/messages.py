@@ -6,7 +6,7 @@ from typing import Any
 
 from rltrain.common.errors import DataError, short
 
-# Names of ShareGPT, LLaMA-Factory, OpenAI and others.
+# Role names of ShareGPT, LLaMA-Factory, OpenAI and others.
 _ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a program, this folder, which has a reasoning_gym.py, comes first on the path
+if __name__ == "__main__":  # when run as a program, this folder, which has a reasoning_gym.py, is first on the path
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
 from rltrain.common.errors import DataError
@@ -23,7 +23,7 @@ WORKED_EXAMPLE = [
 ]
 INSTRUCTION = "Give your final answer between <answer> and </answer> tags."
 _MAX_TEST_DRAWS_PER_ROW = 20
-# Entry i of a data set with seed s equals entry i - 1 with seed s + 1, so the streams are far apart.
+# Entry i of a data set with seed s equals entry i - 1 with seed s + 1, so the seeds of train and test are far apart.
 _SEED_STRIDE = 20_000_000
 
 
@@ -134,8 +134,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", default="chain_sum", help="a reasoning-gym task, such as basic_arithmetic")
     parser.add_argument("--num-train", type=at_least(0), default=1024, help="training problems")
     parser.add_argument("--num-test", type=at_least(0), default=128, help="test problems")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="another seed gives other problems")
-    parser.add_argument("--as-gsm8k", action="store_true", help="rows of openai/gsm8k, for tasks with numeric answers")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the problems")
+    parser.add_argument(
+        "--as-gsm8k", action="store_true", help="write rows of openai/gsm8k, for tasks with numeric answers"
+    )
     parser.add_argument(
         "--worked-example", action="store_true", help="with --as-gsm8k: one solved problem before each question"
     )

@@ -12,13 +12,13 @@ from rltrain.data_preprocess.common import Row, Splits, arguments, at_least, row
 
 DATA_SOURCE = "rltrain/rectangles"
 QUESTION = "<image>area=?"
-NUM_SQUARES = 3  # along an edge of the paper
-# Pixels along an edge of a square: the area of one token of Qwen2-VL and Qwen2.5-VL.
+NUM_SQUARES = 3  # squares along an edge of the paper
+# Pixels along an edge of a square. A square is one token of Qwen2-VL and Qwen2.5-VL.
 SQUARE = 28
 _LINE = 200
 _EDGES = range(1, NUM_SQUARES + 1)
 AREAS = sorted({width * height for width in _EDGES for height in _EDGES})
-# Lighter ink could not be distinguished from paper.
+# Lighter ink could not be distinguished from the paper.
 _DARKEST, _LIGHTEST = 0, 160
 
 
@@ -79,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__ or "", output="data/rectangles")
     parser.add_argument("--num-train", type=at_least(0), default=2048, help="training images")
     parser.add_argument("--num-test", type=at_least(0), default=256, help="held-out images")
-    parser.add_argument("--blank", action="store_true", help="white images: what can be learnt without seeing")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other images")
+    parser.add_argument("--blank", action="store_true", help="write white images, as a control")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the images")
     return run(convert, parser.parse_args(argv))
 
 

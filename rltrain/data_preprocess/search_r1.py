@@ -46,7 +46,7 @@ def _row(record: Record, at: At) -> Row:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", default="nq", help="data_source of records that name none")
+    parser.add_argument("--source", default="nq", help="data_source of records without one")
 
 
 main = converter(__doc__, HUB, _row, name="search_r1", instruction=INSTRUCTION, add_options=_options)

@@ -70,7 +70,7 @@ def _find(folder: Path, hub: Hub, split: str) -> list[Path]:
         (file for file in folder.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file()),
         key=lambda file: (len(file.relative_to(folder).parts), not file.name.endswith(SUFFIXES[:3]), file.name),
     )
-    # "variant1" does not match variant10.
+    # The pattern must not match variant10 for "variant1".
     named = [file for file in files if re.match(rf"{re.escape(split)}{r'(?![0-9])' * split[-1].isdigit()}", file.name)]
     if not named and len(hub.splits) == 1:
         named = files
@@ -115,5 +115,6 @@ def _from_hub(hub: Hub, split: str) -> Iterator[Record]:
         data = datasets.load_dataset(hub.name, hub.config, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"the hub could not be reached ({error}). Give local files with --input FOLDER.") from error
-    for table in data.with_format("arrow").iter(batch_size=_READ_ROWS):  # as stored, so that images stay encoded bytes
+    # in Arrow's format, so that images stay encoded bytes
+    for table in data.with_format("arrow").iter(batch_size=_READ_ROWS):
         yield from table.to_pylist()

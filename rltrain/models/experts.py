@@ -53,7 +53,7 @@ def experts_problem(model: nn.Module, config: PretrainedConfig, size: int, shard
     odd = [part for part in parts if not hasattr(part, PLAIN)]
     odd += [part for part in parts if any(each.dim() < 2 or len(each) != number for each in part.parameters())]
     if odd:
-        return f"{type(odd[0]).__name__} computes experts in a way of its own. Leave it out."
+        return f"{type(odd[0]).__name__} computes experts in an unsupported way. Leave it out."
 
     def fits(size: int) -> bool:
         return number % size == 0 == shards % size and all(
@@ -100,7 +100,7 @@ def _travel(
     rows = exchange(tokens[order // experts.shape[1]], group, here, theirs)
     outputs = _compute(part, compute, rows, numbers, divisor)
     home = exchange(outputs, group, theirs, here)
-    # Restore the order of the choices, then sum in transformers' order.
+    # Restore the order in which each token chose its experts, then sum in transformers' order.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     chosen = home[places].unflatten(0, experts.shape)
     return (chosen * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)

@@ -1,8 +1,8 @@
 """Packed forward pass: log-probs of response tokens with entropy and exact KL, or values and rewards.
 
-The log-prob passes and the update both use it, so that an unchanged policy has an importance ratio of exactly 1. FSDP
-gathers weights when a module's forward is called. Therefore the head is computed inside the forward of the wrapped
-module, and the logits never leave it.
+The log-prob passes and the update both use this forward pass, so that an unchanged policy has an importance ratio of
+exactly 1. FSDP gathers weights when a module's forward is called. Therefore the head is computed inside the forward of
+the wrapped module, and the logits never leave it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rltrain.common.errors import ConfigError
 from rltrain.models.attention.packed import PLAN
 from rltrain.models.attention.packing import PackedInputs
 from rltrain.models.attention.ring import RING, Ring
-from rltrain.models.attention.ulysses import GROUP, share_of_row, slice_of_row, whole_row, whole_sum
+from rltrain.models.attention.ulysses import GROUP, gather_row, share_of_row, slice_of_row, sum_over_group
 from rltrain.models.head import (
     ReferenceStates,
     Scaling,
@@ -38,8 +38,8 @@ from rltrain.models.vision import read_with_images, tower, tower_numbers
 class PackedModel(nn.Module):
     """Hugging Face model over packed sequences: the unit that FSDP wraps.
 
-    group: the ranks that share each sequence (`ulysses`), or None. ring: the rings among them, or None. sees: whether
-    prompts may have images; then every forward uses the vision tower.
+    group: the ranks that share each sequence (`ulysses`), or None. ring: the rings among them, or None. sees: True if
+    prompts may have images. Every forward then uses the vision tower.
     """
 
     sees = False
@@ -142,7 +142,7 @@ class PolicyModel(PackedModel):
         if states_only:
             return hidden[inputs.predictors]
         if experts is not None:
-            experts = whole_row(experts, total, self.group)[inputs.by_sample()]
+            experts = gather_row(experts, total, self.group)[inputs.by_sample()]
         head, config = self.model.get_output_embeddings(), self.model.config
         scaling, states = Scaling.of(config)._replace(temperature=temperature), hidden[inputs.predictors]
         asked = with_entropy, reference, has_fp32_head(config), with_squares
@@ -153,7 +153,7 @@ class PolicyModel(PackedModel):
         others = (values if values is None else collect(values) for values in outputs[1:])
         outputs = TokenLogProbs(collect(outputs.log_probs), *others)._replace(experts=experts)
         balance = self.routing.balance_loss() if self.routing is not None and counts else None
-        return outputs if balance is None else outputs._replace(balance_loss=whole_sum(balance, self.group))
+        return outputs if balance is None else outputs._replace(balance_loss=sum_over_group(balance, self.group))
 
     def _routed(self, inputs: PackedInputs, times: Tensor | None, *, record: bool) -> tuple[Tensor, Tensor | None]:
         """Compute hidden states with the experts in ``inputs``. With ``record``, also return the experts used.
@@ -201,7 +201,7 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     base = model.base_model
     if base is not model or model.get_output_embeddings() is None:
         return base
-    # Llama 4's text model has the base_model_prefix of the vision model, but no attribute of that name.
+    # Llama 4's text model has the `base_model_prefix` of the vision model, but no attribute of that name.
     if "model" not in dict(model.named_children()):
         raise ConfigError(
             f"{type(model).__name__} does not separate its decoder from its head (it has no `model`), so log-probs "

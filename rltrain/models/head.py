@@ -164,7 +164,8 @@ class _TokenLogProbs(torch.autograd.Function):
         in_fp32: bool,
         with_squares: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # With this, outputs that no loss uses have the gradient None, so backward can skip their terms.
+        # With ``set_materialize_grads(False)`` the gradient of an output that no loss uses is None, so backward can
+        # skip its terms.
         ctx.set_materialize_grads(False)
         ctx.scaling, ctx.reference, ctx.in_fp32, ctx.vocabulary = scaling, reference, in_fp32, vocabulary
         output_of = head_product(weight, bias, in_fp32)
@@ -189,7 +190,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if with_squares:
                 squares[part] = torch.linalg.vecdot(probs := log_pi.exp(), probs)
         log_probs = vocabulary.own(log_probs, labels, len(weight))
-        # All of these are sums over the vocabulary.
+        # All these outputs are sums over the vocabulary.
         vocabulary.sum(log_probs, entropy, kl, kept, squares)
         ctx.mark_non_differentiable(squares)
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy, kept)
@@ -253,7 +254,7 @@ def _theirs(
     reference: ReferenceStates, part: slice, temperature: float, num_columns: int, vocabulary: Vocabulary
 ) -> Tensor:
     """Compute log pi_ref [part, vocabulary] of the policy's tokens, without padding rows of a larger model's head."""
-    # Computed by the same operations as log pi instead of log_softmax, so that the KL of equal models is exactly 0.
+    # Use the same operations as for log pi instead of log_softmax, so that the KL of equal models is exactly 0.
     logits = reference.logits(reference.hidden[part], temperature)[:, :num_columns]
     return logits.sub_(vocabulary.logsumexp(logits)[:, None])
 

@@ -29,8 +29,8 @@ _TOLERANCE = 1e-5
 
 
 class Kernels(NamedTuple):
-    """Differentiable kernels: rms_norm(x [..., n], weight [n], eps); swiglu(gate, up), of equal shape; rotary(query,
-    key, cos, sin, unsqueeze_dim), with the arguments and results of transformers' function.
+    """Differentiable kernels. They are rms_norm(x [..., n], weight [n], eps); swiglu(gate, up), with arguments of equal
+    shape; rotary(query, key, cos, sin, unsqueeze_dim), with the arguments and results of transformers' function.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

@@ -79,7 +79,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def model_kind(config: PretrainedConfig, decoder_only: bool) -> Any:
-    """Return the class that builds the model: with its vision tower, if it has one, and with or without a head."""
+    """Return the class that builds the model, with its vision tower if it has one. ``decoder_only``: without a head."""
     if decoder_only:
         return AutoModel
     sees = takes_images(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

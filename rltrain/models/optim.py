@@ -57,8 +57,8 @@ def _norm(group: list[nn.Parameter]) -> Tensor:
     if isinstance(first := group[0], DTensor):
         squares = norm.square()
         for dim, placement in enumerate(first.placements):
-            # Not a test for `Shard`: rows that tensor parallelism has split are strided over the other ranks, which
-            # `Shard` cannot express.
+            # `isinstance(…, Shard)` would not suffice: rows that tensor parallelism has split are strided over the
+            # other ranks, which `Shard` cannot express.
             if not placement.is_replicate():
                 dist.all_reduce(squares, group=first.device_mesh.get_group(dim))
         norm = squares.sqrt()

@@ -54,7 +54,7 @@ def correction_biases(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unseen(key: str) -> ConfigError:
-    """Return the error that ``key`` needs router choices, but this model's routers do not expose them."""
+    """Return the error for a model whose routers do not expose the choices that ``key`` needs."""
     return ConfigError(
         f"{key}: this model's router does not choose the largest scores, so its router indices are unknown. Leave it "
         "out for this model."
@@ -240,7 +240,8 @@ class _Choice(TorchFunctionMode):
     def __init__(self, num_experts: int, num_groups: int, given: Tensor | None, *, with_shares: bool) -> None:
         super().__init__()
         self._num_experts, self._num_groups, self._given = num_experts, num_groups, given
-        # Only on demand, because recomputation in the backward pass must save the same number of tensors.
+        # Shares are computed on demand only, because recomputation in the backward pass must save the same number of
+        # tensors as the forward pass.
         self._with_shares = with_shares
         self.made: Tensor | None = None
         self.shares: Tensor | None = None

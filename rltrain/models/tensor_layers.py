@@ -77,7 +77,7 @@ def embed(layer: Any, compute: Callable[[Tensor], Tensor], group: ProcessGroup, 
     """Compute the embeddings of all tokens. This rank has the rows of the embedding matrix from ``start``."""
     weight = local(layer.weight)
     own = (tokens >= start) & (tokens < start + len(weight))
-    # The padding token gets no gradient. Its row is on one rank only.
+    # The padding token gets no gradient. Its row of the embedding is on one rank only.
     padding = layer.padding_idx
     inside = padding is not None and start <= padding < start + len(weight)
     vars(layer).update(weight=weight, padding_idx=padding - start if inside else None)
@@ -96,8 +96,9 @@ def entering(compute: Callable[..., Tensor], group: ProcessGroup, *args: Any, **
 
 
 def replicate(module: Any, group: ProcessGroup, **rows: slice) -> None:
-    """Sum the gradients of a module's own weights over the group. rows: rows that this rank uses, by weight (default:
-    all rows of all weights)."""
+    """Sum the gradients of a module's own weights over the group. rows: the rows that this rank uses, by weight name
+    (default: all rows of all weights).
+    """
     module.forward = partial(_replicated, module, module.forward, group, rows)
 
 
@@ -217,7 +218,7 @@ class Vocabulary:
         return total.log_().add_(highest)
 
     def columns(self, labels: Tensor, count: int) -> Tensor:
-        """Return the columns of ``labels`` in this rank's logits; for labels on another rank they are arbitrary."""
+        """Return the column of each label in this rank's logits. For labels on other ranks the column is arbitrary."""
         return labels if self.group is None else (labels - self._start).clamp(0, count - 1)
 
     def own(self, values: Tensor, labels: Tensor, count: int) -> Tensor:

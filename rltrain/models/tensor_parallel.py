@@ -144,7 +144,7 @@ def _plan(model: PreTrainedModel, size: int) -> Plan | str:
         covered |= {id(inner) for inner in module.modules()}
     wide = model.config.get_text_config().hidden_size
     for module in decoder.modules():
-        # Routers and gates of shared experts are narrow, and stay whole.
+        # Routers and gates of shared experts are narrow, so they are not split.
         if module is model.get_output_embeddings():
             continue
         if id(module) not in covered and isinstance(module, nn.Linear) and min(module.weight.shape) >= min(wide, 64):
@@ -305,7 +305,7 @@ class _Splitter:
                 each.forward = partial(row, each, self.group)
 
     def _slices(self, layer: Any, rows: list[slice]) -> None:
-        """Let a linear layer compute only these rows of its outputs. Its weights stay whole."""
+        """Let a linear layer compute only these rows of its outputs. Its weights are not split."""
         for each, entry in ((_base(layer), self._entry), (_adapters(layer)[1], self._enter)):
             if each is not None:
                 each.forward = partial(sliced, each, rows, self.group, entry)

@@ -92,7 +92,7 @@ def _check_signature(function: Callable[..., Any], custom: CustomReward) -> None
             "address with +custom_reward_function.reward_kwargs.NAME=http://host:port."
         )
     try:
-        # Checked here, so that a wrong signature is a single error before training.
+        # The signature is checked here, so that a wrong one is a single error before training.
         signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(

@@ -56,7 +56,7 @@ def build(
     limits = (cfg.trainer.hang_floor_s, cfg.trainer.hang_factor, incidents, cfg.trainer.hang_timeout_s)
     deadlines = Deadlines(*limits)
     with ExitStack() as closing, ExitStack() as reading:
-        # Entered first, so that it ends last and train.log gets the messages of all other exits.
+        # Enter this context first, so that it ends last and train.log gets the messages of all other exits.
         closing.enter_context(logs.session())
         reading.enter_context(watch_ray(deadlines, local=False, reads=True, kept=stop.kept))
         reading.enter_context(require_heartbeat())
@@ -82,7 +82,7 @@ def build(
         images = plan.passes.images_in_training
 
         def find() -> ResumePoint:
-            stop.searching()  # called again only if the previous checkpoint is damaged
+            stop.searching()  # called again only if the selected checkpoint is damaged
             start = find_resume_point(cfg, folder, identity, images=images)
             stop.reached(start.step, plan.total_steps, start.step)
             return start

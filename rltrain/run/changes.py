@@ -83,7 +83,7 @@ def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
     if of_experiment and loaded.config.trainer.resume_mode == "auto" and not loaded.explicit & set(_NAMES):
         raise ConfigError(
             f"{start.folder.parent} has {start.step} steps of another experiment ({'; '.join(of_experiment)}), "
-            "and this run would resume from there, because neither has a name. Name the new one with "
+            "and this run would resume from there, because neither run has a name. Name the new one with "
             "trainer.experiment_name=…, or resume anyway with "
             f"trainer.experiment_name={loaded.config.trainer.experiment_name}."
         )
@@ -93,8 +93,8 @@ def log_changes(loaded: LoadedConfig, start: ResumePoint) -> list[str]:
     )
     if of_experiment:
         log.warning(
-            "the %d steps so far are of another experiment than those that follow (%s). A new run starts with another "
-            "trainer.default_local_dir.",
+            "the %d steps so far are of another experiment than the following ones (%s). To start a new run, set "
+            "another trainer.default_local_dir.",
             start.step,
             "; ".join(of_experiment),
         )
@@ -110,8 +110,8 @@ def log_finished(run: Path, num_steps: int, changes: list[str]) -> None:
     )
     if changes:
         log.warning(
-            "these steps were trained with other settings than this command has (%s). A new run starts with another "
-            "trainer.default_local_dir.",
+            "these steps were trained with other settings than those of this command (%s). To start a new run, set "
+            "another trainer.default_local_dir.",
             "; ".join(changes),
         )
 

@@ -23,7 +23,7 @@ from rltrain.data.files import files_of
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import PromptRow, Rows, bad_rows, keys_of, scan_rows
 from rltrain.data.tables import num_rows
-from rltrain.data_preprocess.lint import best_form, look_at
+from rltrain.data_preprocess.lint import best_form, check_rows
 from rltrain.data_preprocess.lint import describe as describe_problems
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.remote_scorer import RemoteScorer
@@ -117,7 +117,7 @@ def _check_folder(loaded: LoadedConfig, rows: dict[str, Rows], plan: Plan, resul
     lacking, note = missing_room(cfg.trainer, run.path, size, start.step, plan.total_steps, plan.steps_per_epoch)
     result.problems += [problem for problem in (refusal, lacking) if problem]
     result.notes += [note] if note else []
-    ending = "; all its steps are made" if start.step >= plan.total_steps else ""
+    ending = "; all its steps are done" if start.step >= plan.total_steps else ""
     return [f"resumes from {start.folder}, step {start.step}{ending}"] if start.folder else []
 
 
@@ -144,20 +144,20 @@ def _read(cfg: Config, result: PreflightResult) -> tuple[dict[str, Rows], int | 
             continue
         sizes[split] = number if limit <= 0 else min(number, limit)
         if sizes[split] > MOST_ROWS:
-            result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are looked at")
+            result.notes.append(f"data.{split}_files: the first {MOST_ROWS:,} of {sizes[split]:,} rows are checked")
         try:
             # At least one row is read, because `scan_rows` takes 0 as all rows.
             _read_split(cfg, split, as_list(files), min(sizes[split] or 1, MOST_ROWS), rows, stores, result)
         except RltrainError as error:
             result.problems.append(str(error))
-    is_whole = "train" in stores and sizes["train"] <= MOST_ROWS
-    if data.filter_overlong_prompts and not is_whole:
+    reads_all = "train" in stores and sizes["train"] <= MOST_ROWS
+    if data.filter_overlong_prompts and not reads_all:
         result.notes.append("prompts are counted before filter_overlong_prompts: a run may have fewer")
     if stores and (cfg.trainer.val_only or "train" in stores):
         result.images = ImageSizes.of(stores)
         check_images(cfg, result)
     # Only if all rows were read does the count after the filter equal the run's.
-    if is_whole:
+    if reads_all:
         return rows, len(stores["train"]), stores["train"].num_dropped
     return rows, sizes.get("train"), 0
 
@@ -227,7 +227,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
         try:
             for source, row in firsts.items():
                 started = time.perf_counter()
-                answer, how = str(row.ground_truth), "the ground truth as the answer"
+                answer, how = str(row.ground_truth), "the ground truth as the response"
                 # A built-in scorer may require a certain form. A user's function is called only once.
                 if isinstance(scorer, ScoringSlot) and not custom and row.reward_style == "rule":
                     answer, how = _in_best_form(scorer, row)
@@ -246,7 +246,7 @@ def try_reward(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> l
         result.problems.append(str(error))
     if custom and scores and all(score.status in ("crashed", "rejected") for score in scores):
         result.problems.append(
-            f"{custom.name!r} in {custom.path!r} gives no number for any answer it was tried on, see above."
+            f"{custom.name!r} in {custom.path!r} gives no number for any response that it was tried on, see above."
         )
     return (["\n  ".join(["reward", *lines])] if lines else []) + by_judge
 
@@ -255,7 +255,7 @@ def _in_best_form(scorer: ScoringSlot, row: PromptRow) -> tuple[str, str]:
     """Return the ground truth in the form that its scorer accepts best, and a description of the form."""
     form = best_form(scorer, row)[1]
     truth = row.ground_truth[0] if isinstance(row.ground_truth, list) and row.ground_truth else row.ground_truth
-    how = "the ground truth as the answer" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
+    how = "the ground truth as the response" if form == "{}" else f"the ground truth written as {form.format('…')!r}"
     return form.format(truth), how
 
 
@@ -277,6 +277,8 @@ def _check_rows(cfg: Config, rows: dict[str, Rows], result: PreflightResult) -> 
         return []
     by_rule = cfg.reward.judge.runs_rule or not (cfg.reward.judge.url or cfg.reward_model.judges)
     grade = cfg.reward_model.runs_scorers and by_rule and not (cfg.custom_reward_function.path or cfg.reward.url)
-    text = describe_problems(look_at(first, encoder=chat_encoder(cfg) if result.tokenizer_works else None, grade=grade))
+    text = describe_problems(
+        check_rows(first, encoder=chat_encoder(cfg) if result.tokenizer_works else None, grade=grade)
+    )
     shares = [f"{min(_GRADED_ROWS, len(split)):,} of {len(split):,} {name}" for name, split in rows.items()]
-    return [f"data: looked at {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]
+    return [f"data: checked {' and '.join(shares)} rows" + (f"\n{text.rstrip()}" if text else ", nothing found")]

@@ -153,7 +153,7 @@ class Trainer(Callback):
             saver.best.observe(first_step, val_metrics)
             untested = self._pending_validation = untested and not val_metrics
         for step in range(first_step + 1, total + 1):
-            # Checked between steps, so that a running step is finished and no other is started.
+            # Check between steps, so that a running step is finished and no other is started.
             if stop.requested or saver.best.stalled():
                 break
             started, self._under_way = time.perf_counter(), step
@@ -189,7 +189,8 @@ class Trainer(Callback):
         """
         trainer, stop, step, total = self.config.trainer, self._stop, self.num_steps, self.plan.total_steps
         last, untested = step == total, False
-        # Saved before the validation. The validation wakes the engine, which then keeps its weights for the next step.
+        # Save before the validation, because the validation wakes the engine, which then keeps its weights for the next
+        # step.
         due = saver.due(step, last or stop.requested) or stop.save_requested
         if due or saver.overdue(step):
             self.callbacks.on_phase("save_checkpoint")

@@ -68,7 +68,7 @@ def evaluation_folder(cfg: TrainerConfig, run: RunFolder, step: int) -> RunFolde
     if not any(file for pattern in _RUN_FILES for file in run.path.glob(pattern)):
         return run
     folder = RunFolder(str(_free(run.path, "evaluation")))
-    log.info("%s holds a run: metrics, answers and settings of this evaluation are in %s", run.path, folder.path.name)
+    log.info("%s holds a run: metrics, responses and settings of this evaluation are in %s", run.path, folder.path.name)
     return folder
 
 
@@ -110,7 +110,7 @@ def _cut(file: Path, step: int, aside: Path) -> None:
     if later := [line for line in lines if line.strip() and _step_of(line) > step]:
         aside.mkdir(exist_ok=True)
         (aside / file.name).write_text("".join(f"{line}\n" for line in later), encoding="utf-8")
-    # Written to a second file, because a kill during the write would lose the lines of all steps.
+    # Write to a second file, because a kill during the write would lose the lines of all steps.
     anew = file.with_suffix(".tmp")
     anew.write_text("".join(f"{line}\n" for line in head), encoding="utf-8")
     anew.replace(file)
@@ -119,14 +119,14 @@ def _cut(file: Path, step: int, aside: Path) -> None:
 def _log_archived(folder: Path, aside: Path, step: int | None) -> None:
     if aside.exists():
         content = "the output of an earlier start" if step is None else f"the output of steps after {step}"
-        log.info("%s: %s was moved to %s, because this start writes it again", folder, content, aside.name)
+        log.info("%s: %s was moved to %s, because this run writes it again", folder, content, aside.name)
 
 
 def append_last_line(file: Path, step: int, metrics: dict[str, float]) -> None:
     """Append the line of ``step`` if it is missing because the run was killed between checkpoint and line."""
     if metrics and not any(_step_of(line) == step for line in _lines(file)):
         with disk_errors(file), file.open("a", encoding="utf-8") as lines:
-            # Prefixed by a newline, because the kill may have cut a line off.
+            # Begin with a newline, because the kill may have truncated the last line.
             lines.write("\n" + json.dumps({"step": step, **metrics}) + "\n")
 
 

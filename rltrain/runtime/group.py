@@ -356,7 +356,7 @@ class WorkerGroup:
         # A process that does not return its stack is stopped or lost, so it is reported.
         silent = [rank for rank in late if rank not in stacks]
         for identity in (self._identities[rank] for rank in silent if rank < len(self._identities)):
-            # Killed directly, because Ray only requests an exit, to which a stopped process does not react.
+            # Kill the process directly, because Ray only requests an exit, to which a stopped process does not react.
             if identity["node"] == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(identity["pid"], signal.SIGKILL)

@@ -60,7 +60,7 @@ def greedy_soup(
         raise ConfigError(f"{taken[0]}: with --greedy, DATA, MODEL and OUT set this key. Remove it.")
     if averager.are_adapters:
         raise ConfigError("--greedy scores models, and these are adapters. Merge them, or average without --greedy.")
-    from rltrain.api import evaluate  # here, because it takes seconds
+    from rltrain.api import evaluate  # imported here, because the import takes seconds
 
     def score(numbers: list[int]) -> float:
         # Only one candidate is on disk at a time, because models are large.
@@ -97,17 +97,17 @@ def _shares(text: str | None, num_models: int) -> Shares:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rltrain average", description="Average the weights of models.")
-    parser.add_argument("out", metavar="OUT", help="the folder to make")
+    parser.add_argument("out", metavar="OUT", help="the folder to create")
     models = "a run folder (its newest checkpoint), global_step_N, a model folder, a name on the hub, or an adapter"
     parser.add_argument("models", metavar="MODEL", nargs="+", help=models)
-    weights = "one for each model, divided by their sum (default: equal)"
+    weights = "a weight for each model; they are divided by their sum (default: equal)"
     parser.add_argument("--weights", metavar="W,W,...", help=weights)
     greedy = "a greedy soup, scored on these rows. Keys of training (KEY=VALUE ...) set sampling and scoring"
     parser.add_argument("--greedy", metavar="DATA", help=greedy)
-    metric = "of the validation on DATA (default: mean of val-core/…/mean@N)"
+    metric = "metric of the validation on DATA (default: mean of val-core/…/mean@N)"
     parser.add_argument("--metric", metavar="NAME", help=metric)
     parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of the written weights (default: as the first model has them)"
+        "--dtype", choices=_DTYPES, help="dtype of the written weights (default: as in the first model)"
     )
     return parser
 

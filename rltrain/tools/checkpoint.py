@@ -19,7 +19,7 @@ from rltrain.run.checkpoints.card import scores
 from rltrain.run.checkpoints.folder import Checkpoints, RunFolder
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.run.checkpoints.manifest import has_digests, is_thinned, read_record, size_of
-from rltrain.run.checkpoints.model_folder import find_step, whole_export
+from rltrain.run.checkpoints.model_folder import complete_export, find_step
 from rltrain.run.checkpoints.room import sized
 from rltrain.run.checkpoints.thin import damage, optimizer_bytes, thin
 from rltrain.run.report.table import METRICS
@@ -38,7 +38,7 @@ def export(name: str, out: str, dtype: str | None = None) -> None:
         step = find_step(place)
         if step is None:
             raise CheckpointError(f"{run_folder(place)} has no checkpoint. Name a run folder or its global_step_N.")
-        source = whole_export(step)
+        source = complete_export(step)
     with new_folder(out) as folder:
         if is_foreign or dtype:
             part = read_shards(source) if is_foreign else read_part(str(source))
@@ -81,7 +81,7 @@ def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
     """
     if keep < 0:
         raise ConfigError(f"--keep {keep}: give 0 or more.")
-    list(_steps(name))  # raises before a lock file is created in a folder without checkpoints
+    list(_steps(name))  # raises an error before a lock file is created in a folder without checkpoints
     run = RunFolder(name)
     try:
         whole = [step for step in run.steps() if not run.damage(run.step_folder(step))]
@@ -92,11 +92,11 @@ def thin_run(name: str, keep: int, *, thins_best: bool, dry: bool) -> None:
             if step not in whole:
                 status = "damaged: unchanged"
             elif is_thinned(folder):
-                status = "has no optimizer any more"
+                status = "already thinned"
             elif step in whole[max(0, len(whole) - keep) :]:
                 status = "stays (--keep)"
             elif step == best:
-                status = "stays (best by trainer.keep_best; --best thins it too)"
+                status = "kept (best by trainer.keep_best; --best thins it too)"
             else:
                 num_bytes = optimizer_bytes(folder) if dry else thin(run, step)
                 freed += num_bytes
@@ -137,20 +137,20 @@ def _steps(name: str) -> list[Path]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rltrain checkpoint", description="Work on checkpoints of a run.")
     programs = parser.add_subparsers(dest="program", required=True, metavar="PROGRAM")
-    exporting = programs.add_parser("export", help="the model of a checkpoint, as a folder of its own")
+    exporting = programs.add_parser("export", help="copy the model of a checkpoint to a folder")
     exporting.add_argument(
         "run",
         metavar="RUN",
-        help="a run folder (its newest whole checkpoint), its global_step_N, or global_step_N/actor of verl's",
+        help="a run folder (its newest complete checkpoint), its global_step_N, or global_step_N/actor of verl's",
     )
-    exporting.add_argument("out", metavar="OUT", help="the folder to make")
-    exporting.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
-    thinning = programs.add_parser("thin", help="drop the optimizer's state of older checkpoints")
+    exporting.add_argument("out", metavar="OUT", help="the folder to create")
+    exporting.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
+    thinning = programs.add_parser("thin", help="remove the optimizer state of older checkpoints")
     thinning.add_argument("run", metavar="RUN", help="a run folder")
     thinning.add_argument(
-        "--keep", type=int, default=1, metavar="N", help="so many of the newest stay as they are (default 1)"
+        "--keep", type=int, default=1, metavar="N", help="number of newest checkpoints that are not changed (default 1)"
     )
-    thinning.add_argument("--best", action="store_true", help="thin the best by trainer.keep_best too")
+    thinning.add_argument("--best", action="store_true", help="also thin the best checkpoint by trainer.keep_best")
     thinning.add_argument("--dry-run", action="store_true", help="show what would be freed, and change nothing")
     verifying = programs.add_parser("verify", help="compare all files of checkpoints with their digests")
     verifying.add_argument("run", metavar="RUN", help="a run folder or its global_step_N")

@@ -61,7 +61,7 @@ def collect(run: Path, archive: Path, most_bytes: int = MOST_BYTES, most_of_a_fi
                 data = _end_of(path, most_of_a_file)[1]
             if text is None and (not data or any(secret.encode() in data for secret in secrets)):
                 sys.stderr.write(f"left out: {name} {'holds a secret' if data else 'cannot be read as text'}\n")
-            # Skipped, because smaller files after it may still fit.
+            # Skip this file only, because smaller files after it may still fit.
             elif len(data) <= room:
                 room -= len(data)
                 file.writestr(name, data)
@@ -75,7 +75,7 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
     # Links out of the folder are skipped, because a link may point to any file of the user.
     inside = [path for path in paths if path.resolve().is_relative_to(run.resolve())]
     yield from ((str(path.relative_to(run)), path) for path in inside if path.is_file())
-    # The path is read from the record of the run, because logs contain text of data and model.
+    # Ray's folder is read from the record of the run, because logs contain text of data and model.
     folder = Path(str((read_json(run / "env.json") or {}).get("ray_logs") or ""))
     if folder.name == "logs" and folder.parent.name.startswith("session_"):
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())
@@ -103,7 +103,7 @@ def _secret_values(texts: Iterable[tuple[Path, str]]) -> list[str]:
     values: set[str] = set()
 
     def add(name: str, value: str, *, sure: bool) -> None:
-        # Short values and plain words would match everywhere in free text.
+        # Short values and plain words are excluded, because they would match everywhere in free text.
         least = 6 if sure else 8
         lines = {line.strip().strip("'\",") for line in value.splitlines()} if is_secret(name, value) else set()
         values.update(line for line in lines if len(line) >= least and (sure or not line.isalpha()))
@@ -124,7 +124,8 @@ def _end_of(path: Path, most: int) -> tuple[int, bytes, str]:
     with open(path, "rb") as file:
         head = file.read(4)
         code = next((code for code in _WIDE if head.startswith("\ufeff".encode(code))), "utf-8")
-        # A truncated parquet file is unreadable; a log's errors are at its end.
+        # Omit a large parquet file, because it is unreadable when truncated. Keep the end of a log, because errors are
+        # there.
         left_out = max(0, path.stat().st_size - most) if path.suffix != ".parquet" else 0
         left_out -= left_out % 4 if code in _WIDE else 0
         file.seek(left_out)
@@ -147,10 +148,10 @@ def _masked(text: str, secrets: list[str]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rltrain collect",
-        description="Pack what a bug report needs of a run into one archive: configuration, plan, versions, logs, "
-        "metrics, incidents, the newest answers and Ray's logs, but no weights. Values of keys that name a secret are "
-        f"masked, large files are cut to their ends, and it holds at most {MOST_BYTES >> 20} MiB. Look through it "
-        "before you share it: prompts and answers are in it.",
+        description="Pack the files that a bug report needs into one archive: configuration, plan, versions, logs, "
+        "metrics, incidents, newest responses and Ray's logs, no weights. Values of keys that name a secret are "
+        f"masked, large files are cut to their ends, and the archive has at most {MOST_BYTES >> 20} MiB. Check it "
+        "before you share it: it contains prompts and responses.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
     parser.add_argument("archive", type=Path, nargs="?", help="default: NAME_OF_THE_RUN-report.zip in this folder")

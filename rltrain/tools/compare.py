@@ -44,8 +44,8 @@ _NAMES = (
     "trainer.validation_data_dir", "env.command", "env.folder", "env.host", "env.hosts",
 )  # fmt: skip
 _BATCHES = 10
-# Quantiles of Student's t at 97.5 % for 1 to 9 degrees of freedom. For more, the last value is too large by at most 15
-# %.
+# Quantiles of Student's t at 97.5 % for 1 to 9 degrees of freedom. For more degrees of freedom the last value is used,
+# which is at most 15 % too large.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _HEAD = ("metric", "line", "steps", "first", "last", "best", "mean", "difference [95 %]", "paired over")
 
@@ -69,7 +69,7 @@ class Run:
 
     @cached_property
     def kind(self) -> str:
-        """All settings except the seeds, as JSON; without config.yaml the name instead."""
+        """All settings except the seeds, as JSON. Without config.yaml: the name instead."""
         rest = {key: value for key, value in self.settings.items() if not _is_seed(key)}
         known = any(not key.startswith("env.") for key in self.settings)
         return json.dumps(rest, sort_keys=True, default=str) if known else self.name
@@ -173,7 +173,7 @@ def _read(folder: Path, name: str) -> Run:
 def _unused(settings: Mapping[str, Any]) -> frozenset[str]:
     try:
         loaded = load_config([], [{key: value for key, value in settings.items() if not key.startswith("env.")}])
-    except RltrainError:  # settings of another version: all of them are compared
+    except RltrainError:  # the settings are from another version: compare all of them
         return frozenset()
     return frozenset(unused_keys(loaded))
 
@@ -240,7 +240,7 @@ def difference(metric: str, first: Group, other: Group) -> dict[str, Any]:
     found = {"difference": float(gaps.mean()), "over": f"{len(units)} seeds, {count(len(gaps), 'step')}"}
     if len(units) < max(2, len(mine), len(others)):
         units, found["over"] = [], count(len(gaps), "step")
-        if len(gaps) >= 2 * _BATCHES:  # with fewer steps the variance is unknown
+        if len(gaps) >= 2 * _BATCHES:  # with fewer steps the variance is not known well enough
             units = [float(part.mean()) for part in np.array_split(gaps.to_numpy(), _BATCHES)]
     if not units:
         return found

@@ -38,7 +38,7 @@ _USAGE = """usage: rltrain doctor [--config FILE] key=value ...
 Test a cluster before training. Prints a table, and causes and fixes.
 
 The keys are those of training (rltrain train --help); these matter here:
-  ray_kwargs.ray_init.address=auto   the cluster that scripts/ray_start.sh has started; else this machine alone
+  ray_kwargs.ray_init.address=auto   the cluster that scripts/ray_start.sh has started; else this machine only
   trainer.nnodes=N                   default: all nodes of the cluster
   trainer.n_gpus_per_node=N          default: what this machine shows
   trainer.default_local_dir=FOLDER   the run folder, which all nodes must share
@@ -115,7 +115,7 @@ def _tried(group: WorkerGroup, device: str, is_cpu: bool) -> Iterator[Check]:
     yield Check("collectives", f"{logs.count(group.world, 'rank')}: {summary} per rank")
     speeds = np.full((group.world, group.world), np.nan)
     with logs.waiting("every pair of devices"):
-        # One call per round, so that a hanging pair is the only late one and can be named.
+        # Each call is one round, so that a hanging pair is the only late one and can be named.
         for turn in range(group.world - 1 + group.world % 2):
             rows = group.submit([bind(Links.p2p_bandwidth, _PAIR_BYTES, turn)]).collect(_PAIR_S)
             speeds = np.fmax(speeds, np.stack(rows))
@@ -127,10 +127,10 @@ def _computing(speeds: list[float], names: list[str]) -> Check:
     check = Check("computing", f"{np.median(speeds):.3g} TFLOP/s (median), least {min(speeds):.3g}: {names[slowest]}")
     for name, speed in zip(names, speeds, strict=True):
         if not speed:
-            check.problems.append(f"{name}: a product of matrices was wrong. Take the device out of use.")
+            check.problems.append(f"{name}: a matrix product was wrong. Do not use this device.")
         elif speed < _SLOW * np.median(speeds):
             check.notes.append(
-                f"{name} computes {speed:.3g} TFLOP/s, and the one in the middle {np.median(speeds):.3g}. Look for "
+                f"{name} computes {speed:.3g} TFLOP/s; the median is {np.median(speeds):.3g}. Look for "
                 "another process on it, for heat and for its power limit (npu-smi info, nvidia-smi)."
             )
     return check
@@ -153,14 +153,14 @@ def pairs(speeds: np.ndarray, names: list[str], node: np.ndarray) -> Iterator[Ch
         check = Check(title, f"{pair}: {middle:.2f} GB/s (median), least {least:.2f}: {ends}")
         slow = chosen & (speeds < _SLOW * middle)
         if not least:
-            # Counted over all pairs, because in a node of two devices a faulty device makes the other look faulty too.
+            # Count over all pairs. In a node with two devices a faulty device makes the other one look faulty too.
             check.problems.append(
-                f"{ends}: what arrived was not what was sent. {logs.count(int(wrong.sum()) // 2, 'pair')} in all "
-                f"changed numbers, {_common(wrong, names)}. Take that device out of use, and look again."
+                f"{ends}: received data differed from sent data. {logs.count(int(wrong.sum()) // 2, 'pair')} in "
+                f"all changed numbers, {_common(wrong, names)}. Exclude that device and run the doctor again."
             )
         elif slow.any():
             check.notes.append(
-                f"{ends}: {least:.2f} GB/s, and the pair in the middle has {middle:.2f}. {slow.sum() // 2} of {pair} "
+                f"{ends}: {least:.2f} GB/s; the median pair has {middle:.2f}. {slow.sum() // 2} of {pair} "
                 f"are slow, {_common(slow, names)}. Look at that node's cards, cables and switch ports, and "
                 "at which card NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name."
             )
@@ -189,13 +189,13 @@ def table(checks: list[Check]) -> str:
 def restored_folder(path: Path) -> Iterator[Path]:
     """Yield the run folder; remove the folders that did not exist before."""
     path = path.expanduser().resolve()
-    # os.path.exists, because Path.exists raises without permission.
+    # Use os.path.exists, because Path.exists raises an error without permission.
     folders = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
     try:
         yield path
     finally:
         for folder in folders:
-            with suppress(OSError):  # it is not empty, or was never created
+            with suppress(OSError):  # the folder is not empty, or was never created
                 folder.rmdir()
 
 

@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
         "also each phase's share of the step and the slowest step; elsewhere in a fixed layout for scripts.",
     )
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir), or its metrics.jsonl")
-    says = "write a page of charts and answers that opens offline (default: report.html in RUN)"
+    says = "write a page of charts and responses that opens offline (default: report.html in RUN)"
     parser.add_argument("--html", nargs="?", const="", metavar="FILE", help=says)
     arguments = parser.parse_args(argv)
     if arguments.html is None:

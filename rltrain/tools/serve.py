@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.engine:
         raise ConfigError(f"--engine {arguments.engine} was removed: {_REMOVED['--engine']}.")
     settings = read_settings(arguments.words)
-    # Imported here so that --help does not wait for torch.
+    # Import here, so that --help does not wait for torch.
     from rltrain.common.device import get_device
     from rltrain.run.checkpoints.model_folder import find_model
 

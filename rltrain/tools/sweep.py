@@ -42,7 +42,7 @@ Exit code 0: all runs are finished; else that of the failures, or 1 where they d
 """
 _FOLDER, _EXPERIMENT = "trainer.default_local_dir", "trainer.experiment_name"
 _LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
-# A run's name is a folder, and a name for trackers. If two names are equal, the second gets a number.
+# A run's name is used for its folder and by trackers. If two names are equal, the second gets a number.
 _NO_NAME, _LONGEST = re.compile(r"[^\w.+=-]+"), 120
 _FINISHED, _FAILED, _STOPPED = "finished", "failed", "stopped"
 
@@ -67,7 +67,7 @@ def values_of(text: str) -> list[str]:
     for sign in text:
         if quote:
             quote = "" if sign == quote else quote
-        elif sign in "'\"" and (depth or not values[-1].strip()):  # otherwise it is an apostrophe
+        elif sign in "'\"" and (depth or not values[-1].strip()):  # any other quotation mark is an apostrophe
             quote = sign
         elif sign == "," and not depth:
             values.append("")
@@ -112,7 +112,7 @@ def load_runs(arguments: argparse.Namespace, out: Path | None) -> tuple[list[Swe
     for name, words in combined:
         try:
             plain = load_config(words, arguments.config, arguments.problems).config.trainer
-            # The common folder is the first run's default, because the default may depend on a swept key.
+            # The common folder is the default folder of the first run, because the default may depend on a swept key.
             out = out or Path(plain.default_local_dir).expanduser()
             own = [f"{_FOLDER}={out / name}", f"{_EXPERIMENT}={plain.experiment_name}-{name}"]
             loaded = load_config([*words, *own], arguments.config)
@@ -158,13 +158,13 @@ def sweep(runs: Sequence[SweepRun], out: Path, stop: Stop) -> int:
                 messages[run.name] = message.splitlines()[0]
                 # The exit code of a signal takes precedence, because it is the reason for missing runs.
                 codes = {code} if state == _STOPPED else codes | {code}
-            # A signal ends all runs, and without Ray none can start.
+            # A signal ends all runs, and without Ray no run can start.
             if state == _STOPPED or lost():
                 break
     if len(finished) > 1:
         try:
             compare([run.folder for run in runs if run in finished], out)
-        except RltrainError as error:  # the runs themselves are finished
+        except RltrainError as error:  # the runs themselves have finished
             sys.stderr.write(f"the runs are not compared: {error}\n")
     _print(f"{len(finished)} of {len(runs)} runs are finished")
     for run in [run for run in left if run not in finished]:

@@ -43,7 +43,7 @@ from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.turn_delta import TurnDelta
 
 _END = "---"
-# Long, because a user may stay in breakpoint().
+# The limits are long, because a user may stay in breakpoint().
 _PATIENCE_S = 86400.0
 
 
@@ -63,7 +63,7 @@ class Trial:
         content = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
         names = tuple(schema["function"]["name"] for schema in self._schemas)
         self._start = TrajectoryStart(row.prompt, content, options.seed, agent if is_plugin(agent) else None, names)
-        # Without a model images are shown as <image>; the template of --model formats texts only.
+        # Without a model, images are shown as <image>. The template of --model formats texts only.
         terms = TurnLimits.of(self._turns, images=self._turns.images is not False and self._turn_delta is None)
         self._terms = replace(terms, timeout_s=_PATIENCE_S, trajectory_timeout_s=None)
 
@@ -184,9 +184,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("file", help="tools (FILE.py, package.module, FILE.yaml), or FILE.py:NAME of a class or agent")
     parser.add_argument("data", help="a file with rows of the run")
     parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the run")
-    parser.add_argument("--row", type=int, default=0, metavar="N", help="the row to try, from 0 (%(default)s)")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="number of the row, from 0 (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of reset and agents (%(default)s)")
-    turns = f"the turns of the policy, a line {_END} after each; without it you type them"
+    turns = f"the turns of the policy, with a line {_END} after each (default: typed by you)"
     parser.add_argument("--turns", type=Path, metavar="FILE", help=turns)
     parser.add_argument("--model", metavar="PATH", help="a model's folder, whose chat template formats the messages")
     return parser.parse_intermixed_args(argv)
@@ -198,7 +198,7 @@ def _key_of(place: str) -> str:
         return TOOL_CONFIG
     if not is_plugin(place):
         return FUNCTIONS
-    # A guess, for the error message if the name does not exist: class names are capitalised.
+    # Guess the key for the error message, in case the name does not exist. Class names are capitalised.
     key = ENVIRONMENT if place.rpartition(":")[2][:1].isupper() else AGENT_KEY
     with verl_stubs.importable():
         return ENVIRONMENT if inspect.isclass(load_plugin(key, place)) else AGENT_KEY

@@ -86,7 +86,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("reward", help="custom_reward_function.path of the run, or judge")
     parser.add_argument("data", help="a parquet file with rows of the run")
     parser.add_argument("--name", default="compute_score", help="custom_reward_function.name (%(default)s)")
-    answers = 'one per line: the first answers row 0, and so on; in a .jsonl file a text, or {"answer": …, "row": …}'
+    answers = 'one response per line, for rows 0, 1, …; in a .jsonl file a text, or {"answer": …, "row": …}'
     parser.add_argument("--answers", type=Path, metavar="FILE", help=answers)
     first = "try the first N rows, and one per data source (%(default)s)"
     parser.add_argument("--rows", type=int, default=3, metavar="N", help=first)
@@ -172,7 +172,7 @@ class _Judge:
         judge = loaded.config.reward.judge
         if judge.url is None:
             raise ConfigError("a judge needs --kwargs url=http://host:port/v1 model=NAME (keys of reward.judge).")
-        # The other settings of the run are unknown.
+        # The other settings of the run are unknown, so defaults are used.
         if problems := [problem for problem in broken_rules(loaded) if "reward.judge" in problem]:
             raise ConfigError("\n".join(problems))
         self._judged, self._deadline_s = RemoteJudge(loaded.config.scoring), judge.deadline_s

@@ -71,7 +71,7 @@ def compare(run: Path, steps: Sequence[int], count: int, source: str | None, wid
     and the newest.
     """
     tested = list(sample_steps(run, "val"))
-    # A single step is compared with the first.
+    # A single given step is compared with the first step.
     steps = [tested[0], *steps] if len(steps) == 1 else steps or tested
     if steps[0] == steps[-1]:
         only = f"there is one validation only, of step {tested[0]}" if len(tested) == 1 else f"step {steps[0]} twice"
@@ -113,16 +113,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rltrain view", description="Show the saved samples of a run.")
     parser.add_argument("run", type=Path, help="run folder (trainer.default_local_dir)")
     parser.add_argument("--step", type=int, help="default: the newest")
-    parser.add_argument("--val", action="store_true", help="answers of validation instead of training")
+    parser.add_argument("--val", action="store_true", help="responses of a validation instead of a training step")
     order = parser.add_mutually_exclusive_group()
     for name, text in _ORDERS.items():
         order.add_argument(f"--{name.replace('_', '-')}", dest="order", action="store_const", const=name, help=text)
     pair = "the same validation prompts at two steps (default: first and newest; one step: first and that)"
     parser.add_argument("--compare", nargs="*", type=int, metavar="STEP", help=pair)
-    parser.add_argument("-n", type=int, default=5, help="how many (default 5)")
-    parser.add_argument("--source", help="only this data_source")
-    parser.add_argument("--lines", action="store_true", help="one line an answer")
-    parser.add_argument("--chars", type=int, default=2000, help="longest text shown whole (default 2000)")
+    parser.add_argument("-n", type=int, default=5, help="number of responses (default 5)")
+    parser.add_argument("--source", help="show only this data_source")
+    parser.add_argument("--lines", action="store_true", help="one line per response")
+    parser.add_argument("--chars", type=int, default=2000, help="maximum characters of a text (default 2000)")
     return parser
 
 
@@ -144,9 +144,9 @@ def main(argv: list[str] | None = None) -> int:
                 console.print(one_line(sample, console.width - 8))
             else:
                 show(sample, console, arguments.chars)
-        console.print(f"{min(len(arranged), arguments.n)} of {len(arranged)} answers, step {frame['step'].iloc[0]}")
+        console.print(f"{min(len(arranged), arguments.n)} of {len(arranged)} responses, step {frame['step'].iloc[0]}")
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
-        # Else Python reports the broken pipe when it flushes standard output at exit.
+        # Otherwise Python reports the broken pipe when it flushes standard output at exit.
         sys.stderr.close()
     return 0
 

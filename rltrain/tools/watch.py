@@ -53,7 +53,7 @@ def view(run: Path) -> Group:
 
 def _progress(run: Path, made: int, total: int, steps: list[dict[str, Any]]) -> str:
     if total and made >= total:
-        return "all steps are made"
+        return "all steps are done"
     if not total or not steps:
         return last_line(run)
     return f"{timedelta(seconds=round(seconds_left(steps, total - made)))} left"

@@ -113,8 +113,8 @@ class Experience:
         # generated.
         arrivals = self._rewards.begin_scoring("train", len(started) * n)
         rows = np.array([prompt.row for prompt in started], dtype=np.int32)
-        # The seed uses the draw number of each prompt instead of this round's, so that a prompt that is retried in a
-        # later step gets the same random numbers.
+        # The seed uses the draw number of each prompt instead of the number of this round. A prompt that is retried in
+        # a later step then gets the same random numbers.
         draws = np.array([prompt.draw for prompt in started])
         terms = self.pending.terms(started) | {"stream": arrivals is not None}
         task = GenerateTask("train", rows, n, sampling, self._seed, draws, **terms)
@@ -142,8 +142,7 @@ class Experience:
     def _draw(self) -> list[Prompt]:
         rows = self.sampler.rows(self.batches_drawn)
         self.batches_drawn += 1
-        # Draws are numbered from 1, so the increment comes first. The number seeds all responses, so this must not
-        # change.
+        # Draws are numbered from 1, so increment first. Changing this would change the seeds of all responses.
         return [Prompt(row, self.batches_drawn) for row in rows]
 
     def _useful_prompts(self, samples: Samples) -> Ids:

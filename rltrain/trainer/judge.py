@@ -14,7 +14,7 @@ from rltrain.workers.interface import roles
 
 
 class Judge:
-    """Generative reward model. ``readings``: maximum attempts per message to get a reply that can be parsed."""
+    """Generative reward model. ``readings``: maximum number of attempts per message until a reply can be parsed."""
 
     def __init__(self, group: WorkerGroup, seed: int, readings: int) -> None:
         self._group, self._seed, self.readings = group, seed, readings

@@ -22,7 +22,7 @@ from rltrain.runtime.samples import Samples
 log = logging.getLogger(__name__)
 # If a larger share of the trajectories fails, something is broken, and the remaining responses are a biased sample.
 _MOST = 0.5
-_TRACEBACK = 'File "'  # not the first line of a traceback, which is cut off if it is long
+_TRACEBACK = 'File "'  # matches a traceback without its first line, which is missing if the traceback was truncated
 _OF_SERVICES = re.compile(
     r"OSError|IOError|Connect|Timeout|HTTP|API|RateLimit|Unavailable|Pipe|Memory|SSL|socket", re.I
 )

@@ -36,7 +36,7 @@ class Prompt:
     age: int = 0
     """Number of steps that ended without the prompt."""
     answers: Samples | None = None
-    """Complete and partial responses, with the numbers of `KEPT` (carry_over)."""
+    """Complete and partial responses, with the columns in `KEPT`. Used by carry_over only."""
 
 
 class PendingPrompts:
@@ -53,7 +53,7 @@ class PendingPrompts:
 
     def next_prompts(self, draw: Callable[[], list[Prompt]]) -> list[Prompt]:
         """Return the prompts of a step: queued prompts, then new ones."""
-        # Add whole draws, because the sampler returns whole draws; the surplus stays in the queue.
+        # The sampler returns whole draws. Surplus prompts stay in the queue.
         while len(self._waiting) < self._num_started:
             self._waiting += draw()
         started, self._waiting = self._waiting[: self._num_started], self._waiting[self._num_started :]
@@ -67,7 +67,7 @@ class PendingPrompts:
         for place, prompt in enumerate(started):
             if prompt.answers:
                 pending_mask[place] = ~prompt.answers[c.COMPLETE]
-        # At least 1: with a target of 0 no replica would start a job, and the step would have no response.
+        # The target is at least 1, because with 0 no replica would start a job, and the step would have no response.
         target = max(1, self._wanted - int((~pending_mask.any(1)).sum()))
         mask = pending_mask if self._carries else None
         return {"target_complete": target, "num_required": self._num_waited_for(started), "pending_mask": mask}
@@ -75,8 +75,8 @@ class PendingPrompts:
     def _num_waited_for(self, started: Sequence[Prompt]) -> int:
         """Return the number of prompts, counted from the first, that the step must complete.
 
-        carry_over: the prompts over the age limit. oversample: if any prompt is over the limit, all prompts that were
-        discarded before, because the step is long anyway.
+        carry_over: the prompts over the age limit. oversample: if any prompt is over the limit, all prompts whose
+        responses were discarded before. They cost little extra time, because the step waits for a long response anyway.
         """
         # The queue is oldest first, so these are the first prompts, and their count identifies them.
         old = [prompt for prompt in started if prompt.age >= self._max_age]
@@ -108,7 +108,8 @@ class PendingPrompts:
         if self._carries:
             self._add_earlier(started, samples)
         complete = np.flatnonzero(samples[c.COMPLETE].reshape(-1, n).all(1))
-        # In queue order, not in order of completion, so that the oldest complete prompts are trained on first.
+        # Select prompts in queue order, not in order of completion, so that the oldest complete prompts are trained on
+        # first.
         chosen = complete[: self._wanted]
         left = np.setdiff1d(np.arange(len(started)), chosen)
         ids, left_ids = ((places[:, None] * n + np.arange(n)).ravel() for places in (chosen, left))

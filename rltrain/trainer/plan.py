@@ -25,7 +25,7 @@ _MOST_REWARD_WORKERS = 64
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Image statistics of the training prompts (0 if only validation prompts have images)."""
+    """Image statistics of the training prompts. All are 0 if only validation prompts have images."""
 
     share: float = 0.0
     """Share of the prompts with images."""
@@ -134,7 +134,7 @@ def make_plan(
         prompts_per_step=prompts,
         answers_per_prompt=rollout.n,
         samples_per_step=prompts * rollout.n,
-        # Rounded up: if the number of samples is not divisible by the ranks, some ranks get one more.
+        # Round up: if the number of samples is not divisible by the ranks, some ranks get one more.
         most_samples_per_rank=-(-prompts * rollout.n // ranks["actor"]),
         num_mini_batches=prompts // mini,
         prompts_per_mini_batch=mini,

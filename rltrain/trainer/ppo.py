@@ -98,7 +98,7 @@ class PPOTrainer:
         )
         compiled = cfg.actor_rollout_ref.actor.fsdp_config.use_torch_compile
         self._expert_load = ExpertLoad(models.sizes.get("num_experts", 0), compiled=compiled)
-        self._metrics: Metrics = {}  # of the newest step
+        self._metrics: Metrics = {}  # metrics of the newest step
         self._on_phase = on_phase
         sources = np.array(rewards.data_sources("train"), dtype=object)
         # A single source needs no metrics by source.
@@ -122,7 +122,7 @@ class PPOTrainer:
             samples, metrics = self.experience.collect(timer)  # y ~ pi_old(. | x), n responses each, and r(x, y)
             record = StepRecord(step, metrics, bytes_before)
             self.advantages.mask(samples)
-            # Before any update, so that a run that stops here still has the weights of the previous step.
+            # Check before any update, so that a run that stops here still has the weights of the previous step.
             self._alarms.damaged(metrics)
             if passes.rewarded:
                 record.metrics |= self._alarms.collapsed(valid_samples(samples)[c.SCORE])
@@ -167,7 +167,7 @@ class PPOTrainer:
         if covered.any():
             layout = self._lay_out(samples, "old_log_prob", record, np.flatnonzero(covered))
             record.measured = self.actor.log_probs(samples, layout)
-            if self._alarms.stops_on_gap:  # then the pass covers all samples, so that the run stops before an update
+            if self._alarms.stops_on_gap:  # the pass then covers all samples, so that the run stops before an update
                 self._alarms.gap(m.policy_metrics(record.measured))
 
     def _estimate_advantages(self, samples: Samples, record: StepRecord) -> Whitening:
@@ -268,8 +268,8 @@ class PPOTrainer:
         """Return the metrics of the step."""
         cfg, plan = self.cfg, self.plan
         metrics = timer.metrics() | record.metrics | m.policy_metrics(record.measured)
-        # If the gap only warns, or with `bypass`, the moments are complete only now. An error here is still raised
-        # before the checkpoint of the step.
+        # The moments are complete only now if the gap only causes a warning, or with `bypass`. An error here still
+        # prevents the checkpoint of this step.
         metrics |= self._alarms.gap(metrics)
         # The phase adv runs no model, so it has no FLOPs.
         costs = {
@@ -371,7 +371,8 @@ class PPOTrainer:
         """State of the driver for a checkpoint."""
         drawn, sampler, pending = self.experience.batches_drawn, self.experience.sampler, self.experience.pending
         lengths, experts = self.actor.lengths.state(), self._expert_load.state()
-        # Saved only for a controller. Without one the config applies, even if a resumed run enables a controller.
+        # Save the coefficient only for a controller. Without one the config applies, even if a resumed run enables a
+        # controller.
         entropy = self.cfg.actor_rollout_ref.actor.adaptive_entropy
         coef = self.advantages.kl_coef if self.cfg.algorithm.kl_ctrl.type == "adaptive" else None
         entropy_coef, metrics = self.entropy_bonus.coef if entropy.enabled else None, self._metrics

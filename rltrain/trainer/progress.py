@@ -40,7 +40,7 @@ class Progress:
 
 
 class ResponseLengths:
-    """Mean response length per prompt, used to start the longest responses first."""
+    """Mean response length per prompt. The responses that are expected to be longest are started first."""
 
     def __init__(self) -> None:
         # The lengths are part of a checkpoint, because they determine the start order. It does not change the tokens of

@@ -132,7 +132,7 @@ class Rewards:
                     f"reward.weights.{name}: the scorer did not return the number '{name}' for some responses. Remove "
                     "it."
                 )
-            # Only failed responses are NaN here; the last line replaces their sum.
+            # Only failed responses are NaN here. The last line replaces their NaN by ``reward.on_error``.
             total = total + weight * np.nan_to_num(term)
         return np.where(failed, columns[c.SCORE], total)
 
@@ -157,7 +157,7 @@ class AnswersInScoring:
 
     def select(self, ids: Ids) -> None:
         """Keep the samples ``ids``, renumbered from 0, and drop the scores of all others."""
-        # This may be called only once, while no id is -1: a second call would use -1 as the index of the last sample.
+        # Call this only once, while no id is -1. A second call would use -1 as the index of the last sample.
         new_id = np.full(1 + max(int(ids_of_part.max()) for ids_of_part in (ids, *self._ids)), -1)
         new_id[ids] = np.arange(len(ids))
         self._ids = [new_id[ids_of_part] for ids_of_part in self._ids]

@@ -14,7 +14,7 @@ _Kind = type[roles.Actor | roles.Critic | roles.Reference]
 
 
 class SavedRole:
-    """Role with a checkpoint: ``role`` is `roles.Actor`, `roles.Critic` or `roles.Reference`."""
+    """Role of which a checkpoint is saved: ``role`` is `roles.Actor`, `roles.Critic` or `roles.Reference`."""
 
     role: _Kind
     _group: WorkerGroup
@@ -31,7 +31,7 @@ class SavedRole:
 class RoleSave:
     """Background save: stages the data on the workers (blocking), then writes it in the background.
 
-    copied: the workers write from a copy, so training may continue before `finish`.
+    copied: True if the workers write from a copy, so that training may continue before `finish`.
     """
 
     def __init__(self, group: WorkerGroup, role: _Kind, task: SaveTask) -> None:
@@ -52,12 +52,12 @@ class RoleSave:
         return self._sealing
 
     def ready(self) -> bool:
-        """Start writing if needed. Returns True once done. Raises like `finish`, and WorkerLost if a rank times out."""
+        """Start writing if needed. Returns True once done. Raises DiskError, or WorkerLost if a rank times out."""
         return self._write().ready() and self._seal().ready()
 
     @property
     def lost(self) -> bool:
-        """True if no worker is left to write."""
+        """Return True if no worker is left that could write."""
         return self._group.ended
 
     def finish(self) -> Written:

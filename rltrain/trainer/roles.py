@@ -32,7 +32,7 @@ from rltrain.workers.interface.results import GenerationNumbers, PassNumbers, Up
 from rltrain.workers.interface.tasks import Finished, GenerateTask, MiniBatch, TurnAdvantages, UpdateTask
 from rltrain.workers.rollout.waiting import WRITTEN
 
-# Longest time in seconds that a worker waits for a finished response before it returns without one.
+# Longest time in seconds that a worker waits for a response to finish. Then it returns no response.
 _POLL_S = 0.5
 _Role = TypeVar("_Role")
 _Argument = TypeVar("_Argument")
@@ -52,8 +52,8 @@ class _Remote:
     """Remote calls of a role on all ranks, with samples by reference.
 
     A data-parallel rank is a group of neighbouring workers that share sequences. A layout has one entry per
-    data-parallel rank. All its workers get the same samples and return the same numbers, so the first worker's are
-    used.
+    data-parallel rank. All its workers get the same samples and return the same numbers, so only the first worker's
+    numbers are used.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -83,8 +83,8 @@ class _Remote:
         ]
         # Workers that share sequences return the same numbers, so the first of each data-parallel rank is used.
         results = self._group.submit(calls).collect()[:: self._group.world // len(calls)]
-        # A rank without samples only takes part in the collectives. It returns a batch without columns, from which no
-        # rows can be requested.
+        # A rank without samples only takes part in the collectives. It returns a batch without columns, so nothing can
+        # be requested from it.
         parts = zip(layout.ids, self.nodes(len(calls)), results, strict=True)
         non_empty = [part for part in parts if len(part[0])]
         samples.attach([whole(ref, tuple(made), ids, node) for ids, node, (ref, _) in non_empty])
@@ -147,7 +147,7 @@ class Policy(_Remote, SavedRole):
         results = self._group.submit([call]).collect(stream=stream)
         for rank, result in enumerate(results):
             self._take_answers(samples, rank, result, with_images=task.is_learnt_from)
-        # Renumber the replicas that served samples, from 0.
+        # Number the replicas that served samples consecutively from 0.
         served = samples[c.SERVED]
         samples[c.ENGINE][served] = np.unique(samples[c.ENGINE][served], return_inverse=True)[1]
         # An aborted response counts as maximum length, so that it starts first the next time.
@@ -288,7 +288,7 @@ class Critic(_Remote, SavedRole):
 
 
 class InferenceModels(_Remote):
-    """Policies without updates: teacher, reference."""
+    """Frozen policies that compute log-probs: teacher and reference."""
 
     def log_probs(self, name: str, column: str, samples: Samples, layout: Layout) -> dict[str, Moments]:
         """Attach ``column``, the log-probs of the pass ``name``. Returns their moments under that name."""
@@ -327,7 +327,9 @@ class RewardModel(_Remote):
         self._num_ranks = num_ranks
 
     def score(self, split: str, samples: Samples, at_once: int | None = None) -> np.ndarray:
-        """Return a score per response [n], ``at_once`` per call (None: all). Ranks get about equally many tokens."""
+        """Return a score per response [n], ``at_once`` responses per call (None: all). Every rank gets about the same
+        number of tokens.
+        """
         # The reward model may use another tokenizer, so the policy's lengths are only an estimate of the work, and its
         # workers form their micro-batches themselves.
         lengths, at_once = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH], at_once or max(1, len(samples))

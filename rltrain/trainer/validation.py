@@ -102,7 +102,7 @@ class Validation:
         # In a validation no penalty is subtracted from the score, so `score` and `reward` are equal; verl calls it
         # reward.
         hidden = {c.SCORE, c.REWARD_FAILED, c.REWARD_TIMEOUT, c.REWARD_ERROR}
-        # Without penalty or another score the rule's score equals the reward.
+        # Without a penalty or a reward model, the rule score equals the reward.
         hidden |= set() if {c.MODEL_SCORE, c.OVERLONG} & scores.keys() else {c.RULE_SCORE}
         extras = {name.removeprefix(c.SCORER): values for name, values in scores.items() if name.startswith(c.SCORER)}
         columns = extras | {name: scores[name] for name in scores if name not in hidden and c.SCORER not in name}
@@ -137,7 +137,7 @@ class Validation:
         samples = Samples.join([(part, np.arange(len(part))) for part in parts])
         # Each chunk numbers its groups from 0; after joining the numbers must be unique.
         samples.update({c.GROUP: np.arange(len(rows)).repeat(num_samples)})
-        # Scored in chunks too, because a single call would take many times as long as in a step, and time out.
+        # Score in chunks too, because a single call would take many times as long as in a step, and time out.
         scores = self._rewards.score("val", samples, at_once=at_once * num_samples)
         return samples, scores, num_samples
 
@@ -286,6 +286,6 @@ def pass_at(values: Floats, k: int) -> Floats:
     wrong = counts - np.nansum(values, 1)
     all_wrong = np.ones(len(values))
     for drawn in range(k):
-        left = counts - drawn  # if a prompt has fewer than k responses, all are drawn
+        left = counts - drawn  # if a prompt has fewer than k responses, `pass_at` uses all of them
         all_wrong *= np.where(left > 0, np.maximum(wrong - drawn, 0) / np.maximum(left, 1), 1.0)
     return 1.0 - all_wrong

@@ -68,7 +68,7 @@ class ActorRefWorker(Actor):
         self.offloader = offloader
         self._device = offloader.device
         self._entry = find_policy_loss(passes.policy_loss)
-        # Policy version at the last old_log_prob pass; a selection reuses the log-probs until the version changes.
+        # Policy version of the last old_log_prob pass, whose log-probs a selection reuses until the version changes.
         self._log_probs_at: int | None = None
         self._load_models()
 
@@ -83,7 +83,7 @@ class ActorRefWorker(Actor):
         self._export: Export | None = None
         self._adapters: dict[str, Tensor] = {}
         self.inference_models = InferenceWorker(self._specs, passes, self.offloader, self._rollout_cfg.temperature)
-        # The policy with adapters disabled is also a reference.
+        # With adapters, the policy with its adapters disabled is the reference.
         self.reference: PolicyModel = self.inference_models.models.get("ref", self.policy)
         self._exact_reference = ReferenceDistribution(self.reference)
         self._balance = ExpertBalance(self.policy, self._device, passes, self._actor_cfg.router_bias_update_rate)
@@ -92,7 +92,8 @@ class ActorRefWorker(Actor):
         if passes.exact_teacher:
             teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
             self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
-        # Registered last, because onloading runs in this order, and the forward passes of the models come first.
+        # Register the optimizer last: onloading follows this order, and an update needs the models before the
+        # optimizer.
         self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
 
     @property
@@ -111,7 +112,7 @@ class ActorRefWorker(Actor):
     # -- scoring -------------------------------------------------------------------------------------------------------
 
     def log_probs(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
-        """Compute log pi(response) with the actor's weights, its gap to the engine, and the rollout correction.
+        """Compute log pi(response) with the actor's weights, the gap to the engine's, and the rollout correction.
 
         Columns: ``old_log_probs``; ``is_weights`` and ``loss_mask`` if the correction has them; ``sum_pi_squared`` and
         ``entropy`` if needed; ``routed_experts`` if the update replays them. Numbers: moments, and ``loss_tokens`` [n].
@@ -203,7 +204,7 @@ class ActorRefWorker(Actor):
         return columns, compare(log_probs, engine, columns, self._correction, carried)
 
     def _old(self, batch: Batch) -> Ragged:
-        """Return log pi_old: the trainer's, or with ``bypass`` the engine's."""
+        """Return log pi_old: the trainer's log-probs, or with ``bypass`` the engine's."""
         return batch.ragged(c.ROLLOUT_LOG_PROBS if self._passes.bypass else c.OLD_LOG_PROBS)
 
     # -- update --------------------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class ActorRefWorker(Actor):
         steps = []
         self.updater.begin(task.learning_rate)
         for mini, micros in split_mini_batches(batch, task.mini_batches):
-            self._look_ahead(micros, mini, task)
+            self._add_selection(micros, mini, task)
             share = self.updater.forward_backward(micros, partial(self._loss, mini=mini, task=task))
             steps.append(self.updater.optim_step(share, micros, mini, terms))
             if steps[-1].made:
@@ -238,7 +239,7 @@ class ActorRefWorker(Actor):
         inputs = pack(micro, self._device.torch_device)
         states = self._reference_distribution.states(inputs) if self._reference_distribution else None
         temperature, with_entropy = self._rollout_cfg.temperature, task.entropy_coeff != 0
-        # If no earlier pass compared actor and engine, the update's forward pass does.
+        # If no earlier pass compared the log-probs of actor and engine, the update's forward pass does.
         measures = (not mini.has_old_log_probs or self._passes.bypass) and not self._passes.supervised
         log_probs, entropy, kl, *_ = outputs = self.policy(inputs, temperature, with_entropy or measures, states)
         if not len(micro):
@@ -298,7 +299,7 @@ class ActorRefWorker(Actor):
         return Batch(columns).to(self._device.torch_device)
 
     def _measure(self, measured: Sequence[Measured]) -> dict[str, Moments]:
-        """Return moments as of an old_log_prob pass, from the update's forward pass on the first mini-batch."""
+        """Return the moments of an old_log_prob pass, measured in the update's forward pass on the first mini-batch."""
         parts = []
         for micro, log_probs, entropy in measured:
             moments = self._compare(micro.ragged(c.ROLLOUT_LOG_PROBS).like(log_probs.cpu()), micro)[1]
@@ -318,7 +319,7 @@ class ActorRefWorker(Actor):
         return accepted_tokens.like(accepted_tokens.values.float()), weights
 
     @torch.no_grad()
-    def _look_ahead(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
+    def _add_selection(self, micros: Sequence[Batch], mini: MiniBatch, task: UpdateTask) -> None:
         """Add columns that depend on the whole mini-batch to its micro-batches (`add_batch_level_selection`)."""
         self._balance.begin(micros)
         if not self._passes.looks_ahead:
@@ -340,7 +341,7 @@ class ActorRefWorker(Actor):
         old = [self._old(micro).values for micro in having]
         log_probs, old_log_probs, own = (torch.cat([empty, *parts]) for parts in (current, old, advantages))
         inputs = PolicyLossInputs(log_probs, old_log_probs, own, mask)
-        # Compared by identity, because equal mini-batches occur in every epoch.
+        # Mini-batches are compared by identity, because equal ones occur in every epoch.
         number = [other is mini for other in task.mini_batches].index(True)
         seeds = task.noise_seed, number
         add_batch_level_selection(having, inputs, seeds, mini.denominators, self._entry, self._actor_cfg)
@@ -356,9 +357,8 @@ class ActorRefWorker(Actor):
                 self.policy, actor_spec(self._cfg, self._device).load_config(), chat_encoder(self._cfg)
             )
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
-        # Full weights are gathered between devices, because exchange between hosts is many times slower. After an
-        # update the shards are on the device. Otherwise they are onloaded as for a pass; the next sync would do this
-        # anyway.
+        # Full weights are gathered between devices: exchange between hosts is many times slower. After an update the
+        # shards are on the device. Otherwise they are onloaded as for a pass, which the next sync would do anyway.
         if (task.export or self._model_cfg.uses_lora) and not self.offloader.is_here(self.policy):
             self.offloader.enter_phase("old_log_prob", whole=True)
         if self._export and task.export:
@@ -394,7 +394,7 @@ class ActorRefWorker(Actor):
 
 
 def _advantages(micro: Batch, mask: Ragged, task: UpdateTask) -> Tensor:
-    """Return an advantage per token of ``mask``: its own, whitened, or the advantage of its response."""
+    """Return the advantage of each token of ``mask``: its whitened advantage, or the advantage of its response."""
     if c.ADVANTAGES in micro:
         return (micro.ragged(c.ADVANTAGES).values - task.shift) * task.scale
     return mask.broadcast(micro.dense(c.ADVANTAGE).float()).values

@@ -18,7 +18,7 @@ from rltrain.workers.rollout.conversations import Conversation, answer_numbers, 
 
 
 class DemonstrationWorker(Rollout):
-    """Rollout role of a rank: it serves every n-th prompt of a task, with the response that the data has for it."""
+    """Rollout role of a rank. It serves every n-th prompt of a task with the response from the data."""
 
     def __init__(self, prompts: dict[str, PromptStore], encoder: ChatEncoder, *, images: bool) -> None:
         self._prompts, self._encoder, self._images = prompts, encoder, images
@@ -48,7 +48,7 @@ class DemonstrationWorker(Rollout):
         return Conversation(place, 0, store.prompt(row), tokens, mask, log_probs, aborted=False)
 
     def take_finished(self, wait_s: float) -> tuple[list[str], Finished]:
-        """Return no responses, and that no more will follow."""
+        """Return no responses, and ``done=True``."""
         nothing = np.zeros(0, dtype=np.int64)
         return [], Finished(nothing, nothing, True)
 

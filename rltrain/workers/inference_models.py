@@ -66,8 +66,9 @@ def _on_host(model: PackedModel, outputs: Sequence[Any]) -> list[Tensor]:
 
 
 class InferenceWorker(InferenceModels):
-    """Frozen policies of a rank, by role in ``models``. These exclude the reference of an actor with adapters, and a
-    judge, which generates text and runs no pass over the samples."""
+    """Frozen policies of a rank, by role in ``models``. ``models`` excludes the reference of an actor with adapters,
+    and a judge, which generates text and runs no pass over the samples.
+    """
 
     def __init__(self, specs: Specs, passes: StepPasses, offloader: OffloadManager, temperature: float) -> None:
         self._offloader, self._temperature = offloader, temperature

@@ -36,7 +36,8 @@ class ReferenceWorker(SavesState, Reference):
             {**weights_by_name(packed), **correction_biases(packed)} for packed in (self._policy, self._reference)
         )
         for name, weight in reference.items():
-            # Both are sharded alike, because the reference's specification is derived from the policy's.
+            # Policy and reference are sharded alike, because the reference's specification is derived from the
+            # policy's.
             source, target = local(policy[name]), local(weight)
             if self._mix == 1:
                 target.copy_(source)

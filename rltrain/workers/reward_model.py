@@ -17,7 +17,7 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import without_parts
 from rltrain.data.rows import Rows
-from rltrain.models.attention.packing import pack_whole
+from rltrain.models.attention.packing import pack_rows
 from rltrain.models.load import read_score_head
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import ModelSpec, Specs
@@ -36,7 +36,7 @@ def check_reward_model(spec: ModelSpec) -> ChatEncoder:
         )
     encoder = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code)
     try:
-        _ = encoder.tokenizer  # loaded now, so that a missing chat template is found before the first generation
+        _ = encoder.tokenizer  # load it now, so that a missing chat template is found before the first generation
     except DataError as error:
         raise ConfigError(f"reward_model.model.path={spec.path}: {error}") from error
     return encoder
@@ -67,7 +67,7 @@ class RewardModelWorker(RewardModel):
         rows = self._encode(batch, split)
         micros = self._cut([len(row) for row in rows])
         outputs = [
-            self._model(pack_whole([rows[i] for i in micro], self.offloader.device.torch_device)) for micro in micros
+            self._model(pack_rows([rows[i] for i in micro], self.offloader.device.torch_device)) for micro in micros
         ]
         reshard(self._model)
         scores = torch.cat(outputs).cpu().double().numpy()
@@ -85,7 +85,7 @@ class RewardModelWorker(RewardModel):
             for row, text in zip(places, texts, strict=True)
         ]
         encoded = self._encoder.encode_batch(conversations, answered=True)
-        # Checked here, because the model's forward would silently replace a larger token id by its last one.
+        # Check here, because the model's forward would silently replace a larger token id by its last one.
         if (last := max(map(max, encoded))) >= (size := self._encoder.model_vocab_size or last + 1):
             raise ConfigError(
                 f"reward_model.model.path={self._path}: its tokenizer has the token id {last:,}, but the "

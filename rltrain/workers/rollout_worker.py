@@ -104,7 +104,7 @@ class RolloutWorker(Rollout):
         self.encoder = chat_encoder(cfg)
         self._max_model_len = self._rollout.max_model_len or longest_text(cfg)
         self._replica = make_replica(self._rollout.tensor_model_parallel_size)
-        # If one member takes all jobs, no synchronisation is needed.
+        # If one member of the replica takes all jobs, the members need no synchronisation.
         alone = ENGINES[self._rollout.name].leader_serves
         self._serving_replica = replace(self._replica, size=1, group=None) if alone else self._replica
         self._rows = rows or {}
@@ -186,7 +186,7 @@ class RolloutWorker(Rollout):
                 tell(job, conversations)
 
         source, num_begun_anew = self._converse(task, queue, open_answers, finished, task_images)
-        # Also reported by ranks without results, because the driver polls every rank until it reports the end.
+        # Ranks without results also report the end, because the driver polls every rank until it does so.
         if task.stream:
             self._finished.put(None)
         self._device.synchronize()
@@ -207,7 +207,7 @@ class RolloutWorker(Rollout):
         if not source.all or not self._replica.is_leader:
             return Batch(), [], numbers
         self._refuse_damaged(source)
-        # The order of completion depends on timing; this order does not.
+        # Sort by slot, because the order of completion depends on timing.
         answers = sorted(source.all, key=lambda answer: (answer.prompt_index, answer.sample))
         payload = payload_of(answers)
         if self._with_experts and task.is_learnt_from:
@@ -237,8 +237,9 @@ class RolloutWorker(Rollout):
         finished: Callable[[Job, list[Conversation]], None],
         task_images: TaskImages | None,
     ) -> tuple[Conversations, int]:
-        """Run the engine until the queue is empty. Returns all conversations, and the number that a later step
-        restarts."""
+        """Run the engine until the queue is empty. Returns all conversations, and the number of trajectories that a
+        later step restarts.
+        """
         images_of = task_images.of if task_images else lambda prompt_index: None
         if not self._answering:
             source = Conversations(queue, self._vocabulary, open_answers, finished, images=images_of)
@@ -277,7 +278,7 @@ class RolloutWorker(Rollout):
         size = samples_per_job(len(task.rows), task.num_samples, self._replica.count, self._rollout.max_num_seqs)
         seeds = sample_seeds(task.seed, task.step, task.rows.tolist(), task.num_samples, task.split)
         seeds = seeds.reshape(-1, task.num_samples)
-        # All ranks build the same list, because replicas exchange job numbers in it.
+        # All ranks build the same list, because replicas exchange indices into it.
         jobs = []
         for prompt_index in range(len(task.rows)) if task.order is None else task.order.tolist():
             prompt = self._prompts[task.split].prompt(int(task.rows[prompt_index]))
@@ -376,7 +377,7 @@ def _canary(prompts: dict[str, PromptStore], seeing: ChatEncoder | None) -> Enco
             # Choose the prompt with the fewest image tokens, because this forward pass has no token budget.
             tokens = np.where(store.num_images > 0, store.image_tokens, np.iinfo(np.int64).max)
             prompt = store.encoded(int(tokens.argmin()))
-        else:  # only tools return images
+        else:  # no prompt has images; tools may return some
             prompt = seeing.encode_prompt([{"role": "user", "content": SLOT}], [blank_image()])
         if len(prompt.tokens) > prompt.image_end:
             return prompt.until(prompt.image_end + _CANARY_TOKENS)

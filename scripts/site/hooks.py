@@ -66,7 +66,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.meta["search"] = {"boost": search_boost(place)}
     if place == "examples/README.md":
         markdown = with_pages(markdown)
-    # A linked script, notebook or run folder has a separate page.
+    # A linked script, notebook or run folder is shown on a separate page.
     own = {file: made for made, file in [*recipes().items(), *notebooks().items(), *reports().items()]}
     markdown = relinked(markdown, place, place, own)
     return plain_pipes(markdown)
@@ -83,7 +83,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 def _api_page() -> str:
     """Return the page of all public names, from their docstrings."""
-    text = "# Names of the Python interface\n\n[From Python](api.md) says how they go together.\n"
+    text = "# Names of the Python interface\n\n[From Python](api.md) explains how to use them.\n"
     homes = {name: rltrain._HOMES[name] for name in rltrain.__all__ if name in rltrain._HOMES}
     order = ["train", "build", "evaluate", "load_config", "read_metrics", "read_samples", "tool"]
     names = [*order, *sorted(set(homes) - set(order))]

@@ -39,11 +39,11 @@ def _entry(key: Key) -> str:
     said = [_linked(" ".join(key.help.split()))]
     conditions = [condition for _, condition, _ in key.only_with]
     if conditions:
-        said.append("Counts only with " + " and ".join(f"`{condition}`" for condition in conditions) + ".")
+        said.append("Has an effect only with " + " and ".join(f"`{condition}`" for condition in conditions) + ".")
     if unused := [name for name, engine in ENGINES.items() if key.name.rpartition(".")[2] in engine.unused_keys]:
         said.append("No effect with " + " and ".join(f"`rollout.name={name}`" for name in unused) + ".")
     if others := names_elsewhere(key.name):
-        said.append("Elsewhere called " + ", ".join(f"`{name}`" for name in others) + ".")
+        said.append("Other trainers call it " + ", ".join(f"`{name}`" for name in others) + ".")
     return f"#### `{key.name}` {{#{key.name}}}\n\n*{' · '.join(facts)}*\n\n{' '.join(said)}\n\n"
 
 
@@ -54,12 +54,12 @@ def _linked(text: str) -> str:
         if page := _PAGE.fullmatch(word[0]):
             return f"[{page[1]}]({page[1]})"
         name = word[0].partition("=")[0]
-        return f"`{word[0]}`" if whole_name(name) else re.sub(r"([*_<\[\]{}|])", r"\\\1", word[0])
+        return f"`{word[0]}`" if full_name(name) else re.sub(r"([*_<\[\]{}|])", r"\\\1", word[0])
 
     return re.sub(r"docs/[\w-]+\.md|[a-z_][\w.]*\w(?:=\w+)?|[*_<\[\]{}|]", mark, text)
 
 
-def whole_name(name: str) -> str | None:
+def full_name(name: str) -> str | None:
     """Return the full key for a name in a page, or None.
 
     The name may be full, without the common prefix of the policy's keys, or the end of exactly one key with at least
@@ -99,7 +99,7 @@ def with_links(page: str, to_keys: str) -> str:
     """Return HTML in which names of keys, also `rollout.n=8`, link to the page of keys at ``to_keys``."""
 
     def link(code: re.Match[str]) -> str:
-        whole = whole_name(code["name"])
+        whole = full_name(code["name"])
         return f'<a href="{to_keys}#{whole}">{code[0]}</a>' if whole else code[0]
 
     # A link cannot be inside a link, a heading or a listing.

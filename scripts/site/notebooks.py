@@ -47,7 +47,7 @@ def source_of(notebook: Path) -> list[str]:
 
 def run(notebook: Path) -> None:
     """Run a notebook and save its output. Raises CellExecutionError."""
-    # The pages are generated without these packages.
+    # These packages are imported here, because the pages are generated without them.
     import nbformat
     from nbclient import NotebookClient
 

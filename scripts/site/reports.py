@@ -20,6 +20,7 @@ def reports() -> dict[str, str]:
 @cache
 def report(folder: str) -> str:
     """Return the page of a run as HTML, which works offline."""
-    from rltrain.run.report.page import page_of  # takes seconds, and the list does not need it
+    # imported here, because it takes seconds and the list of runs does not need it
+    from rltrain.run.report.page import page_of
 
     return page_of(ROOT / folder)

@@ -1,4 +1,4 @@
-"""Calls of a user's code, whatever it does, and what is made of what its tools return."""
+"""Calls of user code: any behaviour of the code, and the conversion of tool results."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""The endpoint for agents of other libraries: what they are told, and what becomes of the one conversation there is."""
+"""The endpoint for agents of other libraries: its replies, and the conversation that results."""
 
 import http.client
 import json
@@ -111,7 +111,7 @@ def leaves(chat, row, seed):
 
 
 class Room:
-    """Hosts with one process, and what was printed there."""
+    """Executors with one process, and the output printed there."""
 
     def __init__(self, folder):
         (folder / "tools.py").write_text(TOOLS)
@@ -131,7 +131,7 @@ class Room:
         return line["request"]
 
     def printed(self, word):
-        """What stands behind ``word``, in all lines that begin with it, one at least."""
+        """Return the rest of all lines that start with ``word``. There must be at least one."""
 
         def lines():
             self._printed += self.executors.take_printed()
@@ -142,7 +142,7 @@ class Room:
 
 @pytest.fixture
 def room(tmp_path, monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # of a cluster, which does not reach the process
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # a cluster's proxy would not reach this process
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     made = Room(tmp_path)
     yield made
@@ -192,7 +192,7 @@ def test_calls_go_to_the_library_and_results_come_in_their_order(room):
         "echo {'word': 'a'}", "nap {'seconds': 1}", "Error: not run: at most 2 calls in a turn"
     ]  # fmt: skip
     assert (line["counts"]["tool_calls"], line["counts"]["calls_not_run"]) == (3, 1)
-    # What no library can run is answered as by all other agents; the library sees the turn behind it.
+    # Requests that no library can send get a reply too; the library then sees the next turn.
     room.executors.send_turn(number, turn(("fly", {}), problems=["it is no JSON."]))
     line = reply(room.executors)
     assert texts(line)[0].startswith("Error: there is no tool 'fly'")
@@ -244,7 +244,7 @@ def test_request_of_a_cancelled_trajectory_gets_a_response(room):
     assert (told["status"], told["code"]) == (401, "unknown_trajectory")
 
 
-# At every run: tests/trainer/test_agents.py.
+# tests/trainer/test_agents.py tests this in every run.
 @pytest.mark.long
 def test_restarted_agent_gets_its_previous_turns(room):
     number = room.begin("talks", turn(text="one"))
@@ -264,7 +264,7 @@ def address(room):
 
 
 def raw(port, data):
-    """All that comes back, until the other end closes."""
+    """Return all received bytes until the other end closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         connection.sendall(data)
         received = b""
@@ -291,7 +291,7 @@ def test_requests_without_the_key_are_rejected(room, address):
 
 
 def local_address():
-    """Of this machine, as others know it; with none, another of the loopback, where nothing listens either."""
+    """Return this machine's address in its network, or else another loopback address, where nothing listens either."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -343,7 +343,7 @@ def test_invalid_http_requests_are_rejected(room, address):
     }
     messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "?"}]}]
     with socket.create_connection(("127.0.0.1", port)) as half:
-        half.sendall(head + b"Content-Length: 10\r\n\r\n{")  # and nothing more comes
+        half.sendall(head + b"Content-Length: 10\r\n\r\n{")  # the rest never arrives
         for data, status in hostile.items():
             assert raw(port, data).split(b" ")[:2] == [b"HTTP/1.1", status], data[:80]
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:

@@ -1,4 +1,5 @@
-"""ExecutorPool: many trajectories in a process that can be killed, and what becomes of the others when one ends it."""
+"""ExecutorPool: many trajectories in a process that can be killed, and the other trajectories if one ends the
+process."""
 
 import os
 import re
@@ -158,7 +159,7 @@ async def endless(chat, row, seed):
 
 @pytest.fixture
 def make(tmp_path):
-    """Hosts of a file of tools, a class or both."""
+    """Create executors for a file with tools, a class or both."""
     made = []
     (tmp_path / "tools.py").write_text(TOOLS)
     (tmp_path / "shop.py").write_text(SHOP)
@@ -208,12 +209,12 @@ def reply(executors):
 
 
 def process():
-    """The first of the processes of the executors: the subreaper of the one."""
+    """Return the first process of the executors: the subreaper of the only one."""
     return (pids(os.getpid(), "rltrain.agents.executor_main") or [0])[0]
 
 
 def killed():
-    """As any program may."""
+    """Kill the process, as any program may."""
     os.kill(pid := eventually(process), signal.SIGKILL)
     ended([pid])
 
@@ -321,7 +322,7 @@ def test_an_environment_answers_every_turn_until_it_is_done(make, tmp_path):
     assert (texts(line), line["rewards"]) == (["2 of 3"], [0.5])
     executors.send_turn(number, turn(text="c"))
     assert reply(executors)["end"] == {"score": 1.5}
-    # Half a turn is no move; no room for an answer is the end as well.
+    # A truncated turn is not a move. Without room for a response the trajectory ends too.
     executors.start(start(), turn(text="ha", finish="length"))
     assert reply(executors)["end"] == {"score": 0.0}
     number = executors.start(start(), turn(text="a"))

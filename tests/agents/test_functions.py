@@ -1,4 +1,4 @@
-"""Tools of a user's file: which functions are tools, and what the model is shown of them."""
+"""Tools in a user's file: which functions are tools, and how the model sees them."""
 
 import pytest
 
@@ -66,7 +66,7 @@ def written(tmp_path):
 
 
 def marked(mark, imports="from rltrain import tool"):
-    """The two functions, the second marked."""
+    """Return the two functions, of which the second is marked."""
     return f"{imports}\n{TWO}".replace("async def", f"@{mark}\nasync def")
 
 
@@ -102,7 +102,7 @@ def test_a_tool_is_shown_with_its_types_and_words(written):
 
 
 def test_a_schema_is_written_as_verl_writes_it(written):
-    """Chat templates show names in the order in which they come, and verl's records have no ``return``."""
+    """The order of the names matters, because chat templates show it. verl's records have no ``return``."""
     text = "from typing import Literal\n" + ONE.format(name="f", type="Literal['a', 'b'] | None")
     function = tools_of(written(text))["f"].schema["function"]
     assert list(function) == ["name", "description", "parameters"]

@@ -1,4 +1,5 @@
-"""The tools of a run in one list, and those of one trajectory: a class's instance, and what verl's tools keep."""
+"""The list of a run's tools, and the tools of one trajectory: the instance of a class, and the state of
+verl's tools."""
 
 import asyncio
 import pickle
@@ -131,7 +132,7 @@ ROW = {"data_source": "s", "ground_truth": "4", "extra_info": {"more": 5}}
 
 @pytest.fixture
 def places(tmp_path):
-    """places(functions=..., ...): files with these texts."""
+    """places(functions=..., ...): create files with these texts."""
     (tmp_path / "tools_of_verl.py").write_text(TOOLS)
 
     def write(functions=None, tool_config=None, environment=None, **kwargs):
@@ -153,7 +154,7 @@ def places(tmp_path):
 
 
 def conversation(toolbox, *calls, row=ROW, seed=7):
-    """What the tools say of calls, one after another, in a trajectory of its own."""
+    """Return the results of successive calls in a separate trajectory."""
 
     async def run():
         session = await toolbox.open(row, seed)

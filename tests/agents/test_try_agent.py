@@ -1,4 +1,4 @@
-"""``python -m rltrain.agents.try``: a trajectory in this process, turn by turn."""
+"""``python -m rltrain.agents.try`` runs a trajectory in this process, turn by turn."""
 
 import io
 import json
@@ -66,7 +66,7 @@ def call(name, **arguments):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Files to try, and four rows of arithmetic; the current folder."""
+    """Files to try and four rows of arithmetic, in the current folder."""
     for name, code in (("tools", TOOLS + MORE), ("count", COUNT), ("agent", AGENT)):
         (tmp_path / f"{name}.py").write_text(code)
     write_arithmetic(tmp_path / "rows.parquet", range(4))
@@ -76,7 +76,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def attempt(folder, capsys, monkeypatch):
-    """attempt(file, arguments…, turns=[…] or typed="…"): its exit code and what was written."""
+    """attempt(file, arguments…, turns=[…] or typed="…"): return the exit code and the output."""
 
     def run(file, *more, turns=None, typed=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
@@ -115,7 +115,7 @@ def test_turns_of_an_environment_may_be_typed(attempt):
     assert "1 of rltrain/arithmetic 7: a\n" in text
     assert "2 of rltrain/arithmetic 7: b\nc\n" in text
     assert text.endswith("the end, after 3 turns ──\nrewards: [0.25, 0.25, 0.25]\nscore: 0.75\n")
-    # The end of the input is the end of the trajectory: as where a run has no room for a further turn.
+    # The end of the input ends the trajectory, as in a run without room for a further turn.
     code, text = attempt("count.py:Count", typed="a\n")
     assert code == 0
     assert text.endswith("the end, after 1 turns ──\nrewards: [0.25]\nscore: 0.25\n")

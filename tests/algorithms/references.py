@@ -1,4 +1,4 @@
-"""Every formula once more, slowly: lists, loops and floats, written from the papers and not from the library."""
+"""Slow second implementations of all formulas, with lists, loops and floats, written from the papers."""
 
 import math
 
@@ -22,7 +22,7 @@ def members(groups, i):
     return [j for j, group in enumerate(groups) if group == groups[i]]
 
 
-# -- advantages of whole answers: scores, groups, lengths -> one number an answer ---------------------------------
+# -- advantages of whole responses: scores, groups, lengths -> one number per response -----------------------------
 
 
 def grpo(scores, groups, by_std=True):
@@ -57,20 +57,20 @@ def grpo_passk(scores, groups, by_std=True):
 
 
 def maxrl(scores, groups):
-    """Tajwar et al. 2026: the gradient of log p of the group's own pass rate p."""
+    """Tajwar et al. 2026: the gradient of log p, where p is the pass rate of the group."""
     means = [mean([scores[j] for j in members(groups, i)]) for i in range(len(scores))]
     return [(score - m) / m if m > 1e-9 else 0.0 for score, m in zip(scores, means, strict=True)]
 
 
 def lite_ppo(scores, groups):
-    """Liu et al. 2025: the mean of the group, the deviation of all rewards."""
+    """Liu et al. 2025: the mean of the group and the standard deviation of all rewards."""
     return [
         (score - mean([scores[j] for j in members(groups, i)])) / (std(scores) + 1e-6) for i, score in enumerate(scores)
     ]
 
 
 def normalise(advantages, groups, lengths, mean_level, std_level):
-    """AReaL's adv_norm: token by token, as every token of an answer has its advantage."""
+    """AReaL's adv_norm, computed token by token. Every token of a response has its advantage."""
 
     def tokens(values, level, i):
         return [
@@ -101,7 +101,7 @@ def gpg_paper(scores, groups):
 
 
 def whiten_answers(advantages, lengths):
-    """Every token of answer i has advantages[i]; answers without tokens are moved alike."""
+    """Every token of response i has advantages[i]. Responses without tokens are shifted in the same way."""
     tokens = [a for a, length in zip(advantages, lengths, strict=True) for _ in range(length)]
     if len(tokens) < 2:
         return advantages
@@ -117,7 +117,7 @@ def gdpo(terms, weights, groups, lengths):
     return whiten_answers(total, lengths)
 
 
-# -- advantages of tokens: rows of rewards -> rows ----------------------------------------------------------------
+# -- advantages of tokens: rows of rewards -> rows of advantages ----------------------------------------------------
 
 
 def gae(rewards, values, gamma, lam):
@@ -137,7 +137,7 @@ def returns(rewards, gamma):
     return [[sum(gamma ** (u - t) * row[u] for u in range(t, len(row))) for t in range(len(row))] for row in rewards]
 
 
-# -- policy losses: log-probs, advantages of one answer -> its token losses ---------------------------------------
+# -- policy losses: log-probs and advantages of one response -> its token losses -------------------------------------
 
 
 def vanilla(new, old, advantages, low, high, dual):
@@ -201,7 +201,7 @@ def real_of(new, old, advantages, mask, weight):
 
 
 def real(scores, labels, groups, tau):
-    """L of the paper, mean over groups; torch scalars, so that it can be differentiated."""
+    """The paper's L, averaged over groups, as a differentiable torch scalar."""
     losses = []
     for group in sorted(set(groups)):
         of_label = {1: 1.0, -1: 1.0}
@@ -236,13 +236,13 @@ def dro(new, old, advantages, beta):
     return [-(a * n - beta / 2 * (n - o) ** 2) for n, o, a in zip(new, old, advantages, strict=True)]
 
 
-def whole_ratio(new, old, mask):
+def sequence_ratio(new, old, mask):
     return math.exp(sum((n - o) * m for n, o, m in zip(new, old, mask, strict=True)))
 
 
 def vespo(new, old, advantages, mask, good, bad):
     """good, bad: (k, lambda)."""
-    w, losses = whole_ratio(new, old, mask), []
+    w, losses = sequence_ratio(new, old, mask), []
     for n, a in zip(new, advantages, strict=True):
         k, rate = good if a >= 0 else bad
         losses.append(-(w**k) * math.exp(-rate * w) / math.exp(-rate) * a * n)
@@ -250,12 +250,12 @@ def vespo(new, old, advantages, mask, good, bad):
 
 
 def topr(new, old, advantages, mask):
-    w = whole_ratio(new, old, mask)
+    w = sequence_ratio(new, old, mask)
     return [-(clip(w, 0, 1) if a < 0 else 1) * a * n for n, a in zip(new, advantages, strict=True)]
 
 
 def influences(new, old, advantages, mask, dual, decay_rate, width, high_only, safe):
-    """FIPO's f_t."""
+    """Return FIPO's f_t."""
     logs, gamma, weights = [n - o for n, o in zip(new, old, strict=True)], 0.5 ** (1 / decay_rate), []
     for t, a in enumerate(advantages):
         future = sum(gamma ** (k - t) * logs[k] for k in range(t, len(logs)) if mask[k] and logs[k] <= math.log(dual))
@@ -269,11 +269,11 @@ def future_kl(new, old, advantages, mask, low, high, dual, *keys):
     return vanilla(new, old, [a * f for a, f in zip(advantages, weights, strict=True)], low, high, dual)
 
 
-# -- the rest -----------------------------------------------------------------------------------------------------
+# -- other formulas --------------------------------------------------------------------------------------------------
 
 
 def aggregate(mode, losses, masks, horizon):
-    """Rows of token losses and masks -> one number, over the whole batch."""
+    """Reduce rows of token losses and masks to one number over the whole batch."""
     having = [sum(mask) for mask in masks]
     sums = [sum(x * m for x, m in zip(row, mask, strict=True)) for row, mask in zip(losses, masks, strict=True)]
     rows = max(sum(count > 0 for count in having), 1)
@@ -339,7 +339,7 @@ def binary_kl(p, q):
 
 
 def accepted(log_ratios, rules):
-    """rules: (over, measure, low, high). The engine gives every token exp(-5)."""
+    """rules: (over, measure, low, high). The engine's probability of every token is exp(-5)."""
     engine = math.exp(-5)
     measures = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
     measures["binary_kl"] = lambda x: max(
@@ -363,7 +363,7 @@ def overlong(length, limit, buffer, factor):
     return 0.0 if length <= expected else max(-factor, -(length - expected) / buffer * factor)
 
 
-# -- advantages of turns: rewards of every turn, groups -> one number a turn ---------------------------------------
+# -- advantages of turns: rewards of every turn, groups -> one number per turn ---------------------------------------
 
 
 def discounted(rewards, gamma):

@@ -14,7 +14,7 @@ from tests.algorithms import references as slow
 
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.load_profile("quick")
-# Scores as they come: few values, so that groups tie, and some that are not exact in binary.
+# Realistic scores: few values, so that groups tie, and some that are not exact in binary.
 SCORES = st.sampled_from([0.0, 1.0, -1.0, 0.1, 0.3, 2.5])
 TERMS = AlgorithmConfig(gdpo_reward_keys=["a", "b"], gdpo_reward_weights=[1.0, 0.5])
 OUTCOME = {
@@ -35,7 +35,7 @@ OUTCOME = {
 
 @st.composite
 def answers(draw):
-    """(scores, groups, lengths, two terms), groups of at least two in any order, lengths down to 0."""
+    """Draw (scores, groups, lengths, two terms). Groups have at least two members in any order; lengths may be 0."""
     sizes = draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
     groups = draw(st.permutations([group * 7 for group, size in enumerate(sizes) for _ in range(size)]))
     column = st.lists(SCORES, min_size=len(groups), max_size=len(groups))
@@ -71,8 +71,8 @@ def test_an_outcome_estimator_equals_its_loop(name, batch):
         assert estimate(name, *batch, cfg=cfg) == pytest.approx(expected, abs=1e-9)
 
 
-# By verl's formulas: a mean of 0, a deviation of 1 (grpo), no baseline (rloo, opo); gpg: times 4 answers / 3 that earn.
-# The tokens of all answers, 1 0 0 -2 .5 .5, have a mean of 0 and a variance of 5.5 / 5.
+# By verl's formulas: a mean of 0, a deviation of 1 (grpo), no baseline (rloo, opo); gpg: times 4 responses / 3 with a
+# reward. The tokens of all responses, 1 0 0 -2 .5 .5, have a mean of 0 and a variance of 5.5 / 5.
 @pytest.mark.parametrize(
     ("name", "factor"),
     [
@@ -88,30 +88,30 @@ def test_an_answer_alone_has_its_score_for_an_advantage(name, factor):
 
 
 def test_estimators_that_need_a_second_answer_say_so():
-    """The lead on the second best, and counts of mixed groups, are nothing without others; verl's vectorized RLOO gives
-    0, so a run would learn nothing."""
+    """Both estimators need other responses: the lead over the second best, and counts of mixed groups. With one
+    response, verl's vectorized RLOO returns 0, so a run would learn nothing."""
     for name in ("grpo_passk", "gpg_paper", "maxrl", "lite_ppo"):
-        with pytest.raises(ValueError, match="one answer"):
+        with pytest.raises(ValueError, match="one response"):
             estimate(name, [1.0, 0.0, 1.0], [0, 0, 1], [1, 1, 1])
     alone = {name for name, traits in declarations.ESTIMATORS.items() if traits.compares and not traits.takes_one}
-    # A run with one answer a prompt is refused beside estimators over turns: verl has none to follow.
+    # A run with one response per prompt is also refused for estimators over turns, which verl lacks.
     assert alone == {"grpo_passk", "gpg_paper", "maxrl", "lite_ppo", "rloo_vectorized", "turn_rloo", "gigpo"}
 
 
 @pytest.mark.parametrize("name", OUTCOME)
 def test_the_order_in_which_a_score_is_added_up_is_no_advantage(name):
-    """0.1 + 0.2 is not 0.3 in floating point, and a spread of 6e-17 under 1e-6 is still a direction for Adam."""
+    """In floating point 0.1 + 0.2 is not 0.3, and Adam would follow even a spread of 6e-17 divided by 1e-6."""
     scores = [0.1 + 0.2, 0.3, 0.3, 0.3]
     assert estimate(name, scores, [0] * 4, [3, 1, 2, 2], (scores, scores)) == [0.0] * 4
 
 
 @given(score=st.floats(0.01, 100), length=st.integers(1, 1000))
 def test_a_response_that_alone_weighs_in_its_group_has_exactly_no_advantage_with_opo(score, length):
-    """A rounding of 1e-17 would put masked responses into the update, and into its metrics."""
+    """A rounding error of 1e-17 would include masked responses in the update and in its metrics."""
     assert estimate("opo", [score, 2 * score, 0.0], [0, 0, 0], [length, 0, 0])[0] == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name in OUTCOME if name != "gdpo"])  # its terms have no KL in them
+@pytest.mark.parametrize("name", [name for name in OUTCOME if name != "gdpo"])  # reward terms do not include the KL
 def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
     def advantages(off):
         scores = torch.tensor([1 - 1e-9, 1.0, 1 + off, 1.0, 1.0, 0.0], dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
         rounding = torch.tensor([1e-9, 1e-9, 3e-9, 1e-9, 0, 0], dtype=torch.float64)
         return ESTIMATORS[name](OutcomeInputs(scores, groups, lengths, rounding=rounding), TERMS)
 
-    # A whitened estimator takes the mean of the batch off, which is 0 here.
+    # A whitened estimator subtracts the mean of the batch, which is 0 here.
     assert advantages(1e-9)[:4].abs().max() < 1e-15
     assert advantages(1e-8)[:4].abs().max() > 1e-9
     assert advantages(1e-9)[4] > 0
@@ -131,9 +131,9 @@ def test_what_a_reward_may_be_off_is_no_advantage_and_more_is_one(name):
         ("grpo", [math.sqrt(3) / 2, -math.sqrt(3) / 2, -math.sqrt(3) / 2, math.sqrt(3) / 2, 0, 0]),
         ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3, 0, 0]),
         ("opo", [0.7, -0.3, -0.3, 0.7, 0, 0]),  # baseline (1 + 2) / 10
-        ("gpg", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 answers / 4 that earn something
-        ("gpg_paper", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 answers / 4 in a mixed group
-        ("grpo_passk", [0.0] * 6),  # two share the best score
+        ("gpg", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 responses / 4 with a reward
+        ("gpg_paper", [0.75, -0.75, -0.75, 0.75, 0, 0]),  # half, times 6 responses / 4 in a mixed group
+        ("grpo_passk", [0.0] * 6),  # two responses share the best score
         ("maxrl", [1, -1, -1, 1, 0, 0]),  # the mean is a half
         ("lite_ppo", [a / math.sqrt(28 / 5) for a in (0.5, -0.5, -0.5, 0.5, 0, 0)]),  # all rewards: mean 2, squares 28
     ],
@@ -153,7 +153,7 @@ def test_normalised_advantages_equal_their_loop_over_tokens(mean_level, std_leve
         AdvNormConfig(mean_level, std_level),
     )  # fmt: skip
     expected = slow.normalise(values, groups, lengths, mean_level, std_level)
-    # What an answer without tokens has is nothing to anybody.
+    # Values of a response without tokens have no effect.
     pairs = [(a, b) for a, b, length in zip(found.tolist(), expected, lengths, strict=True) if length]
     assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-6, rel=1e-6)
 

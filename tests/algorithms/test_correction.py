@@ -32,7 +32,7 @@ def ragged(rows):
 
 
 def accepted_ratios(rows, cfg):
-    """Of log ratios of trainer to engine, which gives every token exp(-5)."""
+    """log ratios of the trainer to the engine, whose probability of every token is exp(-5)."""
     ratios = ragged(rows)
     engine = ratios.like(torch.full_like(ratios.values, -5.0))
     return accepted(ratios.like(ratios.values - 5), engine, cfg.rejection_rules())
@@ -66,7 +66,7 @@ def test_rejection_equals_its_loop(name, rows):
 
 
 def test_the_binary_kl_by_hand():
-    """KPop: the larger of both directions. 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.2231, and the other way
+    """KPop: the larger of the two directions. 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.2231, and the other way
     0.8 log(0.8 / 0.5) + 0.2 log(0.2 / 0.5) = 0.1927."""
     train, engine = (ragged([[math.log(p), math.log(q)]]) for p, q in ((0.8, 0.5), (0.5, 0.8)))
     for limit, kept in ("0.223", [False, False]), ("0.224", [True, True]):
@@ -75,19 +75,19 @@ def test_the_binary_kl_by_hand():
 
 
 def test_bad_answers_that_the_policy_has_left_are_passed_over():
-    """DeepSeek-V3.2: A < 0 and a mean gap over the threshold. The fourth answer's gap is 2 over two tokens, the masked
-    one not among them."""
+    """DeepSeek-V3.2: A < 0 and a mean gap above the threshold. The gap of the fourth response is 2, over its two
+    unmasked tokens."""
     engine = ragged([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0, -1.0], []])
     current = ragged([[-3.0, -2.0], [-3.0, -2.0], [-1.5, -1.5], [-2.0, -2.0, 5.0], []])
     mask = engine.like(torch.tensor([1.0] * 8 + [0.0]))
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0])
     found = keeps(mask, current.values, engine.values, advantages, 0.9)
     assert found.tolist() == [False, False, True, True, True, True, False, False, True]
-    assert keeps(mask, current.values, engine.values, advantages, 1.5).all()  # it is no more than that
+    assert keeps(mask, current.values, engine.values, advantages, 1.5).all()  # this is its only effect
 
 
 def test_the_unbiased_kl_has_the_gradient_of_the_policy_that_is_trained():
-    """The mean over tokens of the old policy of r KL is the KL of the new policy, and so is its gradient."""
+    """The mean of r KL over tokens of the old policy is the KL of the new policy, and so is its gradient."""
     old, ref = (torch.tensor(probs, dtype=torch.float64) for probs in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
     logits = torch.tensor([0.3, 0.9, -0.2], dtype=torch.float64, requires_grad=True)
     log_probs = torch.log_softmax(logits, 0)
@@ -124,7 +124,7 @@ def test_a_wrong_rule_says_what_is_wrong(keys, words):
 
 
 def test_the_mismatch_by_hand():
-    """Two answers: the trainer finds the first token e times as likely as the engine, the others alike."""
+    """Two responses: the trainer's probability of the first token is e times the engine's; the others are equal."""
     train, engine = ragged([[-1.0, -1.0], [-2.0], []]), ragged([[-2.0, -1.0], [-2.0], []])
     metrics = mismatch_metrics(mismatch(train, engine))
     assert metrics["rollout/log_prob_gap/mean"] == pytest.approx(1 / 3)

@@ -1,4 +1,4 @@
-"""What a teacher's word becomes: a loss of its own, or a cost of the token that was drawn, by hand."""
+"""Distillation by hand: the teacher's log-probs as a separate loss, or as a cost of the sampled token."""
 
 from dataclasses import replace
 
@@ -17,7 +17,8 @@ OURS, TEACHERS = [-1.0, -0.5, -4.0], [-0.5, -2.0, -1.0]
 
 
 def loss(divergence=None, advantages=(1.0, -1.0, 0.0), mask=(1.0, 1.0, 1.0), weights=None, **settings):
-    """(share, gradient in the log-probs) of an answer of three tokens, whose old log-probs are the current ones."""
+    """Return (share, gradient with respect to the log-probs) of a response of three tokens, whose old log-probs are the
+    current ones."""
     log_probs = torch.tensor(OURS, requires_grad=True)
     inputs = PolicyLossInputs(
         log_probs, torch.tensor(OURS), torch.tensor(advantages), Ragged(torch.tensor(mask), torch.tensor([3]))
@@ -72,5 +73,5 @@ def test_an_exact_distance_is_differentiated_itself():
     share, _ = loss(distance, loss_mode="reverse_kl", distillation_loss_coef=2.0, mask=(1.0, 0.0, 1.0))
     assert distance.grad.tolist() == [1.0, 0.0, 1.0]
     assert float(share.token_sums["distillation/kl"]) == 4.0
-    # That of another divergence is not said to be a KL of the policy.
+    # Another divergence must not be called a KL of the policy.
     assert "distillation/kl" not in loss(distance.detach().requires_grad_(), loss_mode="jsd")[0].token_sums

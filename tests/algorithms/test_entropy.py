@@ -1,4 +1,4 @@
-"""Which tokens have a high entropy, and the weight of an entropy bonus."""
+"""The selection of high-entropy tokens, and the coefficient of an entropy bonus."""
 
 import math
 
@@ -18,7 +18,7 @@ def test_the_least_certain_tokens_come_first_and_masked_ones_never():
 
 @pytest.mark.parametrize(
     ("entropy", "weight", "then"),
-    # Below the target, at it, above it; next to its bounds; a number that is none.
+    # Below the target, at it, above it; near its bounds; NaN.
     [(0.1, 0.1, 0.2), (0.2, 0.1, 0.1), (0.3, 0.0, 0.0), (math.nan, 0.0, 0.1)],
 )
 def test_the_weight_of_the_bonus_by_hand(entropy, weight, then):

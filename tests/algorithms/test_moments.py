@@ -1,4 +1,4 @@
-"""Moments of parts, joined, are those of the whole."""
+"""Joined moments of parts are the moments of the whole."""
 
 import pytest
 import torch

@@ -36,13 +36,13 @@ LOSSES = {
 }
 GROUP_WEIGHT = 0.4
 FIPO = (32.0, 0.2, True, 4.0)
-# Their gradient is not that of their value: a factor of it is held constant.
+# Their gradient differs from that of their value, because a factor is held constant.
 STOPPED = {"gspo", "cispo", "dppo_tv", "dppo_kl", "luspo", "vespo", "topr", "future_kl"}
 
 
 @st.composite
 def rows(draw):
-    """Per answer: new and old log-probs, advantages, mask, selected."""
+    """Draw for each response: new and old log-probs, advantages, mask, selection."""
     lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(sum))
     log_prob = st.floats(-4, -0.01)
     columns = []
@@ -105,8 +105,8 @@ def test_the_gradient_is_that_of_finite_differences(name):
 @pytest.mark.parametrize("name", sorted(STOPPED))
 @given(columns=rows())
 def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
-    """d loss / d log pi of each token; the value of cispo, dppo, vespo and topr is weight x -A log pi, that of others
-    ratio x -A, where no clip holds it."""
+    """The gradient d loss / d log pi of each token. The loss of cispo, dppo, vespo and topr is weight x -A log pi; that
+    of the others is ratio x -A, unless it is clipped."""
     inputs = inputs_of(columns, requires_grad=True)
     POLICY_LOSSES[name].function(inputs, CFG).token_losses.sum().backward()
     expected = []
@@ -127,8 +127,8 @@ def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
 @pytest.mark.parametrize(
     ("name", "ratio", "advantage", "loss"),
     [
-        ("vanilla", 1.5, 1.0, -1.3),  # a good answer that got likelier is held at 1 + high
-        ("vanilla", 0.5, -1.0, 0.8),  # a bad answer that got less likely is held at 1 - low
+        ("vanilla", 1.5, 1.0, -1.3),  # a good response that became likelier is clipped at 1 + high
+        ("vanilla", 0.5, -1.0, 0.8),  # a bad response that became less likely is clipped at 1 - low
         ("vanilla", 9.0, -1.0, 3.0),  # dual clip
         ("gspo", 9.0, -1.0, 9.0),  # no dual clip
         ("sapo", 1.0, 1.0, -2.0),  # 4 sigmoid(0)
@@ -136,9 +136,10 @@ def test_a_stopped_loss_has_its_weight_times_A_as_gradient(name, columns):
         ("dppo_tv", 2.0, -1.0, 2.0 * math.log(0.8)),  # but not in the direction of the advantage
         ("dro", 1.5, 2.0, -2 * math.log(0.6) + 0.05 * math.log(1.5) ** 2),
         ("vespo", 2.0, -1.0, 8 * math.exp(-2) * math.log(0.8)),  # W^3 e^(2 (1 - W))
-        ("topr", 2.0, 1.0, -math.log(0.8)),  # a good answer has the weight 1
-        ("topr", 2.0, -1.0, math.log(0.8)),  # a bad one at most
-        ("future_kl", 1.1, 1.0, -1.1 * 1.1),  # the influence is the ratio of what follows, here of the token itself
+        ("topr", 2.0, 1.0, -math.log(0.8)),  # a good response has weight 1
+        ("topr", 2.0, -1.0, math.log(0.8)),  # a bad response has at most weight 1
+        # the influence is the ratio of the following tokens, here of the token itself
+        ("future_kl", 1.1, 1.0, -1.1 * 1.1),
     ],
 )
 def test_losses_by_hand(name, ratio, advantage, loss):
@@ -147,8 +148,8 @@ def test_losses_by_hand(name, ratio, advantage, loss):
     assert float(policy_loss.token_losses) == pytest.approx(loss)
 
 
-# Scores, labels and groups of answers: ragged groups, one answer alone, a group that scores alike, all of one label,
-# scores far out.
+# Scores, labels and groups of responses: ragged groups, a single response, a group with equal scores, only one label,
+# extreme scores.
 REAL_CASES = {
     "ragged groups": ([0.1, -0.2, 0.3, 0.0, 0.5], [1, -1, 1, 1, -1], [7, 7, 7, 3, 3]),
     "one answer": ([0.4], [-1], [0]),
@@ -167,7 +168,7 @@ def test_real_has_the_gradient_of_the_papers_loss(case):
     weights = POLICY_LOSSES["real"].group_weights(
         tensor.detach(), torch.tensor(labels, dtype=torch.float64), torch.tensor(groups), CFG
     )
-    # Of answers of three and of one token: by the function over tokens, with the mean over answers that it has.
+    # Responses of three tokens and of one, by the function over tokens, with its mean over responses.
     lengths, own = torch.tensor([3, *[1] * (len(scores) - 1)]), tensor.detach().clone().requires_grad_()
     weights *= len(scores) / len(set(groups))  # as `selection.weigh`
     mask = Ragged(torch.ones(int(lengths.sum()), dtype=torch.float64), lengths)

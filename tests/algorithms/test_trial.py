@@ -1,4 +1,4 @@
-"""Estimators of the user's own are tried on what a run hands them."""
+"""User estimators are tried on the same kinds of inputs as in a run."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Estimators over turns: by hand, against loops, and the expected gradient where the policy chooses to go on."""
+"""Estimators over turns: by hand, against loops, and the expected gradient if the policy chooses whether to
+continue."""
 
 import itertools
 
@@ -32,7 +33,7 @@ def flat(rows):
 
 @st.composite
 def trajectories(draw):
-    """(rewards, groups, states): groups of at least two in any order, one to four turns each."""
+    """Draw (rewards, groups, states): groups of at least two in any order, with one to four turns each."""
     sizes = draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))
     groups = draw(st.permutations([group * 5 for group, size in enumerate(sizes) for _ in range(size)]))
     turns = [draw(st.integers(1, 4)) for _ in groups]
@@ -49,8 +50,8 @@ def test_turn_rloo_by_hand():
 
 
 def test_gigpo_by_hand():
-    """Returns 1 1 | 3 2 2; answers 1 against 3; turns 1 against 3, and 1, 2 and 2. A second group of equal states has
-    no part in it."""
+    """Returns 1 1 | 3 2 2: response 1 is compared with 3, turn 1 with 3, and the turns 1, 2 and 2 with each other. A
+    second group with equal states is not involved."""
     rewards, states = [[0.0, 1.0], [1.0, 0.0, 2.0]], [[0, 7], [0, 7, 7]]
     wanted = [[-1.5, -4 / 3], [1.5, 7 / 6, 7 / 6]]
     keys = {"gigpo": GiGPOConfig(0.5), **WITHOUT_STD}

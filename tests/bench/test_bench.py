@@ -1,4 +1,4 @@
-"""The benches measure what they say: the same work on both sides, exact floors, and they run."""
+"""The benchmarks measure what they claim: the same work on both sides, and exact lower bounds. They also run."""
 
 import math
 import sys
@@ -55,7 +55,7 @@ TINY = {
 
 
 def rows_in(folder: Path) -> dict[str, list[str]]:
-    """Of each stage, its rows."""
+    """Return the rows of each stage."""
     found: dict[str, list[str]] = {}
     for line in (folder / "gpu.md").read_text().splitlines():
         if line.startswith("| ") and not line.startswith("| stage"):

@@ -15,7 +15,7 @@ def test_the_page_of_families_is_the_one_that_is_written():
     found = rows_of(page)
     assert list(found) == list(FAMILIES)
     assert all(row.count(" | ") == len(TITLES) - 1 for row in found.values())
-    # But for when and with which versions.
+    # Everything is the same except the date and the versions.
     made = "`python -m bench.models` wrote this on .*"
     assert re.sub(made, "", page_of(list(found.values()))) == re.sub(made, "", page)
 
@@ -33,5 +33,5 @@ def test_the_page_of_models_lists_each_family_by_its_result():
 def test_a_row_of_the_page_is_true(name, process_group):
     cells = row_of(name, vllm=False).split(" | ")
     expected = rows_of(PAGE.read_text())[name].split(" | ")
-    del cells[4], expected[4]  # vLLM takes too long here
+    del cells[4], expected[4]  # vLLM would take too long
     assert cells == expected

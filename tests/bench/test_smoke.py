@@ -1,4 +1,5 @@
-"""The first command of every benchmark, with `--smoke`, ends, prints its table and writes nothing to bench/, docs/."""
+"""The first command of every benchmark, with `--smoke`, finishes, prints its table and writes nothing to bench/ and
+docs/."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ PROGRAMS = {re.search(r"bench\.(\w+)", command)[1]: command for command in rever
 
 
 def files() -> dict[Path, int]:
-    """Return when each file of bench/ and docs/ was last changed."""
+    """Return the modification times of the files in bench/ and docs/."""
     found = [path for top in ("bench", "docs") for path in (ROOT / top).rglob("*") if path.is_file()]
     return {path: path.stat().st_mtime_ns for path in found if path.suffix != ".pyc"}
 
@@ -28,7 +29,7 @@ def test_each_program_has_a_row():
 
 @pytest.fixture(scope="module")
 def runs(request):
-    """The runs of all commands that are tested, two at a time: one file of tests belongs to one process of pytest."""
+    """The runs of all tested commands, two at a time, because one pytest process runs all tests of a file."""
     asked = [item.callspec.params["command"] for item in request.session.items if "runs" in item.fixturenames]
     with ThreadPoolExecutor(2) as pool:
         yield {command: pool.submit(run, command) for command in asked}

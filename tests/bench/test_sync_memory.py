@@ -1,4 +1,4 @@
-"""What a weight sync takes beside shards and engine."""
+"""The memory of a weight sync in addition to shards and engine."""
 
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,8 @@ BUCKET_MIB = 4
 @pytest.mark.long
 @pytest.mark.parametrize("vocabulary", [6000, 24_000])
 def test_a_sync_takes_a_bucket_and_at_most_one_weight(tmp_path, vocabulary):
-    """However often. The engine's weights are some buckets; the larger embedding alone is three."""
+    """This holds for any number of syncs. The engine's weights are a few buckets; the larger embedding alone
+    is three."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(model_config(256, layers=4, vocabulary=vocabulary)).save_pretrained(tmp_path)
     embedding = vocabulary * 256 * 2 / 2**20

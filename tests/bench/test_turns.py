@@ -11,6 +11,6 @@ def test_the_table_of_families_is_the_one_that_is_written():
     rows = rows_of(page)
     assert list(rows) == list(CALLING)
     assert all(row.count(" | ") == len(TITLES) - 1 for row in rows.values())
-    # But for when and with which versions.
+    # Everything is the same except the date and the versions.
     made = "`python -m bench.turns`, .*"
     assert re.sub(made, "", with_table(page, list(rows.values()))) == re.sub(made, "", page)

@@ -1,4 +1,4 @@
-"""Commands as users type them, for tests of the configuration, and what rltrain says to them."""
+"""Commands as users type them, for tests of the configuration, and rltrain's messages on them."""
 
 import re
 
@@ -12,7 +12,7 @@ from rltrain.config.notes import other_meanings
 from rltrain.config.schema.keys import get
 
 A = "actor_rollout_ref."
-# All that a valid command needs.
+# The arguments that a valid command needs.
 BASE = [
     f"{A}model.path=m", "data.train_files=t.parquet", "algorithm.adv_estimator=grpo", f"{A}rollout.n=4",
     "trainer.n_gpus_per_node=8",
@@ -26,29 +26,29 @@ def words(*commands: str) -> list[str]:
 
 
 def load(*commands: str) -> LoadedConfig:
-    """A checked configuration: the valid command with more words."""
+    """Return a checked configuration: the valid command with more arguments."""
     loaded = load_config([*BASE, *words(*commands)])
     check(loaded)
     return loaded
 
 
 def value(key: str, *commands: str):
-    """The value of a key, unchecked."""
+    """Return the unchecked value of a key."""
     return get(load_config([*BASE, *words(*commands)]).config, *words(key))
 
 
 def notes(*commands: str) -> list[str]:
-    """Notes on keys without effect, and on other names and meanings."""
+    """Return the notes on keys without effect, and on other names and meanings."""
     return check_settings(load_config([*BASE, *words(*commands)]))
 
 
 def meanings(*commands: str) -> list[str]:
-    """Notes on keys that mean something else than in verl."""
+    """Return the notes on keys whose meaning differs from verl's."""
     return list(other_meanings(load(*commands)))
 
 
 def problems(*commands: str, files: tuple[str, ...] = ()) -> list[str]:
-    """The lines of the refusal."""
+    """Return the lines of the error."""
     with pytest.raises(ConfigError) as caught:
         check(load_config([*BASE, *words(*commands)], files))
     return str(caught.value).splitlines()

@@ -7,8 +7,8 @@ from rltrain.run.preflight import settings as preflight
 
 @pytest.fixture
 def of_another_machine(monkeypatch):
-    """A dry run on the machine that a script is for: its devices, packages and Ray are there. Few rows are read, and
-    chat templates, which are ours, end: a fork that tries them is a third of the time."""
+    """A dry run on the machine for which a script was written, with its devices, packages and Ray. Few rows are read,
+    and our chat templates are not tried in a fork, which would take a third of the time because they always end."""
     for name in ("check_devices", "check_packages", "ray_problems"):
         monkeypatch.setattr(preflight, name, lambda *_: [])
     monkeypatch.setattr(dry_run, "MOST_ROWS", 8)

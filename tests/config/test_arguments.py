@@ -1,4 +1,4 @@
-"""KEY=VALUE arguments become a dataclass, or an error that names every wrong one."""
+"""KEY=VALUE arguments become a dataclass, or an error that names every wrong argument."""
 
 from dataclasses import dataclass
 

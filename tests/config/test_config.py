@@ -1,4 +1,4 @@
-"""The configuration a user types: spellings, types, secrets, rules between keys."""
+"""The configuration: spellings, types, secrets, and rules between keys."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ KEYS_FILE = Path(__file__).parent / "keys.txt"
 
 
 def test_the_list_of_keys_is_frozen():
-    """Regenerate after a deliberate change: python -m tests.config.test_config"""
+    """After a deliberate change regenerate the list with python -m tests.config.test_config."""
     assert sorted(all_keys()) == KEYS_FILE.read_text().split()
     assert [key.name for key in all_keys().values() if len(key.help) < 5] == []
 
@@ -109,7 +109,7 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         ("oops", "'oops' is not of the form"),
         ("data.train_batch_size=100 actor.ppo_mini_batch_size=32", f"Try {A}actor.ppo_mini_batch_size=25"),
         ("rollout.n=1 algorithm.adv_estimator=grpo_passk", f"Try {A}rollout.n=8"),
-        ("rollout.do_sample=False", "makes all answers to a prompt equal"),
+        ("rollout.do_sample=False", "makes all responses to a prompt equal"),
         ("data.max_response_length=20000", "Set it to at least 20512"),
         ("actor.use_dynamic_bsz=False", "needs actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
@@ -143,7 +143,7 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         ("reward_model.micro_batch_size=0", "at least 1, or reward_model.micro_batch_size_per_gpu."),
         ("actor.optim.betas=[2,3]", "betas=[2.0, 3.0]: give two numbers"),
         (f"+{KWARGS}={{truncation:true,max_length:9}}", "kwargs.truncation=True: see data.trunc"),
-        (f"+{KWARGS}.add_generation_prompt=False", "it is always true, as the model is to"),
+        (f"+{KWARGS}.add_generation_prompt=False", "it is always true, because the model"),
         ("reward_model.enable=True", "needs reward_model.model.path"),
         ("reward_model.enable=True reward_model.rule_weight=0 reward_model.weight=0", "means no reward"),
         (
@@ -187,7 +187,7 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         (f"{AGENT}=my_agent", "unknown agent. Use single_turn_agent, tool_agent"),
         (f"{TOOLS} reward_model.enable=True reward_model.model.path=m", "it would also score the text of tools"),
         (f"{TOOLS} rollout.multi_turn.max_user_turns=2", "use multi_turn.max_assistant_turns"),
-        # What an engine would not share with the trainer.
+        # Arguments that would make the engine differ from the trainer.
         (f"{ENGINE}.quantization=fp8", "vllm.quantization=fp8: the engine loads the trainer's weights"),
         (f"{ENGINE}.mm_device_do_normalize=True", "images are processed by the trainer"),
         (f"{ENGINE}.limit_mm_per_prompt={{image:5,video:0}}", f"are {A}rollout.limit_images=N"),
@@ -197,7 +197,7 @@ ENGINE = "rollout.name=vllm +rollout.engine_kwargs.vllm"
         ),
         (f"{ENGINE}.language_model_only=True", "does not load the vision tower"),
         ("rollout.quantization=fp8", "rollout.quantization=fp8: the engine loads"),
-        # Code that cannot be kept, with the way out.
+        # Code that cannot be used, with the alternative.
         ("data.my_key=3", "unknown key 'data.my_key'"),
         ("data.custom_cls=a.py:B data.suffle=False", "Did you mean data.shuffle?"),
         ("data.custom_cls.path=a.py", "name the class in it with data.custom_cls.name"),
@@ -396,7 +396,7 @@ def test_a_config_file_runs_nothing(tmp_path, text):
     (tmp_path / "hostile.yaml").write_text(text.format(tmp_path / "it_ran"))
     for arguments in (
         ([], [str(tmp_path / "hostile.yaml")]),
-        # What stands in no brackets is a text on the command line.
+        # Values without brackets are plain text on the command line.
         ([text.format(tmp_path / "it_ran").replace(": ", "=[", 1) + "]"],),
     ):
         with pytest.raises(ConfigError, match="python/"):

@@ -1,4 +1,4 @@
-"""What a teacher can be asked, and what it cannot stand beside; one sentence each."""
+"""Settings of a teacher: valid ones, and combinations that are refused with one sentence each."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_alone_nothing_that_only_rewards_need_is_there():
     assert not passes.skips_silent
     said = f"algorithm.adv_estimator: no effect: {LOSS}use_task_rewards=False trains on the teacher only"
     assert said in without_effect(loaded)
-    # An answer alone is as good, as nothing compares it.
+    # With a single response the estimator compares nothing, so this is equal.
     assert not list(other_meanings(load_config([*ALONE, "actor_rollout_ref.rollout.n=1"])))
 
 

@@ -1,4 +1,4 @@
-"""Settings that change nothing are said to change nothing, and only those."""
+"""Notes on settings without effect; all others have none."""
 
 import pytest
 
@@ -76,7 +76,7 @@ ESTIMATES = "distillation.enabled=True distillation.teacher.model.path=t distill
             "",
             "actor.checkpoint.save_contents=[model,optimizer,extra]",
         ),
-        # Estimates are of no use where whole distributions are compared.
+        # Settings for estimates have no effect if whole distributions are compared.
         ("distillation.teacher.log_prob_max_token_len_per_gpu=8192", f"{ESTIMATES}jsd", f"{ESTIMATES}k3"),
     ],
 )

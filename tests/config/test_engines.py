@@ -1,4 +1,4 @@
-"""Where an engine captures graphs."""
+"""The conditions under which an engine captures graphs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sizes of expert parallelism that cannot be are refused before Ray starts, in trainer and engine."""
+"""Impossible sizes of expert parallelism are refused before Ray starts, for trainer and engine."""
 
 import pytest
 

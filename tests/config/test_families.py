@@ -1,4 +1,4 @@
-"""The table of families against transformers' own classes."""
+"""The table of families, compared with transformers' classes."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Folders of answers that would take each other's files are refused."""
+"""Sample folders that would overwrite each other's files are refused."""
 
 import os
 

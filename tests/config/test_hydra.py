@@ -1,4 +1,4 @@
-"""Files as users of Hydra have them: lists of defaults, and the whole tree that a run of verl saves."""
+"""Hydra's files: lists of defaults, and the tree that a verl run saves."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ SAVED = (Path(__file__).parent / "verl_saved.txt").read_text().splitlines()
 
 
 def saved(version, **chosen):
-    """The tree that a run of verl saves, with the settings of its script, follow-ups resolved."""
+    """Return the tree that a verl run saves, with the settings of its script and resolved interpolations."""
     tree = OmegaConf.create()
     for line in SAVED:
         versions, _, setting = line.partition(" ")
@@ -56,7 +56,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("version", "579")
 def test_a_saved_tree_of_verl_means_what_it_meant(version, tmp_path):
-    """It loads without a note, though it sets every key."""
+    """The tree loads without a note, although it sets every key."""
     actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
     chosen = CHOSEN | {f"{actor}policy_loss.loss_mode": "sapo", f"{actor}clip_ratio": 0.1}
     chosen |= {f"{actor}ppo_micro_batch_size_per_gpu": 4, f"{rollout}log_prob_micro_batch_size_per_gpu": 4}
@@ -81,7 +81,7 @@ def test_a_saved_tree_of_verl_means_what_it_meant(version, tmp_path):
 def test_a_saved_tree_means_what_its_script_meant(version):
     written = chosen_settings(saved(version, **CHOSEN))
     assert written.items() >= CHOSEN.items()
-    # What verl and rltrain say differently is kept, and nothing else.
+    # Values that differ between verl and rltrain are kept, and no others.
     assert len(written) < 24
     as_wandb_saves_it = {key: {"desc": None, "value": value} for key, value in saved(version, **CHOSEN).items()}
     own = {"_wandb": {"desc": None, "value": {"cli_version": "0.19"}}, "wandb_version": 1}
@@ -137,7 +137,7 @@ def test_defaults_lists_are_composed_in_hydras_order(tmp_path):
     )
     assert compose(tmp_path / "run.yaml") == {
         "actor_rollout_ref": {"rollout": {"n": 4, "temperature": 0.7}},
-        # Without a _self_ the list comes after the file, as in Hydra.
+        # Without _self_ the list follows the file, as in Hydra.
         "data": {"max_prompt_length": 50, "max_response_length": 60},
         "algorithm": {"adv_estimator": "grpo"},
     }

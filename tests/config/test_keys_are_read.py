@@ -1,8 +1,4 @@
-"""Every key is read by something that acts on it, and not by the tables and checks of the configuration alone.
-
-`tests/trainer/test_every_key.py` shows of each key of the algorithm and the actor what it does. This one is quick, goes
-over all keys, and finds one that nothing reads at all. A name that several sections have counts as read where one does.
-"""
+"""Every key is read by code that acts on it, not only by tables and checks of the configuration."""
 
 import ast
 from pathlib import Path
@@ -10,7 +6,7 @@ from pathlib import Path
 from rltrain.config.schema.keys import all_keys
 
 PACKAGE = Path(__file__).parents[2] / "rltrain"
-# What walks over all keys, or only judges them.
+# Files that loop over all keys, or only check them.
 JUDGES = {
     "config/check.py", "config/engine_rules.py", "config/load.py", "config/notes.py",
     "config/reader.py", "config/schema/keys.py",
@@ -18,7 +14,7 @@ JUDGES = {
 
 
 def read_names() -> tuple[set[str], set[str]]:
-    """Attributes that are read, and texts, in all files that act."""
+    """Return the attributes that are read, and the texts, in all files that act on keys."""
     attributes, texts = set(), set()
     for file in PACKAGE.rglob("*.py"):
         name = str(file.relative_to(PACKAGE))
@@ -34,12 +30,12 @@ def read_names() -> tuple[set[str], set[str]]:
 
 def unread(names: list[str]) -> list[str]:
     attributes, texts = read_names()
-    # A budget's key is put together of a role's section and one of these.
+    # The key of a budget consists of a role's section and one of these.
     ends = tuple(text for text in texts if text.endswith(("_per_gpu", "_dynamic_bsz")))
 
     def is_read(name: str) -> bool:
         leaf = name.rpartition(".")[2]
-        # One of a role's section is put together likewise.
+        # These keys are also composed with a role's section.
         return leaf in attributes or any(text in texts for text in (leaf, f".{leaf}", name)) or leaf.endswith(ends)
 
     return [name for name in names if not is_read(name)]

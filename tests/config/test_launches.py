@@ -1,13 +1,4 @@
-"""Recorded launches of public verl scripts, walked through ``--dry-run``: which run, and why the others do not.
-
-A launch is a block of ``launches/*.txt``: the script's path in verl (with the knobs that were set, as ``NAME=value``),
-its version and kind, what happens to it, and the words after ``python -m verl.trainer.main_ppo`` with all variables of
-the shell expanded. ``HOME`` and ``DATA`` stand for folders. What happens is ``runs``; ``refused: words`` where a
-decision of docs/from-verl.md refuses it and the message has these words; or ``not yet: words`` for a gap.
-Kinds other than ``text``, ``images`` (FSDP, the latter with prompts that have images) and ``tools`` are outside of the
-promise. Models and files are replaced by small ones, a vision-language model by one of its family, and the files of
-settings of verl's examples with tools by files that set the same.
-"""
+"""Recorded launches of public verl scripts in ``--dry-run``: which ones run, and why the others do not."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +16,7 @@ from tests.tiny_vision import FAMILIES, WITH_EXPERTS, save_tiny_vision_model
 
 FOLDER = Path(__file__).parent / "launches"
 EXAMPLES = "HOME/verl/examples/sglang_multiturn/config"
-# Of the example files that launches name: what differs from the defaults.
+# The settings in which the example files named by launches differ from the defaults.
 CONFIG = """
 defaults:
   - ppo_trainer
@@ -62,12 +53,13 @@ tools:
       type: object, properties: {{answer: {{type: string, description: A number.}}}}, required: [answer]}}}}}}
 """
 MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "distillation.teacher_models.teacher_model.model_path")
-# Part of a model's name -> its model_type; the first that fits.
+# Part of a model's name -> its model_type; the first match counts.
 KINDS = {
     "Qwen2-VL": "qwen2_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL-30B": "qwen3_vl_moe", "Qwen3-VL": "qwen3_vl",
+    "Qwen3.5-35B": "qwen3_5_moe", "Qwen3.5": "qwen3_5",
     "InternVL": "internvl", "GLM-4.1V": "glm4v", "Mistral-Small-3.1": "mistral3",
 }  # fmt: skip
-# Of a family that is refused, for its configuration alone.
+# Models of a refused family need only a configuration.
 SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 16, "num_key_value_heads": 16}
 
 
@@ -95,7 +87,7 @@ LAUNCHES = recorded()
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory):
-    """key -> what stands for the value that a launch gives it."""
+    """Map each key to a replacement for its value in a launch."""
     folder = tmp_path_factory.mktemp("launches")
     model = save_tiny_model(folder / "model", heads=16, kv_heads=16, positions=131_072)
     data = write_arithmetic(folder / "data.parquet", range(5000))
@@ -114,16 +106,16 @@ def stand_ins(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
-    """seeing(launch): what stands for models and files of a launch with images."""
+    """seeing(launch): return replacements for models and files of a launch with images."""
     folder = tmp_path_factory.mktemp("seeing")
     data = write_arithmetic(folder / "data.parquet", range(5000), "hiyouga/geometry3k", image=RED)
 
     @cache
     def model(kind: str) -> Path:
-        family = kind if kind in (*FAMILIES, WITH_EXPERTS) else "qwen3_vl"
+        family = kind if kind in (*FAMILIES, *WITH_EXPERTS) else "qwen3_vl"
         sizes = {"heads": 16, "kv_heads": 16, "positions": 131_072}
         path = save_tiny_vision_model(folder / kind, family, tied=False, **sizes)
-        if kind != family:  # refused before anything else of the folder counts
+        if kind != family:  # refused before other files of the folder are read
             text = {"model_type": "mistral"} if kind == "mistral3" else {}
             AutoConfig.for_model(kind, text_config=SMALL | text, vision_config=SMALL).save_pretrained(path)
         return path
@@ -140,7 +132,7 @@ def seeing(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory):
-    """What stands for models and files of a launch with tools, and for the folder of their configurations."""
+    """Replacements for models and files of a launch with tools, and for the folder of their configurations."""
     folder = tmp_path_factory.mktemp("calling")
     (folder / "gsm8k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
     (folder / "geo3k_multiturn_grpo.yaml").write_text(CONFIG.format(turns=5, more=""))
@@ -157,11 +149,12 @@ def calling(tmp_path_factory):
 
 @pytest.fixture
 def walk(stand_ins, seeing, calling, of_another_machine, monkeypatch, capsys):
-    """walk(launch): None, or the text of the refusal."""
-    # Rows and reward functions are ours, so what they are like says nothing of the launch.
+    """walk(launch): return None, or the text of the error."""
+    # Rows and reward functions are replacements, so problems with them do not concern the launch.
     for name in ("try_reward", "_check_rows"):
         monkeypatch.setattr(dry_run, name, lambda *_: [])
-    # Nor does the memory of tiny models; tests/config/test_recipes.py foretells that of models of the real sizes.
+    # The same holds for the memory of tiny models; tests/config/test_recipes.py estimates that of models of the real
+    # sizes.
     monkeypatch.setattr(dry_run, "check_memory", lambda *_: ([], ""))
 
     def run(launch: Launch) -> str | None:

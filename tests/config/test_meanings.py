@@ -1,4 +1,4 @@
-"""Keys that mean what they mean in verl, and the notes on those that do not."""
+"""Keys with the same meaning as in verl, and the notes on the others."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_a_loss_takes_its_own_mean_unless_one_is_set(loss, own):
         assert make_step_passes(load(command).config).aggregation == expected
         assert f"grpo advantages, {loss} loss, {expected}" in plan_of(command)
     assert meanings(f"{mode} actor.loss_agg_mode={own}") == []
-    assert ["verl 0.9 takes token-mean" in line for line in meanings(mode)] == [True] * (loss == "gspo")
+    assert ["verl 0.9 uses token-mean" in line for line in meanings(mode)] == [True] * (loss == "gspo")
 
 
 def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
@@ -70,14 +70,14 @@ def test_the_reinforce_loss_of_the_bypass_has_a_token_mean():
         ("actor.shuffle=True", "samples within a rank", "actor.shuffle=False"),
         (f"critic.shuffle=True {GAE}", "samples within a rank", "critic.shuffle=True"),
         (GROUPS, "seq_reward here", f"{GROUPS} algorithm.filter_groups.metric=acc"),
-        ("data.reward_fn_key=kind", "there it is data_source", "data.reward_fn_key=data_source"),
-        ("data.truncation=right", "cuts on the left", "data.truncation=right data.filter_overlong_prompts=True"),
+        ("data.reward_fn_key=kind", "use the column data_source", "data.reward_fn_key=data_source"),
+        ("data.truncation=right", "truncates on the left", "data.truncation=right data.filter_overlong_prompts=True"),
         ("rollout.top_k=20", "does not send it", "rollout.top_k=1000000"),
         ("rollout.val_kwargs.top_k=20", "does not send it", "rollout.val_kwargs.top_k=-1"),
         ("rollout.repetition_penalty=1.1", "always generate with 1", "rollout.repetition_penalty=1.0"),
         ("actor.clip_ratio=0.1", "both bounds", "actor.clip_ratio=0.1 actor.clip_ratio_high=0.3"),
         *(
-            (f"algorithm.adv_estimator={estimator} rollout.n=1", "ONE ANSWER TO A PROMPT", "rollout.n=2")
+            (f"algorithm.adv_estimator={estimator} rollout.n=1", "ONE RESPONSE PER PROMPT", "rollout.n=2")
             for estimator in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
         ),
     ],
@@ -90,13 +90,13 @@ def test_a_key_that_means_something_else_than_in_verl_is_noted(command, note, wi
 
 
 def test_one_answer_to_a_prompt_is_said_in_the_plan():
-    assert "grpo advantages (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" in plan_of("rollout.n=1")
-    load("rollout.n=1 rollout.do_sample=False")  # greedy answers differ from prompt to prompt
-    assert "ONE ANSWER" not in plan_of()
+    assert "grpo advantages (ONE RESPONSE PER PROMPT: THE SCORE ITSELF)" in plan_of("rollout.n=1")
+    load("rollout.n=1 rollout.do_sample=False")  # greedy responses differ only between prompts
+    assert "ONE RESPONSE" not in plan_of()
     for estimator in ("grpo_passk", "rloo_vectorized", "gpg_paper"):
         (line,) = problems(f"algorithm.adv_estimator={estimator} rollout.n=1")
         assert "actor_rollout_ref.rollout.n must be >= 2 (got 1)" in line
-    assert any("a prompt has one answer, and all are kept" in note for note in notes(f"{GROUPS} rollout.n=1"))
+    assert any("a prompt has one response, which is kept" in note for note in notes(f"{GROUPS} rollout.n=1"))
 
 
 def test_a_reward_model_alone_decides_unless_rules_have_a_weight():
@@ -167,7 +167,7 @@ def test_versions_of_verl_differ(version, mean, with_sum, warmup, prompts, metri
     assert (plan.passes.aggregation, plan.lr_warmup_steps) == (mean, warmup)
     assert (plan.prompts_per_step, plan.prompts_per_round) == (prompts, prompts)
     assert make_step_passes(load(chosen, gspo, "actor.loss_agg_mode=token-sum").config).aggregation == with_sum
-    # A checkpoint of this run is refused if the command now has another size of a step.
+    # A checkpoint of this run is refused if the command now has another batch size.
     assert frozen_values(load(chosen, sizes).config)["prompts per round"] == prompts
     filtered = load(chosen, GROUPS, sizes).config
     assert (filtered.data.train_batch_size, filtered.algorithm.filter_groups.metric) == (16, metric)
@@ -220,7 +220,7 @@ def test_a_metric_that_no_scorer_returns_is_told_with_those_there_are():
     weighed = load("trainer.val_only=True data.val_files=v.parquet reward.weights.fromat=1").config
     with pytest.raises(ConfigError, match=r"reward.weights=fromat: a scorer of data.val_files does not return"):
         check_columns(weighed.algorithm, weighed.reward.weights, [Score(1.0, "ok", extras={"format": 1.0})], "val")
-    # A scorer that returned it for the first rows, and not for others.
+    # The scorer returned it for the first rows, but not for others.
     samples = Samples(2)
     samples.update({"score": np.ones(2), "scorer/acc": np.ones(2), "reward_failed": np.zeros(2)})
     with pytest.raises(RewardError, match=r"the number 'solved' .* It returned acc"):

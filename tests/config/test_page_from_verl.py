@@ -1,4 +1,4 @@
-"""The tables of docs/from-verl.md against the code: keys that exist, and notes that a run prints."""
+"""The tables of docs/from-verl.md, compared with the code: existing keys, and notes that a run prints."""
 
 import re
 from pathlib import Path
@@ -49,7 +49,7 @@ COMMANDS = {
     "`data.truncation`": "data.truncation=right",
     "sizes over all ranks (`ppo_micro_batch_size`, `log_prob_micro_batch_size`, `forward_micro_batch_size`, "
     "`reward_model.micro_batch_size`)": "actor.ppo_micro_batch_size=64",
-    "such a size and `*_max_token_len_per_gpu` both":
+    "both a micro-batch size and `*_max_token_len_per_gpu`":
     "actor.ppo_micro_batch_size_per_gpu=1 actor.ppo_max_token_len_per_gpu=9999",
     "`model.use_fused_kernels`": "model.use_fused_kernels=True",
     "`*.use_torch_compile`": "actor.use_torch_compile=True",

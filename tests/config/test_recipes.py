@@ -1,5 +1,5 @@
-"""The launch scripts of examples/, each on the devices it is for: with data as the converters make them, and models of
-the real sizes without weights. What a device needs is estimated as for a user, and stands in examples/README.md.
+"""The launch scripts in examples/, each on its devices, with data from the converters and models of the real sizes
+without weights. The memory of a device is estimated as for a user and listed in examples/README.md.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.tiny_tools import save_calling_tokenizer
 from tests.tiny_vision import picture, save_tiny_vision_model
 
 FOLDER = Path(__file__).parent.parent.parent / "examples"
-# GiB that the driver shows of a device.
+# GiB of a device as reported by the driver.
 ROOM = {"H100": 79.1, "H200": 139.8, "B300": 268.0, "910B": 60.9, "A3": 60.9}
 
 
@@ -36,7 +36,7 @@ def _sizes(
     }  # fmt: skip
 
 
-# As the config.json of each has them.
+# As in the config.json of each model.
 TEXT = {
     "Qwen2.5-0.5B": Qwen2Config(**_sizes(896, 4864, 24, 14, 2, 151_936, 32_768), tie_word_embeddings=True),
     "Qwen2.5-7B": Qwen2Config(**_sizes(3584, 18_944, 28, 28, 4, 152_064, 32_768)),
@@ -54,7 +54,7 @@ TEXT = {
     ),
     "DeepSeek-V3": DeepseekV3Config(**_sizes(7168, 18_432, 61, 128, 128, 129_280, 163_840)),
 }  # fmt: skip
-# Those whose chat template knows tools.
+# Models whose chat template supports tools.
 TOOLS = {
     "Qwen2.5-3B-tools": Qwen2Config(**_sizes(2048, 11_008, 36, 16, 2, 151_936, 32_768), tie_word_embeddings=True),
     "Qwen2.5-7B-tools": TEXT["Qwen2.5-7B"],
@@ -79,7 +79,7 @@ VISION = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table in examples/README.md: a script on nodes of one kind, and the GiB of its fullest phases."""
+    """A row of the table in examples/README.md: a script on nodes of one kind, and the GiB of its largest phases."""
 
     script: str
     nodes: int
@@ -126,7 +126,8 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with the data and, for each model, its configuration, its tokenizer and a file without its weights."""
+    """A folder with the data and, for each model, its configuration, its tokenizer and a weight file without
+    weights."""
     folder = tmp_path_factory.mktemp("recipes")
     sources = {
         geometry3k: {"images": ["images/a.png"], "problem": "<image>Find x.", "answer": "7"},
@@ -163,7 +164,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def typed(tmp_path, made):
-    """typed(row, *more): what a script hands to ``rltrain.main_ppo``."""
+    """typed(row, *more): return the arguments that a script passes to ``rltrain.main_ppo``."""
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
 
@@ -187,10 +188,10 @@ def typed(tmp_path, made):
 
 @pytest.fixture
 def dry(typed, of_another_machine, monkeypatch, capsys):
-    """dry(row, *more): exit code and text of the script's dry run on its devices."""
+    """dry(row, *more): return exit code and text of the script's dry run on its devices."""
     monkeypatch.setattr(dry_run, "missing_room", lambda *_: ("", ""))
-    # Of models there is the configuration alone.
-    monkeypatch.setattr(preflight_models, "look_at_weights", lambda *_: [])
+    # For models only the configuration exists.
+    monkeypatch.setattr(preflight_models, "check_weight_files", lambda *_: [])
 
     def start(row: Row, *more: str) -> tuple[int, str]:
         code = main(typed(row, *more, "--dry-run"))
@@ -203,7 +204,7 @@ def dry(typed, of_another_machine, monkeypatch, capsys):
 
 @pytest.fixture
 def without_memory(monkeypatch):
-    """What foretells it takes seconds."""
+    """Without the memory estimate, which takes seconds."""
     monkeypatch.setattr(dry_run, "check_memory", lambda *_: ([], ""))
 
 
@@ -217,13 +218,13 @@ def test_a_recipe_would_run_on_its_devices(row, dry, without_memory):
     code, out = dry(row)
     assert code == 0, out
     assert f"{row.nodes} x {row.per_node} = {row.nodes * row.per_node} " in out
-    # No key of a recipe is without effect, and its data have nothing that a run would stumble over.
+    # Every key of a recipe has an effect, and its data has no problem for a run.
     assert "no effect" not in out
     if RECIPES[row.script][1] != "sums":
         assert "nothing found" in out
 
 
-# What foretells it is held by tests/trainer/test_memory.py.
+# tests/trainer/test_memory.py tests the estimate.
 @pytest.mark.long
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_recipe_needs_what_the_table_says(row, dry):

@@ -1,4 +1,4 @@
-"""The table of verl's keys (rltrain/config/verl/keys.tsv): its rows are reached and lead to keys that exist."""
+"""The table of verl's keys (rltrain/config/verl/keys.tsv): all rows are used and refer to existing keys."""
 
 import math
 import re
@@ -13,18 +13,19 @@ from rltrain.config.verl.keys import aliases, classes, refused_null, rename, ver
 from rltrain.config.verl.table import keys_of_verl, rows, sentence
 from tests.config.commands import A, problems, words
 
-# Null has a meaning of its own here, which the help text tells.
+# Null has a special meaning here, which the help text explains.
 OWN_NULL = {"trainer.max_actor_ckpt_to_keep", "trainer.hang_floor_s", "trainer.save_every_s"} | {
     "actor_rollout_ref.rollout.multi_turn.trajectory_timeout_s"
 }
-# The keys that most published verl scripts set, each with a value they give it.
+# The keys that most published verl scripts set, each with a value from them.
 PUBLISHED = [line for line in Path(__file__).with_name("verl_keys.txt").read_text().splitlines() if line]
 
 
 def test_the_keys_of_published_scripts_are_accepted_or_answered_with_what_to_use():
     for override in PUBLISHED:
         answered = any(part in override for part in ("megatron.", "data_parallel_size="))
-        if answered and not override.endswith(("parallel_size=1", "=False", "=null")):  # as it is without the backend
+        # equal to the value without the backend
+        if answered and not override.endswith(("parallel_size=1", "=False", "=null")):
             with pytest.raises(ConfigError, match=r"[Uu]se|leave|single-turn") as caught:
                 load_config([override])
             assert "unknown key" not in str(caught.value)
@@ -66,7 +67,7 @@ def test_what_is_turned_off_is_not_refused(off):
 
 
 def concrete(pattern: str) -> str:
-    """A key that a row fits."""
+    """Return a key that a row matches."""
     return ("critic" + pattern[1:] if pattern.startswith("*.") else pattern).replace("*", "x").rstrip(".")
 
 

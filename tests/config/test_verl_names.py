@@ -1,4 +1,4 @@
-"""verl's names and values, and those of other trainers: read, noted, or refused with the key as it was written."""
+"""Names and values of verl and other trainers: read, noted, or refused with the key as it was written."""
 
 import re
 from contextlib import suppress
@@ -28,7 +28,10 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("rollout.agent.default_agent_loop=tool_agent", "needs tools"),
         (f"{A}hybrid_engine=0", "synchronous"),
         ("model_engine=veomni", "FSDP2"),
-        ("rollout.multi_turn.max_user_turns=5 rollout.multi_turn.max_assistant_turns=6", "at most one turn more"),
+        (
+            "rollout.multi_turn.max_user_turns=5 rollout.multi_turn.max_assistant_turns=6",
+            "follows from the number of policy turns",
+        ),
         ("data.tool_config_path=a", f"use {A}rollout.multi_turn.tool_config_path"),
         ("reward_model.elliptical.lamb=0.01", "this is a key of representation-based exploration"),
         # A sentence names the section of the same model.
@@ -39,7 +42,7 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("actor.optim.override_optimizer_config={amsgrad:True}", "leave it out"),
         ("actor.tensor_parallel_size=2", f"training has it as {A}actor.fsdp_config.tensor_parallel_size"),
         ("critic.model.tensor_model_parallel_size=2", f"engines as {A}rollout.tensor_model_parallel_size"),
-        # Weights that learn rest in float32; sizes of an engine that are not here.
+        # Trained weights are stored in float32; sizes of an engine that is not used here.
         ("actor.fsdp_config.model_dtype=fp16", "trained weights are kept in float32"),
         ("algorithm.adv_estimator=gae critic.fsdp.model_dtype=float16", "trained weights are kept in float32"),
         # Bounds of old that are none.
@@ -63,12 +66,12 @@ IS = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2"
         ("actor.grad_clip=0", f"{A}actor.grad_clip=0.0: it must be over 0. Try 1."),
         ("rollout.multi_turn={enable:True,max_parallel_calls:0}", f"{A}rollout.multi_turn.max_parallel_calls=0: "),
         ("actor.use_rollout_log_probs=True", "bypass_mode=True"),
-        ("rollout.skip.enable=True", "every step generates its own answers"),
+        ("rollout.skip.enable=True", "every step generates new responses"),
         ("actor.optim.name=muon", "AdamW"),
         ("trainer.project_name=sppo-sglang", "verl's recipe SPPO"),
         ("trainer.experiment_name=verl_FlowRL_7b", "verl's recipe FlowRL"),
         ("custom_reward_function.path=recipe/flowrl/reward.py", "verl's recipe FlowRL"),
-        ("reward.reward_manager.name=limited", "use naive: at most reward.num_workers answers"),
+        ("reward.reward_manager.name=limited", "use naive: at most reward.num_workers responses"),
     ],
 )
 def test_verl_s_words_are_refused_with_a_reason(command, message):
@@ -77,7 +80,7 @@ def test_verl_s_words_are_refused_with_a_reason(command, message):
 
 
 def typed(row):
-    """A word that this row of `keys.tsv` answers."""
+    """Return an argument that this row of `keys.tsv` applies to."""
     condition, key = row.condition, re.sub(r"^\*\.", A, row.key)
     key = re.sub(r"\*$", row.to or "x", key) if row.action == "section" else key
     values = {"": "1", "=": condition.values and condition.values[0], "!=": "other", ">": "7"}
@@ -85,7 +88,7 @@ def typed(row):
 
 
 def sentence_of(row):
-    """Of the row's note, up to its first place for a key."""
+    """Return the row's note up to its first place for a key."""
     return row.note.partition("{")[0]
 
 
@@ -145,9 +148,9 @@ def test_mistakes_of_all_kinds_are_told_together():
     )
     for part in ("data.sed", "many", "rollout.n must be", "skip.rollout", "clip_ratio=-1", "'nobody'"):
         assert sum(part in line for line in lines) == 1, part
-    # A value that did not fit was not taken, so nothing is said of the default in its place.
+    # A value that did not fit was not used, so there is no note about the default in its place.
     assert not any("1024" in line for line in lines)
-    # A value that others follow is told once, by its own name.
+    # A value that other keys follow is reported once, under its own name.
     lines = problems("algorithm.adv_estimator=gae data.train_batch_size=100 actor.ppo_mini_batch_size=32")
     assert len(lines) == 1
     assert "critic" not in lines[0]
@@ -156,7 +159,7 @@ def test_mistakes_of_all_kinds_are_told_together():
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize(("file", "recipe"), [("spin", "SPIN"), ("prime", "PRIME")])
 def test_the_file_of_a_recipe_s_own_trainer_says_whose_it_is(file, recipe, there, tmp_path, capsys):
-    """SPIN's has no key that PPO has not."""
+    """SPIN has no key that PPO lacks."""
     if there:
         (tmp_path / f"{file}_trainer.yaml").write_text("data: {train_files: t.parquet}\n")
     typed = ["--config-path", str(tmp_path), "--config-name", f"{file}_trainer", f"{A}model.path=m"]
@@ -223,7 +226,7 @@ THEIRS = "distillation.teacher_models.teacher_model.model_path=theirs"
         (f"{C}bypass_old_logprob_for_rollout=true", f"{C}bypass_mode=True"),
         (f"{C}use_pure_rollout_correction=true", f"{C}loss_type=reinforce"),
         (f"{C}use_policy_gradient=False", f"{C}loss_type=ppo_clip"),
-        # Weights. Of those that are masked what lies outside of the bounds is rejected.
+        # Weights. Masked ones reject everything beyond the bounds.
         ("actor.tis_imp_ratio_cap=3", f"{C}rollout_is=token {C}rollout_is_threshold='3.0'"),
         ("actor.tis_imp_ratio_cap=-1", f"{C}rollout_is=null"),
         (IS, f"{C}rollout_is=token {C}rollout_is_threshold='2'"),
@@ -234,13 +237,13 @@ THEIRS = "distillation.teacher_models.teacher_model.model_path=theirs"
             "algorithm.rollout_is_level=geometric algorithm.rollout_is_threshold_lower=0.25",
             f"{C}rollout_is=null {RS}seq_mean_k1 {C}rollout_rs_threshold='0.5_4'",
         ),
-        # The tail that is carried over is colocated asynchronous training; a tail that is written stays.
+        # carry_over replaces colocated asynchronous training; a written tail stays.
         ("trainer.v1.trainer_mode=colocate_async", f"rollout.tail=carry_over {C}rollout_is=token"),
         (
             f"trainer.v1.trainer_mode=colocate_async rollout.tail=oversample {C}bypass_mode=True",
             f"rollout.tail=oversample {C}rollout_is=null",
         ),
-        # Sizes that are not written.
+        # Sizes that are not set.
         ("data.train_batch_size=64", "actor.ppo_mini_batch_size=64 critic.ppo_mini_batch_size=64"),
         ("rollout.name=vllm data.max_response_length=9000", "rollout.max_num_batched_tokens=8192"),
         (

@@ -1,4 +1,4 @@
-"""Whose a configuration is that is none of verl's."""
+"""Recognition of configurations that belong to other trainers than verl."""
 
 import pytest
 

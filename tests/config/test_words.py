@@ -1,4 +1,4 @@
-"""Words of the command line and of files: taken whole, or refused."""
+"""Arguments and file contents are accepted completely, or refused."""
 
 import pytest
 
@@ -101,7 +101,7 @@ SWITCHES = [key.name for key in all_keys().values() if key.type_name == "bool"]
 def test_a_switch_takes_nothing_but_true_and_false(word, tmp_path):
     lines = refused(*(f"{key}={word}" for key in SWITCHES)).splitlines()
     assert [key for key in SWITCHES if not any(line.startswith(f"{key}=") for line in lines)] == []
-    # After this sign stands a comment, in a file.
+    # In a file, a comment follows this sign.
     if "#" not in word:
         file = tmp_path / "c.yaml"
         file.write_text(f"{SWITCHES[0]}: {word}\n")

@@ -1,7 +1,4 @@
-"""What a package offers under a name, read from its sources: parameters of functions, members of classes, constants.
-
-Nothing is imported: most of these packages need a device, a compiler or CANN for that.
-"""
+"""The API of a package, read from its sources: parameters of functions, members of classes, constants."""
 
 from __future__ import annotations
 
@@ -14,19 +11,19 @@ from typing import NamedTuple
 from tests.conformance.wheels import Wheel
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
-# Where torch_npu lists its operators, which are made by C++: torch_npu.NAME is the one of this schema.
+# The file in which torch_npu lists its C++ operators: torch_npu.NAME has this schema.
 _OPERATORS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 
 
 class Found(NamedTuple):
-    """A definition, with the wheel and module that it stands in."""
+    """A definition, with its wheel and module."""
 
     node: ast.AST
     module: str
 
 
 class Api:
-    """Several wheels that are installed together. The first one that has a module counts."""
+    """Several wheels that are installed together. The first one with a module counts."""
 
     def __init__(self, wheels: Sequence[Wheel]) -> None:
         self.wheels = list(wheels)
@@ -34,8 +31,8 @@ class Api:
         self.find, self.members = cache(self._find), cache(self._members)
 
     def takes(self, path: str) -> list[str] | None:
-        """Of ``module:Name`` or ``module:Name.member``: what a call takes (`parameters`), ["attribute"] for what is
-        none, or None where there is nothing of this name. A class takes what its constructor takes.
+        """Return the parameters of ``module:Name`` or ``module:Name.member`` (`parameters`; of a class, those of its
+        constructor), ["attribute"] if it cannot be called, or None if it does not exist.
         """
         module, _, names = path.partition(":")
         name, _, member = names.partition(".")
@@ -58,11 +55,7 @@ class Api:
         return parameters(node)[len(own) :]
 
     def names(self, place: str) -> set[str]:
-        """Members of a class ``module:Class``.
-
-        ``module:*``: those of all classes that the module imports from a package named ``fields`` (SGLang puts its
-        arguments together out of such).
-        """
+        """Return the members of a class ``module:Class``."""
         module, _, name = place.partition(":")
         found = [self.find(module, name)]
         if name == "*" and (tree := self._tree(module)):
@@ -73,7 +66,7 @@ class Api:
         return {member for each in found if each for member in self.members(each)}
 
     def holds(self, module: str, text: str) -> bool:
-        """Whether a module has this string among its constants."""
+        """Return whether a module has this string among its constants."""
         tree = self._tree(module)
         return any(isinstance(node, ast.Constant) and node.value == text for node in ast.walk(tree)) if tree else False
 
@@ -93,12 +86,12 @@ class Api:
                     return Found(node, module)
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    # A star, too, may bring it.
+                    # A star import may also provide it.
                     if (alias.asname or alias.name) not in (name, "*"):
                         continue
                     if found := self._imported(module, node, name if alias.name == "*" else alias.name):
                         return found
-        # Packages that import on demand list where from: "LLM": ".entrypoints.llm:LLM".
+        # Packages that import on demand list their sources: "LLM": ".entrypoints.llm:LLM".
         lazy = {k.value: v.value for node in ast.walk(tree) if isinstance(node, ast.Dict)
                 for k, v in zip(node.keys, node.values, strict=True)
                 if isinstance(k, ast.Constant) and isinstance(v, ast.Constant)}  # fmt: skip
@@ -119,7 +112,8 @@ class Api:
         return Found(tree, f"{source}.{name}") if tree else None
 
     def _members(self, found: Found) -> dict[str, ast.AST]:
-        """Of a class and its bases: methods, declared and assigned attributes, and those that methods put on self."""
+        """Return the members of a class and its bases: methods, declared and assigned attributes, and those that
+        methods set on self."""
         members: dict[str, ast.AST] = {}
         if not isinstance(found.node, ast.ClassDef):
             # A module: what it defines.
@@ -162,7 +156,7 @@ class Api:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Also those within ``if`` and ``try``."""
+    """Yield statements, including those within ``if`` and ``try``."""
     for node in body:
         yield node
         for part in ("body", "orelse", "handlers", "finalbody"):
@@ -172,7 +166,8 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def parameters(node: ast.AST) -> list[str]:
-    """Parameters in order: ``name``, ``name=`` with a default, ``*`` or ``*rest`` before keywords, ``**rest``."""
+    """Return the parameters in order: ``name``, ``name=`` with a default, ``*`` or ``*rest`` before keywords,
+    ``**rest``."""
     if not isinstance(node, Function):
         return ["attribute"]
     takes = node.args
@@ -188,7 +183,8 @@ def parameters(node: ast.AST) -> list[str]:
 
 
 def refusal(takes: Sequence[str], num_positional: int, keywords: Sequence[str]) -> str | None:
-    """Why a function that takes this would refuse such a call, or None. A call through ``**`` may lack arguments."""
+    """Return the reason why a function with these parameters would reject such a call, or None. A call with ``**`` may
+    lack arguments."""
     if list(takes) == ["attribute"]:
         return None
     star = next((place for place, name in enumerate(takes) if name.startswith("*")), len(takes))

@@ -1,7 +1,5 @@
-"""What the supported versions offer of all that `uses` lists: ``python -m tests.conformance.record`` writes api.json.
-
-The tests check the adapters by the recorded file on any machine; where a package index can be reached they also check
-that the file is what the wheels say.
+"""Record the API that `uses` lists for all supported versions: ``python -m tests.conformance.record`` writes
+api.json.
 """
 
 from __future__ import annotations
@@ -24,31 +22,31 @@ FILE = Path(__file__).with_name("api.json")
 
 
 def scans(package: Package) -> dict[str, Scan]:
-    """Of the adapters, by file."""
+    """Return the scans of the adapters, by file."""
     files = [file for pattern in package.files for file in sorted(ROOT.glob(pattern))]
     return {str(file.relative_to(ROOT)): Scan(file, package.foreign) for file in files}
 
 
 def imported(package: Package) -> set[str]:
-    """``module:Name`` of the package's names that adapters import."""
+    """Return the package's names that adapters import, as ``module:Name``."""
     return {path for scan in scans(package).values() for path in scan.imported.values()}
 
 
 def listed(package: Package) -> list[str]:
-    """Paths of the listed attributes; ? behind those that not every version has."""
+    """Return the paths of the listed attributes; a trailing ? marks those that some versions lack."""
     return [f"{owner}{'' if owner.endswith(':') else '.'}{name}"
             for owner, names in package.attributes.items() for name in names.split()]  # fmt: skip
 
 
 def own_parameters(file: str, path: str) -> list[str]:
-    """Of a method of ours, ``Class.method``."""
+    """Return the parameters of a method of ours, ``Class.method``."""
     name, _, method = path.partition(".")
     owner = next(node for node in ast.parse((ROOT / file).read_text()).body if getattr(node, "name", "") == name)
     return parameters(next(node for node in owner.body if getattr(node, "name", "") == method))[1:]
 
 
 def places(package: Package, set_of_wheels: tuple[str, ...]) -> dict[str, str]:
-    """path as it is listed (``owner.name``, an import) -> where it stands in this set."""
+    """Map each listed path (``owner.name``, an import) to its place in this set."""
     return {
         path: _replaced(package, set_of_wheels, path)
         for path in sorted(
@@ -58,7 +56,7 @@ def places(package: Package, set_of_wheels: tuple[str, ...]) -> dict[str, str]:
 
 
 def _replaced(package: Package, set_of_wheels: tuple[str, ...], path: str) -> str:
-    """The path in a package that derives from the one that is listed."""
+    """Return the path in a package that derives from the listed one."""
     derived = len(set_of_wheels) > 1
     owner = next(
         (owner for owner in package.replaced if derived and (path == owner or path.startswith(f"{owner}."))), ""
@@ -67,7 +65,8 @@ def _replaced(package: Package, set_of_wheels: tuple[str, ...], path: str) -> st
 
 
 def record(package: Package) -> dict[str, Any]:
-    """takes: path -> versions -> what it takes. texts: place -> versions -> those of the listed texts that it has."""
+    """Return takes: path -> versions -> parameters; and texts: place -> versions -> the listed texts that it
+    contains."""
     takes: dict[str, dict[str, Any]] = {}
     texts: dict[str, dict[str, Any]] = {}
     for names in package.versions:
@@ -88,13 +87,13 @@ def record(package: Package) -> dict[str, Any]:
 
 
 def _join(versions: dict[str, Any], key: str, value: Any) -> None:
-    """Versions that say the same stand together."""
+    """Join versions with equal records."""
     same = next((names for names, other in versions.items() if other == value), None)
     versions[f"{same}, {key}" if same else key] = versions.pop(same, value)
 
 
 def recorded(package: str, path: str) -> list[str]:
-    """Names that the newest recorded version takes at this path. What stands in for it in tests takes no others."""
+    """Return the parameter names of the newest recorded version. Doubles in tests accept no others."""
     takes = list(_api()[package]["takes"][path].values())[-1]
     return [name.strip("=*") for name in takes.split()]
 

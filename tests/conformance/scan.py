@@ -1,6 +1,5 @@
-"""What our code uses of packages that it cannot be run with here, read from our own sources: imports, attributes,
-calls and texts. Attributes and calls go by their names, so names of ours that are listed in `uses` too must be used in
-the same way."""
+"""The uses, in our own sources, of packages that cannot run here: imports, attributes, calls and texts. Attributes and
+calls are matched by name, so our own attributes with a name in `uses` must be used in the same way."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ class Use(NamedTuple):
 
 
 class Scan:
-    """A file's uses of the packages or modules ``foreign``."""
+    """The uses of the packages or modules ``foreign`` in a file."""
 
     def __init__(self, file: Path, foreign: Sequence[str]) -> None:
         self._nodes = list(ast.walk(ast.parse(file.read_text())))
@@ -34,7 +33,7 @@ class Scan:
                 self.imported |= {alias.asname or alias.name: f"{alias.name}:" for alias in names}
 
     def attributes(self) -> set[str]:
-        """Attributes of anything, and those that `getattr` and `hasattr` name."""
+        """Return the attributes of any object, and those named by `getattr` and `hasattr`."""
         asked = {
             node.args[1].value for node in self._nodes
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr")
@@ -43,7 +42,8 @@ class Scan:
         return asked | {node.attr for node in self._nodes if isinstance(node, ast.Attribute)}
 
     def texts(self) -> set[str]:
-        """Texts that could be names: of keys, tags, modules, options. Documentation and messages are none."""
+        """Return the texts that could be names: of keys, tags, modules, options. Documentation and messages are
+        excluded."""
         no_names = {id(node.value) for node in self._nodes if isinstance(node, ast.Expr)} | {
             id(inner) for node in self._nodes if isinstance(node, ast.JoinedStr) for inner in ast.walk(node)
         }
@@ -51,7 +51,7 @@ class Scan:
         return {text for text in texts if isinstance(text, str) and re.fullmatch(r"[A-Za-z][\w.]+", text)}
 
     def calls(self) -> Iterator[Use]:
-        """Calls of imported names, and of attributes of anything but self."""
+        """Return the calls of imported names, and of attributes of anything but self."""
         for node in self._nodes:
             if not isinstance(node, ast.Call):
                 continue

@@ -1,7 +1,4 @@
-"""What the adapters use exists in all supported versions of vllm, vllm-ascend, sglang and torch_npu.
-
-None of it needs these packages; `uses` says how it is kept.
-"""
+"""Everything that the adapters use exists in all supported versions of vllm, vllm-ascend, sglang and torch_npu."""
 
 import ast
 import json
@@ -16,7 +13,7 @@ from tests.conformance.uses import PACKAGES, Package
 from tests.conformance.wheels import Unreachable
 
 API = json.loads(record.FILE.read_text())
-# An adapter that is not there uses nothing.
+# A missing adapter uses nothing.
 each_package = pytest.mark.parametrize("name", [name for name in PACKAGES if record.scans(PACKAGES[name])])
 
 
@@ -30,7 +27,7 @@ def texts(package: Package) -> set[str]:
 
 
 def calls(package: Package) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Of all calls: the path of what is called, the number of positional arguments and the keywords."""
+    """Return for each call: the path of the callee, the number of positional arguments and the keywords."""
     paths = {path.replace(":", ".").split(".")[-1]: path for path in record.listed(package)}
     made = [use for scan in record.scans(package).values() for use in scan.calls()]
     return [(paths.get(use.name, use.name), *use[1:]) for use in made if ":" in use.name or use.name in paths]

@@ -1,9 +1,4 @@
-"""What our adapters use of packages that cannot be run here, with the places in those packages where it stands.
-
-`test_conformance` fails where an adapter uses something that is not listed here (or no longer uses what is), and where
-a supported version of the package has it not, or would not take the arguments. After a change of an adapter: list the
-new use at the class, module or file of the package that has it, then ``make conformance``.
-"""
+"""The uses of packages that cannot run here by our adapters, with their places in those packages."""
 
 from __future__ import annotations
 
@@ -12,15 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Package:
-    """One package as several adapters use it.
-
-    files: patterns below rltrain/. foreign: the packages or modules that are meant. versions: wheels that are
-    installed together. attributes: owner (``module:Class``, or ``module:`` for functions) -> names; ? behind a
-    name: not in every version, and the adapter asks. replaced: the owner's place in a package that derives from it.
-    texts: place (``module:Class`` for its fields, ``module`` for its constants) -> texts. ours: texts that name
-    nothing of the package's. called: our method -> theirs, in whose place it is called. optional: keywords that an
-    adapter asks for before it hands them on. only: which texts could be the package's.
-    """
+    """One package and its uses by several adapters."""
 
     files: tuple[str, ...]
     foreign: tuple[str, ...]
@@ -57,7 +44,7 @@ VLLM = Package(
         "vllm.v1.utils:CpuGpuBuffer": "np",
         "vllm.v1.worker.gpu_input_batch:InputBatch":
             "num_computed_tokens_cpu num_prompt_tokens num_tokens_no_spec req_ids",
-        # Adapters beside their weights need these; versions without them are refused where somebody asks for that.
+        # Separate adapters need these; versions without them are refused if they are requested.
         "vllm.lora.layers.base:BaseLayerWithLoRA": "load_weights?",
         "vllm.model_executor.models.utils:WeightsMapper": "get_rename_mapper?",
         "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
@@ -76,9 +63,9 @@ VLLM = Package(
         "vllm.model_executor.models.qwen2:Qwen2ForCausalLM": "load_weights",
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
         "vllm.distributed.device_communicators.cpu_communicator:": "_CPUSHMDistributed",
-        # Versions without it are refused where somebody asks for it.
+        # Versions without it are refused if it is requested.
         "vllm.model_executor.layers.logits_processor:LogitsProcessor": "head_dtype?",
-        # On the CPU alone.
+        # Only on the CPU.
         "vllm.model_executor.custom_op:CustomOp": "_forward_method forward_native",
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": "rotary_dim",
         "vllm.model_executor.layers.linear:LinearBase": "quant_method",
@@ -174,7 +161,7 @@ TORCH_NPU = Package(
         "torch_npu.profiler:": "profile tensorboard_trace_handler",
         "torch_npu:": "npu_fusion_attention",
     },
-    # The modules of those; and what stands in the wheel's compiled part: by torch_npu's documentation alone.
+    # The modules of those, and the compiled part of the wheel, by torch_npu's documentation only.
     ours="CPU NPU ProfilerActivity memory profiler",
     only=r"(?!)",
 )
@@ -221,7 +208,7 @@ ENVIRONMENT = Package(
         "torch_npu.npu": "ASCEND_RT_VISIBLE_DEVICES",
         "torch_npu._init.core.optional_features": "TASK_QUEUE_ENABLE",
     },
-    # Read by CANN, which is no Python package, and by torch's C++.
+    # Read by CANN, which is not a Python package, and by torch's C++ code.
     ours="HCCL_CONNECT_TIMEOUT HCCL_EXEC_TIMEOUT HCCL_HOST_SOCKET_PORT_RANGE HCCL_NPU_SOCKET_PORT_RANGE "
     "PYTORCH_ALLOC_CONF",
     only=r"(VLLM|SGLANG|ASCEND|HCCL|TASK|PYTORCH)_[A-Z0-9_]+[A-Z0-9]",

@@ -1,9 +1,4 @@
-"""Sources out of the wheels of other packages, by version, without installing or even downloading them.
-
-pip finds the wheel in whatever index it is configured for, and reads from it by ranges, as it does itself to learn what
-a wheel needs: a file is a request or two, where a whole wheel would be up to 400 MB. What was read is kept in a cache
-outside the repository.
-"""
+"""Sources from the wheels of other packages, by version, without installing them or downloading whole wheels."""
 
 from __future__ import annotations
 
@@ -17,17 +12,17 @@ from typing import Any
 from zipfile import ZipFile
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rltrain" / "wheels"
-# Wheels of one Python version have the sources of all.
+# The wheels of one Python version have the sources of all.
 _FOR = ("--no-deps", "--only-binary", ":all:", "--python-version", "3.11")
 _RESOURCES = contextlib.ExitStack()
 
 
 class Unreachable(Exception):
-    """The index has no such wheel, or there is no index."""
+    """The index lacks the wheel, or there is no index."""
 
 
 class Wheel:
-    """The sources of ``name`` (as pip calls it) in ``version``."""
+    """The sources of package ``name`` (pip's name) in ``version``."""
 
     def __init__(self, name: str, version: str) -> None:
         self.name, self.version = name, version
@@ -38,7 +33,7 @@ class Wheel:
         return f"{self.name} {self.version}"
 
     def text(self, path: str) -> str | None:
-        """A file of the wheel, or None where it has no such file."""
+        """Return a file of the wheel, or None if it does not exist."""
         file, missing = self._folder / path, self._folder / f"{path}.missing"
         if file.is_file():
             return file.read_text()
@@ -49,14 +44,14 @@ class Wheel:
         if path not in archive.namelist():
             missing.touch()
             return None
-        # Whole or not at all: others may read it, and this process may be stopped.
+        # Written atomically, because other processes may read it, and this process may be stopped.
         part = file.with_name(f"{file.name}.{os.getpid()}")
         part.write_bytes(archive.read(path))
         part.replace(file)
         return file.read_text()
 
     def module(self, name: str) -> ast.Module | None:
-        """The syntax tree of a module, or None where there is none."""
+        """Return the syntax tree of a module, or None if it does not exist."""
         if name not in self._trees:
             base = name.replace(".", "/")
             text = next(
@@ -66,26 +61,26 @@ class Wheel:
         return self._trees[name]
 
     def is_package(self, name: str) -> bool:
-        """Whether a module is a folder, whose relative imports start one level lower."""
+        """Return whether a module is a folder, whose relative imports start one level lower."""
         return self.text(name.replace(".", "/") + "/__init__.py") is not None
 
 
 @cache
 def _archive(name: str, version: str) -> ZipFile:
     try:
-        # pip warns of itself (pkg_resources is old, says setuptools), and a test takes warnings for errors.
+        # pip itself warns (setuptools reports pkg_resources as old), and a test treats warnings as errors.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ZipFile(_RESOURCES.enter_context(_ranges(name, version)))
     except Exception as error:
-        # What else goes wrong is no want of an index, and must not be skipped as one.
+        # Other errors do not mean that the index is missing, and must not be skipped.
         if not isinstance(error, OSError) and not type(error).__module__.startswith("pip."):
             raise
         raise Unreachable(f"{name} {version}: {error}") from error
 
 
 def _ranges(name: str, version: str) -> Any:
-    """The wheel as a file that is read by ranges, with pip's own index, session and proxy."""
+    """Return the wheel as a file that is read in ranges, with pip's own index, session and proxy."""
     from pip._internal.cli.cmdoptions import make_target_python
     from pip._internal.commands import create_command
     from pip._internal.network.lazy_wheel import LazyZipOverHTTP

@@ -23,13 +23,13 @@ def make_row(index=0, **changes):
 
 @pytest.fixture
 def good_row():
-    """Makes a row that every check accepts, with fields replaced."""
+    """Make a row that passes every check, with some fields replaced."""
     return make_row
 
 
 @pytest.fixture
 def write():
-    """Writes rows as parquet with page checksums; returns the path as text."""
+    """Write rows as parquet with page checksums; return the path as text."""
 
     def write_rows(path, rows):
         pq.write_table(pa.Table.from_pylist(rows), path, write_page_checksum=True)
@@ -40,7 +40,7 @@ def write():
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
-    """A word-level tokenizer with a chat template, saved as transformers does; made on the spot."""
+    """A word-level tokenizer with a chat template, saved in transformers' format, created on demand."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

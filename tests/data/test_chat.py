@@ -106,14 +106,14 @@ def test_a_refusing_template_names_file_and_row(tmp_path, write, good_row, token
 )
 def test_endless_template_is_rejected(tokenizer_folder, template, said):
     encoder = ChatEncoder(str(tokenizer_folder), chat_template=template)
-    # A slow machine takes its time until the last two are refused for what they want.
+    # On a slow machine the last two take long until they are refused.
     limit = {"cpu_s": 1} if "1 s" in said else {}
     with pytest.raises(DataError, match=f"{said}.*custom_chat_template"):
         encoder.try_template([ASK], **limit)
 
 
 def test_trial_timeout():
-    """It uses no CPU time, of which the kernel would end it."""
+    """The template uses no CPU time, so the kernel's CPU limit does not end it."""
     assert problem_in_fork(hang, 1, clock=VirtualClock()) == "does not end within 10 s"
 
 
@@ -154,7 +154,7 @@ def test_overlong_prompts_are_filtered_and_rows_follow(rows, encoder):
 
 
 class Ticking(VirtualClock):
-    """Two seconds pass between two questions for the time."""
+    """Two seconds pass between two calls of the clock."""
 
     def monotonic(self) -> float:
         self.advance(2.0)
@@ -162,7 +162,7 @@ class Ticking(VirtualClock):
 
 
 def test_the_search_for_wrong_rows_ends(tmp_path, write, good_row, tokenizer_folder):
-    """One by one they may take long: the rows that are found in time are reported."""
+    """Tokenising row by row may take long, so only the rows that are found in time are reported."""
     strict = "{{ raise_exception('no') }}"
     rows = read_rows(write(tmp_path / "r.parquet", [good_row(i) for i in range(9)]))
     with pytest.raises(DataError, match=r"(?s)3 or more prompts .* row 2: "):

@@ -1,4 +1,4 @@
-"""Dataset and sampler classes that were written for verl."""
+"""Dataset and sampler classes written for verl."""
 
 import textwrap
 
@@ -36,13 +36,13 @@ GOOD = """
 
 
 def written(file, code, name):
-    """The setting that names a class of this code."""
+    """Return the setting that names a class of this code."""
     file.write_text(textwrap.dedent(code))
     return f"{file}:{name}"
 
 
 def refusal(code, old, new, use):
-    """What ``use`` says of the code with a part of it replaced."""
+    """Return the error of ``use`` for the code with a part of it replaced."""
     assert old in code
     with pytest.raises((ConfigError, DataError)) as caught:
         use(code.replace(old, new))
@@ -51,7 +51,7 @@ def refusal(code, old, new, use):
 
 @pytest.fixture
 def made(tmp_path):
-    """Rows that a file's class makes."""
+    """Return the rows that a file's class creates."""
 
     def make(code, max_rows=-1, **data):
         cfg = DataConfig(custom_cls=written(tmp_path / "mine.py", code, "Made"), **data)
@@ -117,7 +117,7 @@ SAMPLER = """
 
 @pytest.fixture
 def sampler(made, tmp_path):
-    """A sampler over six rows, two in a batch."""
+    """A sampler over six rows, two per batch."""
 
     def make(code=SAMPLER, **own):
         name = written(tmp_path / "sampler.py", code, "Down")

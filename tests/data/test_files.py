@@ -1,4 +1,4 @@
-"""Which files are read as training data, and that one that is not is named for what it is."""
+"""The file formats of training data, and errors that name the format of other files."""
 
 import gzip
 import json
@@ -64,7 +64,7 @@ def test_json_image_paths_are_relative_to_the_file(tmp_path, write, good_row, mo
     monkeypatch.chdir(tmp_path)
     found = read_rows("data/a.jsonl").select([1, 0])
     pictures = found.stored_images()
-    monkeypatch.chdir("/")  # as a worker has it
+    monkeypatch.chdir("/")  # as in a worker
     assert [pictures.of(row) for row in (0, 1)] == [[BLUE], [RED]]
     (tmp_path / "data/images/b.png").write_bytes(RED)
     with pytest.raises(DataError, match="have changed"):

@@ -1,4 +1,4 @@
-"""Paths of images that lead to no image file."""
+"""Image paths that do not refer to an image file."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Conversations with images as tokens, pixels and positions: those of transformers' own processors and models."""
+"""Conversations with images as tokens, pixels and positions, compared with transformers' processors and models."""
 
 import importlib.util
 import io
@@ -33,7 +33,7 @@ from rltrain.data.chat import ChatEncoder
 from tests.tiny_vision import FAMILIES, IMAGE, picture, save_tiny_families
 
 SMALL, WIDE, TALL = picture(60, 60), picture(160, 60, seed=1), picture(60, 120, seed=2)
-# Texts with slots, and images: several, none, one at the very end, one that is alone.
+# Texts with slots, and images: several, none, one at the end, one alone.
 PROMPTS = [
     ([{"role": "user", "content": f"1+{SLOT}2{SLOT}=?"}], [SMALL, WIDE]),
     ([{"role": "user", "content": "3+4=?"}], []),
@@ -54,7 +54,7 @@ def folder(request, folders) -> str:
 
 
 def parts(messages):
-    """Content as transformers' templates want it, written by hand."""
+    """Return the content in the form that transformers' templates need, written by hand."""
     found = []
     for message in messages:
         pieces = message["content"].split(SLOT)
@@ -160,13 +160,13 @@ def test_transparency_is_white_and_images_are_upright():
     assert found[0, 0].tolist() == [0, 0, 0]
     assert found[1, 3].tolist() == [255, 255, 255]
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
+    exif[0x0112] = 6  # must be rotated by 90 degrees
     assert open_image(as_file(picture(8, 4), "JPEG", exif=exif)).size == (4, 8)
     assert open_image(as_file(Image.new("L", (3, 3), 7))).getpixel((0, 0)) == (7, 7, 7)
 
 
 def test_a_file_that_starts_a_program_is_not_opened(tmp_path, monkeypatch):
-    """Pillow starts Ghostscript for EPS."""
+    """Pillow starts Ghostscript for EPS files."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -187,7 +187,7 @@ def test_greys_of_16_bits_keep_their_shades(order):
 
 
 def bomb() -> bytes:
-    """A PNG of a few hundred bytes that says it has 30,000 x 30,000 pixels."""
+    """Return a PNG of a few hundred bytes that declares 30,000 x 30,000 pixels."""
     head = RED.index(b"IHDR") + 4
     sizes = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
     return RED[:head] + sizes + struct.pack(">I", zlib.crc32(b"IHDR" + sizes)) + RED[head + 17 :]
@@ -222,7 +222,7 @@ def test_a_text_behind_another_has_the_images_and_positions_of_both(folders, fam
         assert np.array_equal(getattr(whole.images, name), part), name
     assert whole.position_shift == expected.position_shift
     assert sampled.followed_by(sampled).images is None
-    # A text of its own that is continued begins at 0, wherever it will stand.
+    # A separate text that is continued begins at position 0, wherever it will be placed.
     assert sampled.followed_by(other).images.places.tolist() == (other.images.places + 5).tolist()
 
 
@@ -257,6 +257,6 @@ def test_bounds_scale_as_qwens_processor_does():
         low, high = 56 * 56, 28 * 28 * int(random.integers(8, 60))
         found = bounded(Image.new("RGB", (width, height)), low, high, 28).size
         expected = smart_resize(height, width, 28, low, high)
-        # What is within the bounds is left to the processor, which then rounds it.
+        # Sizes within the bounds are left to the processor, which rounds them.
         rounded = tuple(round(edge / 28) * 28 for edge in (height, width))
         assert found == ((width, height) if rounded == expected else expected[::-1])

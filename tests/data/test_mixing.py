@@ -1,4 +1,4 @@
-"""Batches have given shares of parts of the data, and follow from seed and step alone."""
+"""Batches have the configured shares of the data's parts, and depend only on seed and step."""
 
 import pickle
 
@@ -59,7 +59,7 @@ def test_each_part_is_gone_through_before_a_row_of_it_comes_again():
 
 
 class Parts(list):
-    """Rows that have nothing but a source and a file."""
+    """Rows with only a source and a file."""
 
     def sources(self):
         return [source for source, _ in self]
@@ -78,7 +78,7 @@ def test_weights_go_by_data_source_or_file():
     made = mixed_order(ROWS, {"a/b": 1, "two.parquet": 3}, 8, 1, True)
     counts = sum(np.bincount(np.array(made.rows(step)) >= 30, minlength=2) for step in range(50))
     assert counts / 400 == pytest.approx([0.25, 0.75], abs=0.01)
-    # A source goes before its file, and 0 leaves rows out.
+    # A source takes precedence over its file, and 0 excludes rows.
     only = mixed_order(ROWS, {"one.parquet": 0, "c": 2, "/data/two.parquet": 0}, 8, 1, True)
     assert {row // 30 for step in range(9) for row in only.rows(step)} == {1}
 
@@ -114,7 +114,7 @@ def test_weights_are_numbers_and_one_thing_alone_chooses(tmp_path):
     ]
     assert "every weight is 0" in problems(data__mixing="{a: 0}")[0]
     assert "both choose the prompts" in problems(**mixing, data__sampler__name="solve_rate")[0]
-    # A resumed run has to agree, and older checkpoints know nothing of it.
+    # A resumed run must have the same value, which older checkpoints lack.
     assert frozen_values(settings(tmp_path, **mixing).config)["data.mixing"] == {"a/b": 3, "c.parquet": 0.5}
     assert "data.mixing" not in frozen_values(settings(tmp_path).config)
 

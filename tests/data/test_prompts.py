@@ -1,4 +1,4 @@
-"""Prompts with images: tokens from the heads of the files at the start, pixels when they are asked for."""
+"""Prompts with images: tokens come from the file headers at the start, and pixels are read when needed."""
 
 import importlib.util
 import io
@@ -62,7 +62,7 @@ def folder(request, folders) -> str:
 
 @pytest.fixture
 def make(tmp_path, write, good_row):
-    """Writes rows of texts and images (entries of the column); returns the path."""
+    """Write rows of texts and images (entries of the column); return the path."""
 
     def made(prompts, column="images", name="train"):
         rows = [
@@ -122,7 +122,7 @@ def test_tokens_counted_from_sizes_are_the_processors(folder, bounds):
             [[{"role": "user", "content": f"1{SLOT}2{SLOT}"}]], [[encoder.bounded_size(size) for size in sizes]]
         )
         images = encoder.open_images([Image.new("RGB", size) for size in sizes])
-        # Raises where an image takes another number of tokens or rows.
+        # Raises if an image has a different number of tokens or rows.
         found = encoder.with_pixels(np.array(counted[0][0]), images)
         assert counted[0][1:] == (found.images.num_rows.sum(), found.images.num_tokens.sum())
 
@@ -175,7 +175,7 @@ def test_many_images_below_the_limit_are_too_many_for_a_row(make):
 
 
 def test_warnings_of_a_crafted_image_are_not_repeated(tmp_path):
-    """A TIFF of thousands of tags that are each broken, in a process that shows warnings."""
+    """A TIFF with thousands of broken tags, read in a process that shows warnings."""
     tags = b"".join(struct.pack("<HHII", 40_000 + tag, 3, 9, 1 << 30) for tag in range(2000))
     (tmp_path / "a.tif").write_bytes(b"II*\0" + struct.pack("<IH", 8, 2000) + tags + bytes(4))
     code = "import sys; from rltrain.data.images import open_image; open_image(sys.argv[1])"
@@ -210,7 +210,7 @@ def test_prompts_that_do_not_fit_their_images_name_the_row(folders, make, tiny_m
 @pytest.mark.parametrize("content", [f"1{SLOT}", [{"type": "image"}, {"type": "text", "text": "1"}]])
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_vision_model_without_images_is_rejected(folders, tmp_path, write, good_row, column, content):
-    # In a column that nobody named, or in none.
+    # In a column that is not configured, or in none.
     images = inside(png(60, 60)) if column == "image" else None
     prompts = [[{"role": "user", "content": content}], [{"role": "user", "content": content}]]
     path = write(tmp_path / "r.parquet", [good_row(prompt=prompt, **{column: images}) for prompt in prompts])
@@ -252,7 +252,7 @@ def test_changed_image_error_names_the_row(folders, make, tmp_path):
     path = make([(SLOT, [{"path": "a.png"}])])
     store = encode_prompts(read_rows(path), ChatEncoder(folders["qwen2_vl"]), 500)
     before = read_rows(path).fingerprint()
-    # Of the same size, so of as many tokens.
+    # They have the same size, and so the same number of tokens.
     (tmp_path / "a.png").write_bytes(png(60, 60, 1))
     with pytest.raises(DataError, match=rf"^'{path}' row 0: the images have changed since"):
         store.encoded(0)
@@ -282,7 +282,7 @@ def test_a_store_reads_the_rows_that_were_kept(folders, make):
             assert np.array_equal(store.encoded(i).images.pixel_values, expected.images.pixel_values)
 
 
-# The same picture in every form in which a dataset may hand it over, and the messages.
+# The same image in every form that a dataset may return, and the messages.
 OWN = """
 import pathlib
 
@@ -317,7 +317,7 @@ def test_custom_dataset_images_in_any_form(folders, tmp_path):
         found = store.encoded(i)
         assert found.tokens.tolist() == expected.tokens.tolist()
         assert np.array_equal(found.images.pixel_values, expected.images.pixel_values)
-    # Workers get rows and prompts, and the pictures with one of them.
+    # Workers get rows and prompts; only one of these contains the images.
     bare = rows.without_images()
     assert list(bare) == list(rows)
     assert len(pickle.dumps(bare)) < len(pickle.dumps(rows)) - 2 * len(png(60, 60))
@@ -333,7 +333,7 @@ def test_the_filter_counts_the_tokens_of_images(folders, make):
     path = make([(SLOT, inside(png(60, 60))), (SLOT, inside(png(160, 160))), ("1" * 9, [])])
     rows, encoder = read_rows(path), ChatEncoder(folders["qwen2_5_vl"])
     assert encode_prompts(rows, encoder, 20, filter_overlong=True).row_index.tolist() == [0, 2]
-    # Bounds come before the filter.
+    # Bounds apply before the filter.
     small = ChatEncoder(folders["qwen2_5_vl"], max_pixels=56 * 56)
     assert encode_prompts(rows, small, 20, filter_overlong=True).row_index.tolist() == [0, 1, 2]
 

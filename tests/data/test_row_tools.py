@@ -1,4 +1,4 @@
-"""Who leads the conversation of a row, and which tools its prompt shows: columns ``agent_name`` and ``extra_info``."""
+"""The agent of a row, and the tools that its prompt shows: columns ``agent_name`` and ``extra_info``."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from rltrain.data.row_tools import RowTools, row_tools
 from rltrain.data.rows import read_rows
 from tests.tiny_tools import TOOLS
 
-# The names stand in the prompt, as words that the tokenizer knows.
+# The names appear in the prompt, as words that the tokenizer has.
 NAMES = ("what", "is", "system")
 SCHEMAS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in NAMES]
 SHOWING = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
@@ -21,7 +21,7 @@ SHOWING = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
 
 @pytest.fixture
 def encoder(tokenizer_folder):
-    """encoder(...): of a template that shows the names of tools."""
+    """encoder(...): return the encoder of a template that shows the names of tools."""
     own = ChatEncoder(str(tokenizer_folder)).tokenizer.chat_template
 
     def make(**changes):
@@ -33,7 +33,7 @@ def encoder(tokenizer_folder):
 
 @pytest.fixture
 def rows(tmp_path, write, good_row):
-    """rows((agent_name, extra_info), ...): of a file."""
+    """rows((agent_name, extra_info), ...): return the rows of a file."""
 
     def make(*asked):
         made = [
@@ -45,7 +45,7 @@ def rows(tmp_path, write, good_row):
 
 
 def shown(encoder, rows):
-    """The names of tools in front of each prompt."""
+    """Return the names of the tools in each prompt."""
     store = encode_prompts(rows, encoder, 99)
     texts = encoder.decode_batch([store.prompt(i) for i in range(len(store))], special=True)
     return [text.partition("<|start|>")[0].split() for text in texts]
@@ -93,7 +93,7 @@ AGENT = "open(__file__ + '.ran', 'w')\nasync def agent(chat, row, seed):\n    aw
             "'env_agent', and actor_rollout_ref.rollout.multi_turn.environment names no class with step",
         ),
         (("{folder}/gone.py:agent", {}), {"own_agents": GONE}, "which cannot be used: "),
-        # Code next to the data, or that is installed, is not loaded because the data names it.
+        # Code next to the data, or installed code, is not loaded because the data names it.
         (("{folder}/own.py:agent", {}), {}, "agent_name is '{folder}/own.py:agent', which the configuration does not"),
         (("file://{folder}/own.py:agent", {}), {"own_agents": GONE}, "which the configuration does not list"),
         (("antigravity:agent", {}), {"own_agents": GONE}, "'antigravity:agent', which the configuration does not"),

@@ -167,7 +167,7 @@ def test_a_flipped_bit_never_changes_a_row_silently(tmp_path, write, good_row):
         except DataError:
             num_raised += 1
         else:
-            assert rows == base  # a bit that carries no row, such as a page statistic
+            assert rows == base  # the bit is not part of a row, but for example of a page statistic
     assert num_raised > 45
 
 
@@ -189,7 +189,7 @@ def test_the_fingerprint_notices_every_change_and_nothing_else(tmp_path, write, 
         ),
     ]
     assert len({base, *(other.fingerprint() for other in others)}) == 7
-    # The same rows chosen otherwise.
+    # The same rows, selected in another way.
     assert read_rows(path, max_rows=9).fingerprint() == others[1].fingerprint()
     assert read_rows(path).select(range(9)).fingerprint() == others[1].fingerprint()
     assert read_rows(path).select([1, 0, *range(2, 10)]).fingerprint() == others[2].fingerprint()

@@ -1,4 +1,4 @@
-"""Rows for runs of several turns: what they ask of tools and environments, and that these understand them."""
+"""Rows for multi-turn runs: what they require of tools and environments, and that these accept them."""
 
 import json
 
@@ -25,7 +25,7 @@ def generated(module, folder, *options):
 
 
 def as_row(one):
-    """What an environment is begun with."""
+    """Return the row as an environment's `reset` gets it."""
     return {"data_source": one.data_source, "extra_info": one.extra_info, "ground_truth": one.ground_truth}
 
 

@@ -1,4 +1,4 @@
-"""Converters of benchmarks, on made-up records with the columns of the originals."""
+"""Benchmark converters, on made-up records with the original columns."""
 
 import base64
 import importlib
@@ -98,7 +98,7 @@ MMMU_PRO = {
     "subject": "Art",
 }
 
-# name, record, data source, ground truth, category, answer type, choices, who scores it as published, last words
+# name, record, data source, ground truth, category, answer type, choices, published scoring, last words
 SETS = {
     "gpqa": (GPQA, "gpqa_diamond", None, "Physics", "choice", 4, BY_RULE, ") "),
     "logicvista": (LOGICVISTA, "logicvista", "A, C", "spatial", "choices", 0, BY_RULE_FOR_JUDGE, "are turned?"),
@@ -113,7 +113,7 @@ SETS = {
 
 
 def convert(name, records, folder, *options, file="test.parquet"):
-    """The rows that a converter makes of records, and its exit code."""
+    """Return the rows that a converter makes of records, and its exit code."""
     given = write(folder / file, records)
     main = importlib.import_module(f"rltrain.data_preprocess.{name}").main
     code = main(["--input", str(given), "--output", str(folder / "out"), *options])

@@ -56,7 +56,7 @@ def test_small_problem_spaces_repeat_train_and_refuse_test(capsys):
     texts = [one["prompt"][0]["content"] for one in splits["train"]]
     assert len(texts) == 100
     assert len(set(texts)) >= 5
-    assert len(set(texts)) == len(set(texts[: len(set(texts))]))  # all come once before one comes twice
+    assert len(set(texts)) == len(set(texts[: len(set(texts))]))  # every text occurs once before any occurs twice
     assert arithmetic.main(["--max-operand", "1", "--num-test", "50", "--output", "/nowhere"]) == 2
     assert "--max-operand 1" in capsys.readouterr().err
     assert arithmetic.main(["--operators", "+/", "--output", "/nowhere"]) == 2

@@ -1,4 +1,4 @@
-"""Converters on small inputs in the shape of the originals: columns, nesting and types as on the hub."""
+"""Converters on small inputs with the columns, nesting and types of the originals on the hub."""
 
 import importlib
 import json
@@ -124,7 +124,7 @@ def images_in(folder):
 
 
 def convert(name, records, folder, *options, file="train.parquet"):
-    """The rows of the first split that was written."""
+    """Return the rows of the first split that was written."""
     images_in(folder)
     given = write(folder / file, records)
     main = importlib.import_module(f"rltrain.data_preprocess.{name}").main

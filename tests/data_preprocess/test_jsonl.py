@@ -1,4 +1,4 @@
-"""The converter of people's own files: the forms that they have, and errors with file, row and field."""
+"""The converter of a user's own files: their forms, and errors with file, row and field."""
 
 import base64
 import gzip
@@ -16,7 +16,7 @@ from tests.images import BLUE, RED
 
 @pytest.fixture
 def convert(tmp_path, capsys):
-    """Converts a file (or records, as JSON lines); returns the rows, or the error, and what was printed."""
+    """Convert a file (or records, as JSON lines). Returns the rows or the error, and the output."""
 
     def run(given, *options, source="math_dapo"):
         file = given

@@ -13,7 +13,7 @@ from rltrain.rewards.custom import CustomReward
 from tests.images import BLUE, RED
 from tests.tiny import TEMPLATE, save_tiny_tokenizer
 
-# Scores as the vision scripts do: most of it for the answer, the rest for a thinking block at the very start.
+# Scores as in the vision scripts: most of it for the answer, the rest for a thinking block at the start.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if data_source == "slow":
@@ -80,7 +80,7 @@ def test_duplicates_are_seen_across_files_by_text_and_picture(tmp_path):
     pictures = write(tmp_path, [picture_row("<image> Find x.", [image]) for image in (red, blue, red)], "pictures")
     _, findings = lint([train, test, pictures])
     assert findings == {
-        "prompts that came before": [
+        "repeated prompts": [
             f"{train!r} row 2: as {train!r} row 0",
             f"{test!r} row 0: as {train!r} row 1",
             f"{pictures!r} row 2: as {pictures!r} row 0",
@@ -107,7 +107,7 @@ def test_image_slots_and_images_must_agree(tmp_path):
     given = rows[0] | {"prompt": [{"role": "user", "content": parts}]}
     pq.write_table(pa.Table.from_pylist([given]), tmp_path / "parts.parquet")
     assert lint([str(tmp_path / "parts.parquet")])[1] == {}
-    found = lint([file])[1]["image slots that do not fit"]
+    found = lint([file])[1]["image slots that do not match the images"]
     said = [line.partition("row ")[2].split(" in")[0] for line in found]
     assert said == ["1: 0 <image>", "2: 2 <image>", "3: 1 <image>"]
 
@@ -125,7 +125,7 @@ def test_unreadable_images_are_named_with_and_without_pil(tmp_path, monkeypatch,
     rows = [picture_row(f"<image> {i}", [image]) for i, image in enumerate(images)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     found = lint([str(tmp_path / "a.parquet")])[1]["rows with schema errors"]
-    bad = [1, 2, 4, 5] if has_pil else [1, 4, 5]  # only Pillow sees that a picture is cut
+    bad = [1, 2, 4, 5] if has_pil else [1, 4, 5]  # only Pillow detects that an image is truncated
     assert [int(line.split("row ")[1][0]) for line in found] == bad
 
 
@@ -136,7 +136,7 @@ def test_answers_that_their_scorer_refuses_are_found(tmp_path):
     rows = [answered(source, truth) for source in truths for truth in truths[source]]
     file = write(tmp_path, [sum_row(1), sum_row(2, truth="three"), sum_row(3), *rows])
     _, findings = lint([file])
-    assert [line.split(": ")[1] for line in findings["answers their own scorer refuses"]] == [
+    assert [line.split(": ")[1] for line in findings["ground truths that their scorer rejects"]] == [
         "answer 'three' earns 0 at best",
         "answer 'x' earns 0 at best",
     ]
@@ -147,7 +147,7 @@ def test_a_scorer_that_hangs_is_stopped(tmp_path, custom, monkeypatch):
     monkeypatch.setattr(linter, "ScoringSlot", partial(linter.ScoringSlot, timeout_s=0.2))
     file = write(tmp_path, [sum_row(1, data_source="slow")])
     _, findings = lint([file], custom=custom)
-    assert "earns -inf at best" in findings["answers their own scorer refuses"][0]
+    assert "earns -inf at best" in findings["ground truths that their scorer rejects"][0]
 
 
 def test_sources_without_a_scorer_are_counted_others_left_alone(tmp_path):
@@ -166,7 +166,7 @@ def test_truths_that_are_written_otherwise_are_read_and_those_that_nothing_match
     wrong = [answered("lighteval/MATH", truth) for truth in truths]
     for number, (source, truth) in enumerate(fine.items()):
         assert lint([write(tmp_path, [answered(source, truth)], f"fine{number}")])[1] == {}
-    found = lint([write(tmp_path, wrong)])[1]["ground truths that no answer can match"]
+    found = lint([write(tmp_path, wrong)])[1]["ground truths that no response can match"]
     assert ["a mapping" in line for line in found] == [True, True, False, False]
     number = answered("openai/gsm8k", "5") | {"reward_model": {"style": "rule", "ground_truth": 5.0}}
     pq.write_table(pa.Table.from_pylist([number]), tmp_path / "float.parquet")

@@ -1,4 +1,4 @@
-"""Rectangles on squared paper: what is drawn is what is asked for, and the control arm differs in the picture alone."""
+"""Rectangles on squared paper: the drawing matches the question, and rows of the control differ only in the image."""
 
 from collections import Counter
 

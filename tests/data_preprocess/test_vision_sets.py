@@ -1,4 +1,4 @@
-"""The data sets with pictures, from the records of the hub to the prompts of a run."""
+"""Data sets with images, from the hub's records to a run's prompts."""
 
 import importlib
 import importlib.util
@@ -33,7 +33,7 @@ def drawing(number: int, kind: str = "PNG", size: tuple[int, int] = (90, 60)) ->
 
 
 def geometry3k(folder: Path) -> list[list[bytes]]:
-    """As on the hub: pictures in the records."""
+    """geometry3k as on the hub: images in the records."""
     images = [[drawing(number)] for number in range(3)]
     records = [
         {"images": [{"bytes": data, "path": None} for data in of], "problem": f"<image>Find x_{number}.", "answer": "3"}
@@ -44,7 +44,8 @@ def geometry3k(folder: Path) -> list[list[bytes]]:
 
 
 def virl39k(folder: Path) -> list[list[bytes]]:
-    """As on the hub, unpacked: pictures of several kinds beside the records, two to a question, and none; one cut."""
+    """virl39k as on the hub, unpacked: image files of several kinds next to the records, two for one question, and
+    none; one is truncated."""
     images = [[drawing(0), drawing(1, "JPEG", (60, 130))], [], [drawing(2, "JPEG")]]
     (folder / "images").mkdir()
     records = []

@@ -1,4 +1,5 @@
-"""A small HTTP server that stands in for a judge or a scorer: it is right, busy, silent, slow or talks nonsense."""
+"""A small HTTP server that replaces a judge or a scorer: it replies correctly, is busy, silent or slow, or sends
+garbage."""
 
 import contextlib
 import json
@@ -11,17 +12,17 @@ HANG, CLOSE = object(), object()
 
 
 def status(code, body="no", **headers):
-    """A reply that is no text: its status, what it says, and headers (Retry_After="1")."""
+    """A reply with an HTTP status, a body and headers (Retry_After="1") instead of a text."""
     return code, body, {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 class Cut(str):
-    """A text that has ended at a limit of tokens."""
+    """A text that was truncated at a token limit."""
 
 
 class Double:
-    """Answers every request with what ``reply(request, number of the request)`` returns: `status`, `HANG` or `CLOSE`;
-    its body may be an iterator of parts."""
+    """Sends ``reply(request, number of the request)`` to every request: `status`, `HANG` or `CLOSE`. The body may be an
+    iterator of parts."""
 
     path = "/score"
 
@@ -90,8 +91,8 @@ class Double:
 
 
 class JudgeDouble(Double):
-    """OpenAI-compatible: ``reply(message, number of the request)`` may return a text or `Cut` too. ``tokens`` of each
-    request are in its reply; None: not."""
+    """OpenAI-compatible server: ``reply(message, number of the request)`` may also return a text or `Cut`. ``tokens``
+    is the usage in each reply; None: no usage."""
 
     path = "/v1"
 
@@ -111,7 +112,7 @@ class JudgeDouble(Double):
 
     @property
     def messages(self):
-        """The texts of the requests, without images."""
+        """Return the texts of the requests, without images."""
         return [text_of(request) for request in self.requests]
 
 

@@ -1,4 +1,4 @@
-"""What ``import sglang`` finds where this folder stands on PYTHONPATH: the double."""
+"""Replacement for the package sglang if this folder is on PYTHONPATH."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""One Ray for whole runs that need none of their own: starting one takes seconds, and there are dozens of runs. Its
-workers are forked (`tests.faults.nursery`), for the same reason."""
+"""A shared Ray for runs that do not need their own, because starting one takes seconds and there are dozens of runs.
+For the same reason its workers are forked (`tests.faults.nursery`)."""
 
 import os
 
@@ -11,7 +11,7 @@ from tests.faults import nursery
 
 @pytest.fixture(scope="package")
 def cluster():
-    """Address of a Ray head that lives as long as these tests."""
+    """Address of a Ray head that runs during these tests."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in nursery.variables().items():
             patch.setenv(name, value)
@@ -22,7 +22,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def joined(cluster):
-    """Runs of this module join that Ray, as they would on a cluster."""
+    """Runs of this module join that Ray, as on a cluster."""
     os.environ["RAY_ADDRESS"] = cluster
     yield
     del os.environ["RAY_ADDRESS"]

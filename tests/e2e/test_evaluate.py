@@ -1,4 +1,4 @@
-"""``rltrain evaluate`` with Ray: the trainer's own validation, from the command line."""
+"""``rltrain evaluate`` with Ray equals the trainer's own validation."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_checkpoints_get_the_numbers_that_their_run_has_found(tiny_model, arithm
     both = found(run / "evaluation", "evaluations.json")["evaluations"]
     assert [one["model"]["step"] for one in both] == [1, 2]
     assert (run / "evaluation" / "evaluation.html").is_file()
-    # What takes seconds is logged before it, by the run and by its evaluations.
+    # Slow operations are logged before they start, by the run and by its evaluations.
     logs = [
         file.read_text() for file in (run / "train.log", run / "evaluation" / "global_step_2" / "run" / "train.log")
     ]
@@ -84,11 +84,11 @@ def test_an_evaluation_that_was_stopped_goes_on_with_equal_numbers(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "answer", stopped)
         assert main([*words, f"out={tmp_path / 'cut'}"]) == 130
-    message = f"stopped; 2 of 6 prompts of {tiny_model.name} are answered: the same command continues after them"
+    message = f"stopped; 2 of 6 prompts of {tiny_model.name} are done: the same command continues after them"
     assert message in capfd.readouterr().err
     assert not (tmp_path / "cut" / "evaluation.json").exists()
     assert main([*words, f"out={tmp_path / 'cut'}", "temperature=0.5"]) == 2
     assert "val_kwargs.temperature: 1.0 then, 0.5 now" in capfd.readouterr().err
     assert main([*words, f"out={tmp_path / 'cut'}"]) == 0
-    assert "2 of 6 prompts are answered already" in capfd.readouterr().out
+    assert "2 of 6 prompts already have responses" in capfd.readouterr().out
     assert found(tmp_path / "cut") == found(tmp_path / "whole")

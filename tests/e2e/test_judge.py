@@ -1,4 +1,4 @@
-"""A judge on the run's devices through the command: Ray, two processes, training, stop and resume, evaluation."""
+"""A judge on the run's devices, by the command: Ray, two processes, training, stop and resume, evaluation."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def keys(tmp_path_factory):
 
 
 def judged(answer):
-    """What the scripted judge says of an answer, which stands at the end of its message."""
+    """Return the scripted judge's verdict on a response, which is at the end of its message."""
     return float(answer[-1:] in [*"56789"])
 
 

@@ -1,4 +1,4 @@
-"""Launches of verl's scripts, run for two steps: the recorded words, and behind them smaller paths and sizes."""
+"""verl launch scripts, run for two steps: the recorded arguments, followed by smaller paths and sizes."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.tiny_vision import save_tiny_vision_model
 
 pytestmark = pytest.mark.usefixtures("joined")
 
-# Launch -> metrics that show that what it is about took place.
+# Launch -> metrics that show that its main feature was active.
 RUNS = {
     "main examples/grpo_trainer/run_qwen3_8b_fsdp.sh": ("actor/kl_loss",),
     "main examples/ppo_trainer/run_qwen3_8b_fsdp.sh": ("critic/vf_loss", "critic/grad_norm"),
@@ -31,9 +31,9 @@ RUNS = {
     "ADV_ESTIMATOR=gae USE_KL=True SP_SIZE=2": ("critic/vf_loss", "perf/image_gb"),
     "0.5 tests/special_e2e/ppo_trainer/run_function_reward.sh ADV_ESTIMATOR=remax USE_KL=True": ("actor/kl_loss",),
 }
-# This one keeps its engine, vLLM over two devices; the others generate with hf, which starts at once.
+# This one uses its own engine, vLLM over two devices; the others generate with hf, which starts at once.
 OVER_TWO_DEVICES = list(RUNS)[-1]
-# What is made smaller where a launch sets it, under the key that it uses.
+# Settings that are reduced if a launch sets them, under its spelling of the key.
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 SIZES = {
     "data.train_batch_size": 4, "data.gen_batch_size": 4, "data.max_prompt_length": 16, "data.max_response_length": 8,
@@ -48,7 +48,7 @@ MACHINE = {
     "trainer.total_training_steps": 2, "trainer.val_before_train": False, "trainer.test_freq": -1,
     "trainer.save_freq": -1,
 }  # fmt: skip
-# A tiny random model never answers rightly, and groups that score alike teach nothing.
+# A tiny random model never gives right responses, and groups with equal scores teach nothing.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": len(solution_str) % 3 / 2, "acc": len(solution_str) % 3 == 2}
@@ -56,7 +56,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def smaller(launch: Launch, paths: dict[str, object]) -> list[str]:
-    """The launch's words, then those that shrink it."""
+    """Return the launch's arguments, then those that shrink it."""
     given = dict(word.lstrip("+").split("=", 1) for word in launch.words)
     ours = {key: value for key, value in (SIZES | paths).items() if given.get(key, "0") != "0"} | MACHINE
     if "reward.reward_model.enable" not in given:

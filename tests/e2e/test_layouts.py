@@ -1,7 +1,5 @@
-"""Runs on two or four ranks with random layouts, keys and uneven rows: each makes its steps, or is refused before them.
-
-Ranks may disagree about collectives: one has fewer micro-batches, or no response that counts, and leaves out a forward,
-a gather or an all-to-all in which the others wait. `PINNED` has the extremes that random draws rarely meet.
+"""Runs on two or four ranks with random layouts, keys and uneven rows: each completes its steps, or is refused before
+them.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The real command on tiny models with experts: replay, the load of the experts, learning."""
+"""The real command on tiny models with experts: replay, expert load, learning."""
 
 import pytest
 from safetensors.torch import load_file
@@ -15,7 +15,7 @@ R = "actor_rollout_ref__rollout__"
 REPLAY = {"actor_rollout_ref__actor__router_replay__mode": "R3"}
 SIZE = "actor_rollout_ref__actor__fsdp_config__expert_parallel_size"
 LOAD = ("moe/max_vio/mean", "moe/max_vio/max", "moe/idle_experts", "moe/dead_experts")
-# Nothing but the answer's text decides, and a random model can write it.
+# Only the text of the response decides, and a random model can write it.
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return solution_str.count("7") / 8
@@ -33,7 +33,7 @@ def test_two_ranks_count_and_balance_the_load_as_one_does(arithmetic_files, tmp_
         found.append([line for line in read_metrics(folder) if line["step"]])
     for one, two in zip(*found, strict=True):
         assert 0 < one["moe/max_vio/mean"] <= one["moe/max_vio/max"]
-        # Other kernels than this machine's may send a token elsewhere.
+        # The kernels of another machine may sample another token.
         assert [two[name] for name in LOAD] == pytest.approx([one[name] for name in LOAD], rel=0.05, abs=1)
         assert one["rollout/log_prob_gap/mean"] < 1e-4
         for name in ("actor/pg_loss", "moe/aux_loss", "actor/grad_norm"):
@@ -52,7 +52,7 @@ def test_four_ranks_learn_the_same_weights_wherever_their_experts_are(arithmetic
         )
         found.append(load_file(folder / "global_step_2/huggingface/model.safetensors"))
     start = load_file(model / "model.safetensors")
-    # Rounding of the sums over ranks, against what two steps have moved.
+    # Rounding of the sums over ranks, relative to the movement in two steps.
     moved = [{name: whole[name] - values for name, values in start.items()} for whole in found]
     assert distance(moved[1], moved[0]) < 1e-3
 

@@ -55,7 +55,7 @@ def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithm
         assert rltrain.evaluate([*run, *changed])
         after = everything(tmp_path / "run")
         for name, held in before.items():
-            # The log goes on; nothing else of the run is other than it was.
+            # The log continues; nothing else of the run has changed.
             assert after[name] == held or name.suffix in (".lock", ".log"), name
         assert sum(name.name == "metrics.jsonl" for name in after) == 2 + bool(changed)
     newest = rltrain.train([*run, "trainer.val_only=True"])
@@ -68,7 +68,7 @@ def test_an_evaluation_in_the_folder_of_a_run_leaves_it_alone(tiny_model, arithm
 
 @pytest.mark.long
 def test_evaluation_gives_the_numbers_of_a_trainer(local_ray, tiny_model, arithmetic_files, tmp_path):
-    """Of the model as it is, by rollout workers alone; in the caller's own Ray, which goes on."""
+    """An evaluation of the unchanged model, by rollout workers only, in the caller's Ray, which keeps running."""
     run = small_run(tiny_model, arithmetic_files, tmp_path / "whole", data__max_response_length=12)
     with rltrain.build(run) as trainer:
         wanted = trainer.validate()

@@ -1,4 +1,4 @@
-"""``rltrain resolution`` with Ray: from the command line to the words to type."""
+"""``rltrain resolution`` with Ray: from the command line to the resulting keys."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ def found(folder):
     return json.loads((folder / "resolution.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.long  # it starts an engine five times
+@pytest.mark.long  # starts an engine five times
 @pytest.mark.usefixtures("joined")
 def test_a_search_chooses_bounds_scores_them_on_other_rows_and_keeps_results(tmp_path, capfd):
     rectangles.main(["--output", str(tmp_path / "data"), "--num-train", "24", "--num-test", "20"])
@@ -29,7 +29,7 @@ def test_a_search_chooses_bounds_scores_them_on_other_rows_and_keeps_results(tmp
     told = capfd.readouterr().out
     result = found(out)
     assert [(part["image_tokens"], part["prompts"]) for part in result["settings"]] == [(9, 24), (1, 24)]
-    # Random weights answer both equally badly, so the cheaper one is chosen.
+    # With random weights both are equally bad, so the cheaper one is chosen.
     assert result["chosen"]["words"] == "data.min_pixels=null data.max_pixels=1764"
     assert "words: data.min_pixels=null data.max_pixels=1764" in told
     assert "no difference is shown" in told

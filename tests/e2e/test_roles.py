@@ -1,4 +1,4 @@
-"""Actor, reference, critic and reward model through the command: Ray, two processes, stop and resume."""
+"""Actor, reference, critic and reward model by the command: Ray, two processes, stop and resume."""
 
 import shutil
 

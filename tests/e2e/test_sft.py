@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def learn(model, folder, *others):
-    """Run the command on sums of two turns."""
+    """Run the command on two-turn sums."""
     rows = [("user", "{0}+{0}=?"), ("assistant", "{1}"), ("user", "1+1=?"), ("assistant", "2")]
     texts = [[(role, text.format(number, 2 * number)) for role, text in rows] for number in range(24)]
     file = folder.parent / "rows.jsonl"
@@ -41,7 +41,7 @@ def learn(model, folder, *others):
 
 
 def found(folder, step):
-    """Losses of a run by step and name, and the exported weights of a step."""
+    """Return the losses of a run by step and name, and the exported weights of a step."""
     lines = read_metrics(folder)
     losses = {(line["step"], name): line[name] for line in lines for name in line if name.endswith("/loss")}
     return losses, load_file(folder / f"global_step_{step}/huggingface/model.safetensors")
@@ -66,7 +66,7 @@ def test_a_resumed_run_is_bit_identical_on_two_ranks_and_names_a_model(tiny_mode
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """one_rank(save, keys): a model, and losses and weights of a run on one rank, which is made once."""
+    """one_rank(save, keys): return a model, and the losses and weights of a run on one rank, which is made once."""
 
     @cache
     def make(save, keys):

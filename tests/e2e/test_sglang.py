@@ -1,4 +1,4 @@
-"""SGLang over two devices through the command: Ray, two workers, an engine with a process for each (the double's)."""
+"""SGLang on two devices by the command: Ray, two workers, an engine with a process for each (of the double)."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def launch(start, tiny_model, arithmetic_files, tmp_path, monkeypatch):  # noqa:
 
 
 def engine_pids() -> list[int]:
-    """The processes that an engine's forkserver has made, below a training worker."""
+    """Return the processes of an engine's forkserver below a training worker."""
     listing = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = (line.split(None, 2) for line in listing.splitlines()[1:])
     known = {int(pid): (int(parent), args) for pid, parent, args in rows}

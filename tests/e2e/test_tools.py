@@ -1,4 +1,4 @@
-"""A run whose policy calls tools, by the command: from the first prompt to the kept answers."""
+"""A run whose policy calls tools, by the command: from the first prompt to the saved samples."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_a_run_with_tools(arithmetic_files, tmp_path, capsys):
     result = rltrain.train(small_run(tmp_path / "model", arithmetic_files, tmp_path / "run", **tools, **keys))
     metrics = result.newest()
     assert metrics["num_turns/max"] > 2
-    # The scorers of all processes were told of the turns of each answer.
+    # The scorers of all processes got the turns of each response.
     assert metrics["critic/score/max"] == metrics["num_turns/max"]
     assert metrics["rollout/log_prob_gap/mean"] < 1e-5
     answers = rltrain.read_samples(tmp_path / "run")

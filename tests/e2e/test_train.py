@@ -61,7 +61,8 @@ def moved(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[
 
 @pytest.fixture(scope="module")
 def reference_run(tiny_model, arithmetic_files, tmp_path_factory):
-    """From Python: one process, token budget 64, validation and a save after step 1, a callback with all methods."""
+    """A run from Python: one process, token budget 64, validation and a save after step 1, a callback with
+    all methods."""
     folder = tmp_path_factory.mktemp("reference")
     (folder / "callback.py").write_text(CALLBACK)
     changes = {
@@ -136,7 +137,7 @@ STAGES = {
 
 @pytest.fixture(scope="module")
 def five_steps(arithmetic_files, tmp_path_factory):
-    """Return a model with four heads, and the run of five steps of one process."""
+    """Return a model with four heads, and a five-step run of one process."""
     folder = tmp_path_factory.mktemp("five_steps")
     model = save_tiny_model(folder / "model", heads=4, kv_heads=2)
     changes = ONE | {"trainer__total_training_steps": 5}
@@ -165,13 +166,14 @@ def test_every_timer_is_there_and_the_phases_add_up(reference_run):
     assert len(lines) == 2
     for line in lines:
         assert {f"timing_s/{name}" for name in TIMERS} <= line.keys()
+        assert {f"timing_s/fetch/{name}" for name in ("old_log_prob", "ref", "update_actor")} <= line.keys()
         phases = sum(
             line[f"timing_s/{name}"] for name in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor")
         )
         assert phases + line["timing_s/other"] == pytest.approx(line["timing_s/step"])
         assert line["timing_s/other"] >= 0
         assert line["timing_s/reshard"] + line["timing_s/generate_sequences"] <= line["timing_s/gen"]
-    # Work that no phase has is in both steps; on a busy machine the driver waits its turn in one or the other.
+    # Both steps include work outside of phases; on a busy machine the driver may wait in either of them.
     assert any(line["timing_s/other"] < 0.03 * line["timing_s/step"] + 0.02 for line in lines)
     assert {"timing_s/testing", "timing_s/save_checkpoint"} <= lines[-1].keys()
 
@@ -184,7 +186,7 @@ def test_every_step_is_measured_validated_and_agrees_with_the_engine(reference_r
     for line in lines[1:]:
         assert line["rollout/log_prob_gap/mean"] < 1e-5
         assert line["reward/compute_s"] > 0
-        # Bytes that grow with the samples, and per rank and step the moments of some thirty quantities.
+        # Bytes that grow with the samples, and, per rank and step, the moments of about thirty quantities.
         assert line["perf/driver_bytes_per_sample"] < 160 + 2000 / 16
 
 
@@ -223,7 +225,7 @@ def test_a_callback_is_told_of_steps_validations_and_saves(reference_run):
     lines = read_metrics(reference_run)
     found = [[line.get(name) for name in ("watch/answers", "watch/validated", "callbacks/errors")] for line in lines]
     assert found == [[None, 1.0, 0.0], [16.0, 1.0, 0.0], [16.0, 1.0, 0.0]]
-    # A checkpoint is whole some time after its step has ended; the last one before the last line is written.
+    # A checkpoint is complete some time after its step has ended; the last one, before the last line is written.
     assert [lines[0].get("watch/whole"), lines[-1].get("watch/whole")] == [None, 1.0]
 
 
@@ -248,7 +250,7 @@ def test_the_export_is_a_model_that_transformers_loads(reference_run, tiny_model
 
 @pytest.fixture(scope="module")
 def straight_run(tiny_model, arithmetic_files, tmp_path_factory):
-    """24 prompts, 4 a step: an epoch is 6 steps."""
+    """24 prompts, 4 per step, so an epoch has 6 steps."""
     folder = tmp_path_factory.mktemp("straight")
     changes = {"trainer__total_training_steps": 8, "trainer__save_freq": 1}
     assert main(small_run(tiny_model, arithmetic_files, folder, **changes)) == 0
@@ -256,7 +258,7 @@ def straight_run(tiny_model, arithmetic_files, tmp_path_factory):
 
 
 def stopped_after(step: int, straight: Path, folder: Path) -> None:
-    """``folder`` as a run leaves it behind that is stopped after ``step``."""
+    """Create ``folder`` as a run leaves it that was stopped after ``step``."""
     shutil.copytree(straight / f"global_step_{step}", folder / f"global_step_{step}")
     lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:step]))
@@ -265,7 +267,7 @@ def stopped_after(step: int, straight: Path, folder: Path) -> None:
 @pytest.mark.smoke("A resumed run is bit-identical to one that was never stopped")
 # After every step, without Ray: tests/trainer/test_resume.py.
 def test_resume_continues_bit_for_bit(tiny_model, arithmetic_files, tmp_path, straight_run):
-    """At the end of an epoch."""
+    """The run is stopped at the end of an epoch."""
     stopped_after(6, straight_run, tmp_path)
     assert main(small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=8)) == 0
     assert largest_difference(weights(straight_run, 8), weights(tmp_path, 8)) == 0
@@ -366,7 +368,7 @@ def test_a_reward_outage_saves_what_was_learned_before(tiny_model, arithmetic_fi
 
 @pytest.mark.smoke("The model learns what is rewarded (GRPO through the command)")
 def test_grpo_learns_what_is_rewarded(tiny_model, arithmetic_files, tmp_path):
-    """From a random model: answers that begin with an even digit."""
+    """A random model learns to begin its responses with an even digit."""
     scorer = tmp_path / "reward.py"
     scorer.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"

@@ -1,4 +1,4 @@
-"""Runs of models with a vision tower, on texts and on prompts with pictures."""
+"""Runs of models with a vision tower, on text and on prompts with images."""
 
 import importlib.util
 
@@ -28,8 +28,8 @@ RUNS = {
     "pictures, adapters": ("qwen2_5_vl", PICTURES | LORA),
     "vllm": ("qwen2_5_vl", {R + "name": "vllm", R + "engine_kwargs__vllm__block_size": 32}),
 }
-# Of the others every run has a part: tests/models/test_vision_text.py and tests/trainer/test_vision_steps.py texts and
-# adapters, tests/workers/test_engine_images.py vLLM, tests/trainer/test_resume.py what is resumed.
+# Other tests run in every suite: tests/models/test_vision_text.py and tests/trainer/test_vision_steps.py test text and
+# adapters, tests/workers/test_engine_images.py vLLM, tests/trainer/test_resume.py resuming.
 ALWAYS = "pictures, a critic, two processes"
 # vLLM starts in half a minute, and a checkpoint does not depend on the engine.
 RESUMED = [name for name in RUNS if name not in ("vllm", ALWAYS)]
@@ -53,7 +53,7 @@ def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
     for line in read_metrics(tmp_path / "straight"):
         assert line["rollout/log_prob_gap/mean"] < 1e-4
         assert line["actor/grad_norm"] > 0
-        # Of 16 samples. Neither pixels nor tokens pass through the driver.
+        # For 16 samples. Neither pixels nor tokens pass through the driver.
         assert (line.get("perf/image_gb", 0) * 2**30 / 16 > 10_000) == sees
         assert line["perf/driver_bytes_per_sample"] < 2000
     start, first, second = load_file(model / "model.safetensors"), *(weights(tmp_path / "straight", k) for k in (1, 2))
@@ -62,7 +62,7 @@ def test_a_model_with_a_vision_tower_learns(name, arithmetic_files, tmp_path):
     assert any("visual" in key for key in moved) == (sees and not changes.items() >= LORA.items())
     folder = tmp_path / "straight" / "global_step_2" / "huggingface"
     _, told = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values())  # keys that are missing, left over or of another shape
+    assert not any(told.values())  # keys that are missing, unexpected or of another shape
     AutoProcessor.from_pretrained(folder)
     if name in RESUMED:
         (tmp_path / "resumed").mkdir()

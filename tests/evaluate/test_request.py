@@ -1,4 +1,4 @@
-"""The words of an evaluation, and the models that they name."""
+"""The arguments of an evaluation, and the models that they name."""
 
 import json
 import shutil
@@ -23,12 +23,12 @@ ANSWERS = "actor_rollout_ref.rollout.val_kwargs"
 
 
 def save_checkpoint(run: Path, base: Path, step: int, **frozen: object) -> Path:
-    """What an evaluation reads of a checkpoint: progress, export, manifest."""
+    """Save the parts of a checkpoint that an evaluation reads: progress, export, manifest."""
     folder = RunFolder(str(run))
     record = {"global_step": step, "frozen": {"actor_rollout_ref.model.path": str(base), "data.seed": 1} | frozen}
     begun = folder.begin_save(step, {"progress.json": json.dumps(record).encode()})
     shutil.copytree(base, begun / "huggingface")
-    (begun / "huggingface" / "large.bin").write_bytes(bytes(2**22 + 1))  # workers read such files, not the driver
+    (begun / "huggingface" / "large.bin").write_bytes(bytes(2**22 + 1))  # workers read such files, the driver does not
     saved = folder.commit(begun, step)
     folder.release()
     return saved
@@ -92,7 +92,7 @@ def test_a_run_says_how_it_validates_unless_the_command_does(tiny_model, arithme
     assert found.data.train_batch_size != 7
     assert "data.max_response_length=9" not in request.run_settings_in_use(loaded)
     assert "custom_reward_function.path=reward.py" in request.run_settings_in_use(loaded)
-    # All models of a command are compared under the same settings.
+    # All models of a command are compared with the same settings.
     both = read(f"model={tiny_model},{run}", data)
     assert both.settings(both.models[0]).config.data.max_response_length == 9
     save_checkpoint(tmp_path / "second", tiny_model, 3)
@@ -161,7 +161,7 @@ def test_models_of_equal_names_are_told_apart(tiny_model, run, tmp_path):
     exports = [save_checkpoint(tmp_path / name / "x", tiny_model, 10) / "huggingface" for name in ("one", "two")]
     told_apart = models_of([str(export) for export in exports])
     assert [model.name for model in told_apart] == [f"{name}_x_global_step_10_huggingface" for name in ("one", "two")]
-    # Inside of the checkpoint its results would go with it.
+    # Results inside of the checkpoint would be removed with it.
     assert told_apart[0].output_folder == tmp_path / "one" / "x" / "evaluation"
     with pytest.raises(ConfigError, match=r"names .*global_step_10 twice"):
         models_of([str(run), str(run / "global_step_10")])
@@ -225,8 +225,8 @@ def test_results_go_beside_the_model_and_below_out_where_there_are_several(tiny_
     [
         (["n=0"], "n=0: it must be at least 1"),
         (["n=null"], "n=null: 'null' is not a whole number"),
-        (["trainer.val_only=True"], "an evaluation never trains"),
-        (["trainer.default_local_dir=x"], "out=FOLDER says where results go"),
+        (["trainer.val_only=True"], "an evaluation does not train"),
+        (["trainer.default_local_dir=x"], "out=FOLDER sets the folder of the results"),
         (["out=a,b"], "results go into one folder"),
         (["model="], "model= is not given"),
         (["modl=x"], "unknown key modl. Did you mean model=?"),

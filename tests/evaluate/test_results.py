@@ -1,4 +1,4 @@
-"""From answers on disk to numbers, tables and a page."""
+"""From saved samples to numbers, tables and a page."""
 
 import re
 
@@ -17,7 +17,7 @@ from rltrain.tools.evaluate.results import ResultFolder
 
 
 def answers(source="a", rights=((1, 0), (1, 1), (0, 0)), first_row=0, **columns):
-    """Two answers each to some prompts."""
+    """Return two responses to each of some prompts."""
     right = np.array(rights, dtype=float).ravel()
     number = len(right)
     frame = {
@@ -55,7 +55,7 @@ def test_an_answer_that_could_not_be_scored_is_not_taken_for_wrong():
     assert values(found["sources"]["a"])["avg@2"] == pytest.approx((1 + 1 + 0) / 3)
     assert values(found["sources"]["a"])["failed"] == pytest.approx(2 / 6)
     assert (
-        "2 of 6 answers could not be scored and count for nothing; with 0 for each the mean were 0.5"
+        "2 of 6 responses could not be scored and are excluded; with 0 for each the mean would be 0.5"
         in found["notes"][1]
     )
 
@@ -87,7 +87,8 @@ def test_what_is_missing_is_what_no_part_has(tmp_path):
     assert joined["row"].tolist() == [0, 2, 3]
     assert joined["acc"].isna().tolist() == [False, True, True]
     pq.write_table(pa.table({"row": np.array([1], np.int32), "acc": ["none"]}), kept.part(np.array([1], np.int32)))
-    assert pd.read_parquet(kept.join(7))["acc"].tolist()[:2] == ["1", "none"]  # a number here, a text there
+    # a number in one file, a text in the other
+    assert pd.read_parquet(kept.join(7))["acc"].tolist()[:2] == ["1", "none"]
     kept.part(np.array([1], np.int32)).write_text("no table", encoding="utf-8")
     with pytest.raises(DataError, match="a file that cannot be read"):
         kept.join(7)
@@ -111,7 +112,7 @@ def test_a_model_is_a_column_of_statistics_and_several_are_rows(capsys):
 
 
 def test_two_models_are_compared_prompt_by_prompt(capsys):
-    """B answers a quarter of the prompts better; 39 prompts of A are too long for it, and its row numbers differ."""
+    """B is better on a quarter of the prompts. 39 prompts are too long for A, and its row numbers differ."""
     rights = np.tile([[0, 0], [1, 1]], (60, 1))
     questions = {"question": np.repeat(np.arange(120).astype(str), 2), "ground_truth": "1"}
     first = pd.concat([answers(rights=rights, **questions), answers("b", ((1, 0),), question="x", ground_truth="1")])

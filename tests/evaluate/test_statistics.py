@@ -17,7 +17,7 @@ def test_k_is_a_power_of_two_up_to_n():
 def test_an_answer_without_a_score_counts_for_nothing():
     values = np.array([[1, 0, NAN, 1], [NAN] * 4, [0, 0, 0, 0]], dtype=float)
     assert mean_of(values) == pytest.approx([2 / 3, NAN, 0], nan_ok=True)
-    # Of the first prompt three answers are left, one of them wrong: of two of them one is always right.
+    # Three responses to the first prompt are left, one of them wrong, so of any two one is right.
     assert pass_of(values, 2) == pytest.approx([1, NAN, 0], nan_ok=True)
 
 
@@ -31,7 +31,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
 def test_the_majority_of_all_answers_is_exact_and_ties_are_shared():
     votes = np.array([["4", "4", "5", ""], ["7", "8", "7", "8"], ["1", "2", "3", "3"]], dtype=object)
     values = np.array([[0, 0, 1, 0], [1, 0, 1, 0], [0, 0, NAN, 1]], dtype=float)
-    # The last: what could not be scored has no vote, so that three texts have one each.
+    # For the last prompt, failed scores have no vote, so three texts have one vote each.
     assert majority_of(values, votes, [4])[4] == pytest.approx([0, 0.5, 1 / 3])
 
 
@@ -49,7 +49,7 @@ def test_the_average_gives_every_source_the_same_weight_and_takes_what_all_have(
 
 
 def test_intervals_hold_the_truth_in_about_95_of_100_evaluations():
-    """Prompts of all difficulties, four answers each: accuracy, pass@2 and majority of another set of prompts."""
+    """Prompts of all difficulties with four responses each: accuracy, pass@2 and majority of another set of prompts."""
     random = np.random.default_rng(1)
     difficulty = random.beta(0.7, 0.9, size=200_000)
     truth = {"avg": difficulty.mean(), "pass": (1 - (1 - difficulty) ** 2).mean()}

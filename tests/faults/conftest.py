@@ -1,4 +1,4 @@
-"""The command as a user starts it, in its own process, from which nothing may be left."""
+"""The command as a user starts it, in a separate process, which must leave nothing behind."""
 
 import os
 import signal
@@ -18,10 +18,8 @@ from tests.ranks import MARK
 
 @pytest.fixture
 def start(tmp_path):
-    """start(args, module="rltrain.main_ppo", **environment) -> Popen. All that it started ends with the test.
-
-    shm: the folder that is its /dev/shm. inside: words before the command. whole: Python begins anew, which a run of
-    main_ppo can do without (`Forked`). whole_workers: so it does in the workers of its own Ray (`nursery`).
+    """start(args, module="rltrain.main_ppo", **environment) -> Popen. All processes that it started end with
+    the test.
     """
     processes = []
 
@@ -62,13 +60,13 @@ def start(tmp_path):
 
 @pytest.fixture
 def own_ray(monkeypatch):
-    """The run starts its own Ray, although others join one."""
+    """The run starts a separate Ray, although other tests share one."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 @pytest.fixture
 def shm(tmp_path):
-    """A folder to be the /dev/shm of what is started: that of the machine has what others make beside."""
+    """A folder that replaces /dev/shm for the started processes, because other programs use the machine's."""
     folder = tmp_path / "shm"
     folder.mkdir()
     return folder
@@ -76,5 +74,5 @@ def shm(tmp_path):
 
 @pytest.fixture
 def trap(tmp_path):
-    """A `Trap`: start the command with its environment, then lay it."""
+    """A `Trap`: start the command with its environment, then set it."""
     return Trap(tmp_path)

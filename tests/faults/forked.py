@@ -1,8 +1,5 @@
-"""`python -m rltrain.main_ppo`, forked from a process that has imported the packages: a third of a small run's work.
-
-A forked run has words, variables, output and session of its own, ends as the command does, and is a `subprocess.Popen`
-to its test. What it does not have is a beginning: the seconds in which Python loads the packages. Its threads are all
-its own, as the process that it is forked from has one alone.
+"""`python -m rltrain.main_ppo`, forked from a process that has imported the packages, because the imports are two
+thirds of a small run's work.
 """
 
 import ctypes
@@ -20,7 +17,7 @@ from tests.ranks import preload
 
 
 class Forked:
-    """What of `subprocess.Popen` the tests use. shm: the folder that is its /dev/shm."""
+    """The part of `subprocess.Popen` that the tests use. shm: the folder that replaces its /dev/shm."""
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], shm: str) -> None:
         preload()

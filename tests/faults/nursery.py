@@ -1,8 +1,5 @@
-"""Workers of Ray's, forked from a process that has imported the packages: the imports are most of a small run's work.
-
-Ray starts them as ever. In a run that has `variables`, what it has started asks here and stands in for its worker
-(`begin/sitecustomize.py`), which has its words, variables, folder, output, file systems and exit code, but another
-parent and the limits of this process. Whatever Ray is, is not imported before: its library reads variables then.
+"""Ray workers forked from a process that has imported the packages, because the imports are most of a small
+run's work.
 """
 
 import atexit
@@ -37,7 +34,7 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}  # of mallopt
 
 @functools.cache
 def variables() -> dict[str, str]:
-    """Of a run whose workers are forked; the nursery ends with this process."""
+    """Return the variables of a run with forked workers; the nursery ends with this process."""
     preload()
     name = f"rltrain-nursery-{os.getpid()}"
     making = multiprocessing.get_context("forkserver")
@@ -48,7 +45,7 @@ def variables() -> dict[str, str]:
 
 
 def begin() -> dict[str, str]:
-    """Of a run whose processes import `begin/sitecustomize.py`."""
+    """Return the variables of a run whose processes import `begin/sitecustomize.py`."""
     here = Path(__file__).parent
     return {"PYTHONPATH": f"{here / 'begin'}:{here.parents[1]}"}
 
@@ -59,7 +56,7 @@ def _tend(name: str, listens: "multiprocessing.synchronize.Event") -> None:
     server.listen()
     listens.set()
     parent = multiprocessing.parent_process().sentinel
-    children: dict[int, tuple[int, socket.socket]] = {}  # by what tells of its end
+    children: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that reports its end
     while True:
         lines = {line: pid for pid, line in children.values()}
         ready, _, _ = select.select([server, parent, *children, *lines], [], [])
@@ -83,8 +80,8 @@ def _tend(name: str, listens: "multiprocessing.synchronize.Event") -> None:
 
 
 def _fork(line: socket.socket, lines: Sequence[socket.socket], ends: Sequence[int]) -> int | None:
-    """The pid of the worker that the stand-in at the other end of ``line`` asks for; None if that was killed meanwhile.
-    The other lines and ends are not the worker's."""
+    """Return the pid of the worker requested by the stand-in at the other end of ``line``, or None if the stand-in was
+    killed meanwhile. The worker closes the other lines and ends."""
     streams = socket.recv_fds(line, 1, 3)[1]
     asked = line.makefile().readline()
     pid = os.fork() if asked else None
@@ -123,14 +120,15 @@ def _work(
 
 
 def take(variables: Mapping[str, str]) -> None:
-    """These variables, of which `MARK` is told in /proc/PID/environ too."""
+    """Set these variables. `MARK` is also written to /proc/PID/environ."""
     mark(MARK, variables.get(MARK, ""))
     os.environ.clear()
     os.environ.update(variables)
 
 
 def mark(name: str, value: str) -> None:
-    """In /proc/PID/environ: there are the variables that a process was started with, until it writes over them."""
+    """Write to /proc/PID/environ, which holds the variables with which a process was started until it
+    overwrites them."""
     begin = LIBC.getenv(name.encode())
     room = len(ctypes.string_at(begin))
     assert len(os.fsencode(value)) < room
@@ -138,7 +136,8 @@ def mark(name: str, value: str) -> None:
 
 
 def be_a_program(main: Callable[[], object]) -> NoReturn:
-    """Call ``main`` as a process that is nobody's child for multiprocessing, which engines use; end as Python does."""
+    """Call ``main`` as a process that multiprocessing, which engines use, does not regard as a child; end as Python
+    does."""
     from tests import preloaded
 
     processes._current_process, processes._parent_process = preloaded.MAIN, None
@@ -156,6 +155,6 @@ def be_a_program(main: Callable[[], object]) -> NoReturn:
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # the reader has ended
             stream.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Finding the processes of a run, to pull the plug of one, and seeing that none is left."""
+"""Find the processes of a run, kill one, and check that none is left."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from tests.ranks import MARK, STAND_IN
 
 
 def wait_while_running(process: subprocess.Popen, condition: Callable[[], object], what: str) -> None:
-    """Return once condition() is true. AssertionError with the output of the run where it ends before."""
+    """Return once condition() is true. Raises AssertionError with the output of the run if it ends before."""
 
     def come_or_over() -> object:
         return condition() or process.poll() is not None
@@ -41,7 +41,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
 
 
 def wait_for_line(process: subprocess.Popen, words: str) -> str:
-    """Read what the run says up to ``words``."""
+    """Read the run's output up to ``words``."""
     said = ""
     for line in process.stdout:
         said += line
@@ -51,14 +51,14 @@ def wait_for_line(process: subprocess.Popen, words: str) -> str:
 
 
 def error_of(output: str) -> str:
-    """What stands behind "error:" at the beginning of a line."""
+    """Return the text after "error:" at the start of a line."""
     match = re.search("^error:", output, re.MULTILINE)
     assert match, output
     return output[match.start() :]
 
 
 def below(driver: int) -> dict[int, str]:
-    """Pid -> command line of all processes below ``driver``."""
+    """Return pid -> command line of all processes below ``driver``."""
     listing = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
     parents = {int(pid): _stands_in(pid) or int(parent) for pid, parent, _ in rows}
@@ -74,7 +74,7 @@ def below(driver: int) -> dict[int, str]:
 
 
 def _stands_in(pid: str) -> int:
-    """Who started this process, if another one has forked it (`nursery`); else 0."""
+    """Return the process that started this one and forked it from another (`nursery`); else 0."""
     try:
         match = re.search(rf"\b{STAND_IN}=(\d+)".encode(), Path(f"/proc/{pid}/environ").read_bytes())
     except OSError:
@@ -83,17 +83,17 @@ def _stands_in(pid: str) -> int:
 
 
 def pids(driver: int, words: str) -> list[int]:
-    """Processes below ``driver`` whose command line has ``words``, in the order of their numbers."""
+    """Return the processes below ``driver`` whose command line contains ``words``, sorted by pid."""
     return sorted(pid for pid, args in below(driver).items() if words in args)
 
 
 def worker_pids(driver: int) -> list[int]:
-    """Training workers below ``driver``: Ray actors that have a process of ours open."""
+    """Return the training workers below ``driver``: Ray actors that have a process of ours open."""
     return pids(driver, "ray::_Host")
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Which of these still run. One that has ended and that nobody has waited for does not."""
+    """Return those that still run. A zombie does not count."""
 
     def runs(pid: int) -> bool:
         try:
@@ -105,13 +105,13 @@ def alive(pids: Iterable[int]) -> list[int]:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """What still runs of all that was started with `start`, by its environment."""
+    """Return the running processes that were started with `start`, found by their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 found.append(process.name + " " + (process / "cmdline").read_text().replace("\0", " ")[:200])
-        except OSError:  # it ended meanwhile, or is of another user
+        except OSError:  # it has ended meanwhile, or belongs to another user
             continue
     return found
 
@@ -124,8 +124,8 @@ def ended(pids: Iterable[int]) -> None:
 
 
 def gone(folder: Path) -> None:
-    """Wait until nothing that was started with `start` is left."""
-    Clock().poll(lambda: not processes_of(folder), PATIENCE_S, 0.3)  # it looks at everything in /proc
+    """Wait until no process that was started with `start` is left."""
+    Clock().poll(lambda: not processes_of(folder), PATIENCE_S, 0.3)  # it reads all of /proc
     assert not (left := processes_of(folder)), left
 
 
@@ -151,10 +151,10 @@ class Trap:
         "save": PHASES["save"],
     }
     EXPORT = {"export": ("models/weights/export.py", "write")}  # noqa: RUF012 - read only
-    # Of vLLM: the process that looks at the model's class while the engine starts, and the loop of its steps.
+    # Of vLLM: the process that inspects the model's class while the engine starts, and the loop of its steps.
     ENGINE = {"vllm_start": ("models/registry.py", "_run"), "vllm_generate": ("vllm/engine.py", "generate")}  # noqa: RUF012
 
-    # What "memory" needs: one heap, and large blocks that are asked of the kernel each by itself.
+    # For "memory": one heap, and large blocks that are requested from the kernel one by one.
     MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(3 << 19)}  # noqa: RUF012 - read only
 
     def __init__(self, folder: Path) -> None:
@@ -162,8 +162,8 @@ class Trap:
         self.environment = begin() | {"RLTRAIN_TRAP": str(folder)}
 
     def lay(self, phase: str, how: int | str, rank: int | None = None) -> None:
-        """From now on; processes that have started already are hurt too. how: a signal, or "memory". rank: which worker
-        alone; None: the first that comes."""
+        """Set the trap, also for running processes. how: a signal, or "memory". rank: only this worker; None: the first
+        one."""
         words = [
             *(self.PHASES | self.TRAINED | self.EXPORT | self.ENGINE)[phase],
             how if isinstance(how, str) else str(int(how)),
@@ -173,12 +173,12 @@ class Trap:
         (self._folder / "laid").rename(self._folder / "trap")
 
     def wait(self, process: subprocess.Popen) -> str:
-        """Return the pid of the process that is caught, once there is one."""
+        """Return the pid of the caught process, once there is one."""
         wait_while_running(process, lambda: self.caught, "the trap")
         return self.caught
 
     @property
     def caught(self) -> str:
-        """Its pid, once there is one."""
+        """Return the pid of the caught process."""
         file = self._folder / "caught"
         return file.read_text() if file.exists() else ""

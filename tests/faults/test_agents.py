@@ -1,5 +1,5 @@
-"""What tools, environments and agents may do to a step: it ends, the other answers are those of a quiet run, and no
-process is left."""
+"""Failures of tools, environments and agents: the step finishes, the other responses are those of an undisturbed run,
+and no process is left."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from tests.tiny_tools import save_calling_model, tool_run
 R = "actor_rollout_ref__rollout__"
 TURNS = R + "multi_turn__"
 NUM_PROMPTS = 12
-# Of calls that never end; all other calls have as long as a busy machine may need.
+# For calls that never end; all other calls have as long as a busy machine may need.
 LATE_S = 10.0
 TOOLS = '''
 import os, resource, select, signal, sys
@@ -136,7 +136,8 @@ def calling(tmp_path_factory):
 
 @pytest.fixture
 def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
-    """played(code, **keys): answers of a run, one per prompt, as far as the policy was asked; and what was left."""
+    """played(code, **keys): return the responses of a run, one per prompt, up to the number of requested turns, and the
+    remaining processes."""
 
     monkeypatch.setenv(MARK, str(tmp_path))
 
@@ -163,7 +164,7 @@ def played(process_group, tiny_trainer, calling, tmp_path, monkeypatch):
 
 
 def first(quiet, count):
-    """The row of the first answer of which at least one turn was answered."""
+    """Return the row of the first response with at least one turn that got a reply."""
     return int(np.flatnonzero(quiet.numbers[count] > (count == c.NUM_TURNS))[0])
 
 
@@ -179,7 +180,7 @@ def others_are_as_in(quiet, hurt, row):
 LATE = f"Error: no result after {LATE_S:g} s"
 CUT = "xxx...(truncated)...xxx"
 MEMORY = "Error: MemoryError"
-# What the policy is told, or why the answer is left out.
+# The message to the policy, or the reason why the response is excluded.
 FAULTS = {
     "hold": "the agent has sent nothing for",
     "leave": "the agent's process ended with exit code 3",
@@ -213,7 +214,7 @@ def test_a_tool_does_its_worst(played, tmp_path, what):
     results = [message["content"] for message in hurt.told[row]["messages"] if message["role"] == "tool"]
     assert results
     assert all(words in result for result in results), results
-    # The call of the last turn has no room for a result, which is not shown.
+    # The call of the last turn has no room for a result, so it is not shown.
     assert numbers[c.TOOL_CALLS] - len(results) in (0, 1)
     assert numbers[c.TOOL_TIMEOUTS] == (numbers[c.TOOL_CALLS] if words == LATE else 0)
     assert numbers[c.TOOL_ERRORS] == (numbers[c.TOOL_CALLS] if words.startswith("Error") else 0)
@@ -250,7 +251,7 @@ def test_an_agent_does_its_worst(played, tmp_path, name):
     assert hurt.numbers[c.AGENT_FAILED][row]
 
 
-# Once there is a checkpoint, the environment pulls the plug of the driver, between two turns of an answer.
+# Once a checkpoint exists, the environment kills the driver between two turns of a response.
 FUSE = """
 import os, signal
 
@@ -301,7 +302,7 @@ def test_a_driver_killed_between_turns_is_resumed_as_if_nothing_had_been(start, 
     assert codes[-1] == 0
     assert -9 in codes
     one, other = map(told, folders)
-    # Which turns are decoded together depends on when they were answered, and with it the engine's rounding.
+    # The time of the replies determines which turns are decoded together, and so the engine's rounding.
     differ = [
         (name, one[step][name], other[step].get(name, 0.0))
         for step in one

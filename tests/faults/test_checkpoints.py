@@ -1,4 +1,4 @@
-"""Flipped bits in the checkpoints of a run, which then goes on from an older one."""
+"""Flipped bits in the checkpoints of a run, which then resumes from an older one."""
 
 import json
 

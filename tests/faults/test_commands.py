@@ -1,4 +1,4 @@
-"""Pulling the plug: the command as a user starts it, in its own process."""
+"""Kills of the command as a user starts it, in a separate process."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def test_after_a_killed_worker_the_same_command_goes_on(start, tiny_model, arith
     args = small_run(tiny_model, arithmetic_files, tmp_path, trainer__total_training_steps=100000, trainer__save_freq=2)
     process = start(args)
     wait_for_step(tmp_path, 3, process)
-    # Steps are faster than the checkpoint that is written beside them, and a death takes one that is not whole.
+    # Steps are faster than the checkpoint that is written meanwhile, and a kill loses an incomplete one.
     eventually(lambda: list(tmp_path.glob("global_step_*")))
     victim = worker_pids(process.pid)[0]
     os.kill(victim, signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_75(start, tiny_model, arithme
     assert (tmp_path / "samples" / f"train_{last:06d}.parquet").is_file()
 
 
-# Answers to the prompts ``slow`` wait until there is a file `go`; with ``later``, from the second step on.
+# Responses to the prompts ``slow`` wait until the file `go` exists; with ``later``, from the second step on.
 WAITING_REWARD = """
 import pathlib
 def compute_score(data_source, solution_str, ground_truth, extra_info, folder, slow, later=False):
@@ -84,7 +84,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder, s
 
 @pytest.fixture
 def waiting(start, tiny_model, arithmetic_files, tmp_path):
-    """waiting(steps, slow, **more): the words of a run, and its process, which waits for an answer."""
+    """waiting(steps, slow, **more): return the arguments of a run, and its process, which waits for a response."""
 
     def run(steps, slow, later=False, **more):
         (tmp_path / "reward.py").write_text(WAITING_REWARD)
@@ -112,7 +112,7 @@ def test_ctrl_c_stops_at_once_outside_steps_or_when_repeated(waiting, tmp_path, 
         wait_for_line(process, "finishing this step, saving, then stopping (again: stop at once)")
         SYSTEM.sleep(2 * ONE_REQUEST_S)  # two signals at once are one request
         process.send_signal(signal.SIGINT)
-    output = over(process, 130)  # although the answer waits
+    output = over(process, 130)  # although a response waits
     assert output.splitlines()[-1] == "stopped after step 0 of 6; nothing is saved yet, so the same command starts over"
     assert not list(tmp_path.glob("run/global_step_*"))
 
@@ -139,7 +139,7 @@ def test_one_ctrl_c_finishes_the_step_and_saves(start, waiting, tmp_path):
 @pytest.mark.parametrize("beside", [True, False], ids=["beside_a_step", "waited_for"])
 def test_sigterm_while_a_checkpoint_is_written(start, tiny_model, arithmetic_files, trap, tmp_path, beside):
     run = tmp_path / "run"
-    trap.lay("save", signal.SIGSTOP)  # in the middle of its file, until the signal has come
+    trap.lay("save", signal.SIGSTOP)  # in the middle of its file, until the signal has arrived
     process = start(
         small_run(
             tiny_model, arithmetic_files, run, trainer__total_training_steps=100000, trainer__save_freq=1,

@@ -1,4 +1,4 @@
-"""Who can reach a run: the addresses that its processes listen on, and what Ray says to somebody without its token."""
+"""Who can reach a run: the addresses that its processes listen on, and Ray's reply to clients without its token."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ except Exception as error:
 
 
 def listening(pids: list[int]) -> Iterator[tuple[str, int, str]]:
-    """Address, port and process of every TCP socket that these processes listen on."""
+    """Return address, port and process of every TCP socket that these processes listen on."""
     owners = {}
     for pid in pids:
         for file in Path(f"/proc/{pid}/fd").iterdir():

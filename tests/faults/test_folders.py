@@ -1,4 +1,4 @@
-"""Run folders that cannot be written, on small file systems of their own."""
+"""Run folders that cannot be written, on separate small file systems."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A run whose disk fills up while it trains, on a file system of 8 MB."""
+"""A run whose disk becomes full during training, on a file system of 8 MB."""
 
 import os
 import re
@@ -18,7 +18,7 @@ ROOM = r"checkpoint of step \d+.* has [\d.]+ (bytes|KiB|MiB) free and a checkpoi
 
 @pytest.fixture
 def command(tiny_model, arithmetic_files, small_disk):
-    """The words of a run on that disk, which saves every second step."""
+    """Return the arguments of a run on that disk, which saves every second step."""
     always = {"trainer__save_freq": 2, "trainer__max_actor_ckpt_to_keep": 2, "trainer__total_training_steps": 100000}
     return lambda **changes: small_run(tiny_model, arithmetic_files, small_disk / "run", **always | changes)
 
@@ -33,11 +33,11 @@ def fill(disk) -> None:
 
 
 def ended_and_goes_on(process, start, command, disk) -> str:
-    """What the run says that has found the disk full, once the same command has gone on with more room."""
+    """Return the output of the run that found the disk full. The same command must continue after space is freed."""
     run = disk / "run"
     output = over(process, 74)
     assert re.search(ROOM, error_of(output)), output
-    # The half of a checkpoint that is removed may leave room for lines that have waited.
+    # The removed half of a checkpoint may leave room for lines that have waited.
     last = max(map(int, re.findall(r"step (\d+)/", output)), default=0)
     assert "metrics.jsonl lacks its last" in output or read_metrics(run)[-1]["step"] >= last, output
     assert not list(run.glob(".tmp_*"))

@@ -1,4 +1,5 @@
-"""What hangs: a worker, storage under a worker, the driver itself. Every hang ends with 75, and its stacks are kept."""
+"""Hangs of a worker, of storage under a worker, and of the driver. Every hang ends with exit code 75 and saves its
+stacks."""
 
 import os
 import re
@@ -9,7 +10,7 @@ import pytest
 from tests.faults.plug import Trap, below, ended, error_of, over, wait_for_step, worker_pids
 from tests.tiny import small_run
 
-# Calls of these runs take a second; a machine that is three times as slow takes some more.
+# Calls of these runs take a second; on a machine that is three times as slow, a little more.
 LIMIT_S = 30
 # vLLM's start is one call.
 VLLM_LIMIT_S = 60
@@ -23,16 +24,16 @@ def on_step(step, metrics):
 
 @pytest.fixture
 def command(tiny_model, arithmetic_files, tmp_path):
-    """The words of a run whose calls have LIMIT_S."""
+    """The arguments of a run whose calls have the deadline LIMIT_S."""
     always = {"trainer__total_training_steps": 100000, "trainer__hang_timeout_s": LIMIT_S, "trainer__save_freq": -1}
     return lambda **changes: small_run(tiny_model, arithmetic_files, tmp_path / "run", **always | changes)
 
 
 def hung(process, started) -> str:
-    """What the command says, once it has ended with 75 and all that it started has ended too."""
+    """Return the output of the command after it and all its processes have ended, with exit code 75."""
     output = over(process, 75)
     ended(started)
-    # Nothing has told these runs to save, and half an hour has not gone by.
+    # No setting of these runs saves, and half an hour has not passed.
     assert "continues" not in output
     assert ("Nothing is saved yet: the same command starts over" in output) == ("starting Ray" in output)
     return error_of(output)
@@ -54,7 +55,7 @@ def test_a_stopped_worker_ends_the_run_and_stacks_are_kept(start, command, tmp_p
     (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
     assert str(file) in message
     stacks = file.read_text()
-    assert "runtime/slots/child.py" in stacks  # of a process that a reward worker has started
+    assert "runtime/slots/child.py" in stacks  # the process was started by a reward worker
     assert re.search(r"hybrid worker, rank \d of 2", stacks)
 
 
@@ -69,7 +70,7 @@ VLLM = {"actor_rollout_ref__rollout__name": "vllm", "trainer__hang_timeout_s": V
     [
         ("load", {}, "Models.init_models", ""),
         ("sync", {"trainer__n_gpus_per_node": 2}, "Rollout.generate", "weight_sync.py"),
-        # Over two workers, one of which waits for the other within a kernel of vLLM's.
+        # Over two workers, one of which waits for the other within a kernel of vLLM.
         (
             "vllm_generate",
             {"trainer__n_gpus_per_node": 2, "actor_rollout_ref__rollout__tensor_model_parallel_size": 2, **VLLM},
@@ -105,7 +106,7 @@ def test_an_engine_that_never_starts_is_told(start, command, trap, tmp_path):
     assert re.search(late, message), message
     (file,) = (tmp_path / "run" / "incidents").glob("hang_*.txt")
     assert re.search(rf"process {trap.caught} \(.*registry.*\) is stopped by a signal", file.read_text())
-    assert "_run_in_subprocess" in file.read_text()  # what the worker waits in
+    assert "_run_in_subprocess" in file.read_text()  # the function in which the worker waits
 
 
 @pytest.mark.long

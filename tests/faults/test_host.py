@@ -1,4 +1,4 @@
-"""What the host does not give: no memory, files that cannot be read or written. Told as that, and not as damage."""
+"""Failures of the host: no memory, files that cannot be read or written. They are not reported as damage."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from rltrain.tools.report import main as report
 from tests.data.conftest import make_row
 from tests.tiny import small_config
 
-NO_ANSWER = "/proc/self/mem"  # EIO, as of storage that is gone
+NO_ANSWER = "/proc/self/mem"  # EIO, as from storage that is lost
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_files_of_a_run_that_cannot_be_read(tmp_path, at_once, capsys):
         archive_outputs(config.trainer, tmp_path, 1)
 
 
-# In a process of its own, which gets little more memory than it has.
+# In a separate process, which gets only a little more memory than it has.
 SCRIPT = """
 import resource, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A loss that is not finite: the run ends before it learns from it, and keeps the mini-batch."""
+"""A non-finite loss ends the run before the optimizer step, and the mini-batch is saved."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.tiny import small_run
 @pytest.mark.fault("A loss that is not finite makes no optimizer step, exit 70, and its mini-batch is kept")
 @pytest.mark.usefixtures("joined")
 def test_a_non_finite_loss_ends_the_run_and_is_kept(tiny_model, arithmetic_files, tmp_path, capsys):
-    """The first of two optimizer steps throws the weights far away, where no loss is finite."""
+    """The first of two optimizer steps makes the weights so large that no loss is finite."""
     run = tmp_path / "run"
     far = {"actor_rollout_ref__actor__optim__lr": 1e30, "trainer__n_gpus_per_node": 2}
     assert main(small_run(tiny_model, arithmetic_files, run, **far)) == 70

@@ -1,4 +1,4 @@
-"""A worker dies, or lacks memory, in the middle of each phase: which of them it is does not matter to what follows."""
+"""A worker dies, or lacks memory, in the middle of each phase. The behaviour does not depend on which worker it is."""
 
 import os
 import re
@@ -34,16 +34,16 @@ def test_a_worker_killed_in_a_phase_is_named_and_none_is_left(start, words, trap
     process = start(words, shm=shm, **trap.environment)
     if phase != "load":
         wait_for_step(tmp_path / "run", 3, process)
-        # The first is written beside the steps, which may be faster.
+        # The first save runs during the steps, which may be faster.
         eventually(lambda: list((tmp_path / "run").glob("global_step_*")))
         trap.lay(phase, signal.SIGKILL)
     is_named(process, trap.wait(process), shm)
-    if phase == "save":  # half a checkpoint is none
+    if phase == "save":  # half a checkpoint does not count
         goes_on(start, words, tmp_path / "run")
 
 
 def is_named(process, pid, shm, rank="0 of 1"):
-    """The run says which worker has died, and leaves nothing."""
+    """Check that the run names the dead worker, and leaves nothing behind."""
     started = below(process.pid)
     message = error_of(over(process, 75))
     named = rf"error: hybrid worker, rank {rank} \(pid {pid} on .*\), in \w+\.?\w*: the process died"
@@ -55,7 +55,7 @@ def is_named(process, pid, shm, rank="0 of 1"):
 
 
 def goes_on(start, words, run):
-    """The same command makes one more step. Returns its output."""
+    """Check that the same command makes one more step. Return its output."""
     saved = max(int(folder.name.rpartition("_")[2]) for folder in run.glob("global_step_*"))
     output = over(start([*words, f"trainer.total_training_steps={saved + 1}"]))
     assert f"exported model: {run}/global_step_{saved + 1}/huggingface" in output
@@ -66,7 +66,7 @@ def goes_on(start, words, run):
 @pytest.mark.fault("The worker of two that is killed in a phase of critic, reference, actor or save is named, exit 75")
 @pytest.mark.parametrize("phase", Trap.TRAINED)
 def test_the_rank_that_died_is_named(start, tiny_model, arithmetic_files, trap, shm, tmp_path, phase):
-    """The second of two workers: not what the first says of its lost partner."""
+    """The second of two workers dies; the report must not be the first one's lost connection."""
     changes = {
         "algorithm__adv_estimator": "gae", "critic__model__path": tiny_model, "critic__ppo_mini_batch_size": 2,
         "critic__ppo_max_token_len_per_gpu": 64, "trainer__n_gpus_per_node": 2, "trainer__save_freq": 1,
@@ -88,14 +88,14 @@ def test_a_worker_killed_in_an_export_leaves_no_half_of_a_model(start, words, tr
     for folder in (tmp_path / "run").glob("global_step_*"):
         assert not find_damage(folder)
         assert not model_problem("model.path", str(folder / "huggingface"))
-    # What the kill has left has not the name of a checkpoint, and the next start removes it.
+    # The folder that a kill leaves does not have the name of a checkpoint, and the next start removes it.
     assert list((tmp_path / "run").glob(".tmp_global_step_*"))
     goes_on(start, words, tmp_path / "run")
 
 
 @pytest.fixture
 def large(arithmetic_files, tmp_path):
-    """A run whose gradients, and what gathers its weights, are tensors of MiB."""
+    """A run with gradients and gathered weights of several MiB."""
     return steps(save_tiny_model(tmp_path / "model", width=512), arithmetic_files, tmp_path / "run")
 
 
@@ -106,14 +106,14 @@ def test_a_worker_without_host_memory_says_what_to_do(start, large, trap, tmp_pa
     if phase == "load":
         trap.lay(trapped, "memory")
     process = start([*large, *waits], **trap.environment, **Trap.MALLOC)
-    if phase != "load":  # and not the trial of the model's family, which the driver makes
+    if phase != "load":  # not the trial of the model's family, which the driver makes
         wait_for_step(tmp_path / "run", 1, process)
         trap.lay(trapped, "memory")
     trap.wait(process)
     started = below(process.pid)
     output = over(process, 75)
     message = error_of(output)
-    # The next call that asks for memory, be it the one that is caught or a save beside it.
+    # The next call that requests memory, whether the one that is caught or a concurrent save.
     where = rf"hybrid worker, rank 0 of 1 \(pid {trap.caught} on .*\), in [\w.]+"
     assert re.match(rf"error: {where}: the host is out of memory", message), message
     assert "Give the host (or the container) more" in message
@@ -123,7 +123,7 @@ def test_a_worker_without_host_memory_says_what_to_do(start, large, trap, tmp_pa
 
 @pytest.fixture
 def group():
-    """A control group of 4 MiB: the file that a pid is written into. What a process has already does not count."""
+    """A control group of 4 MiB: the file for the pid. Memory that a process already has does not count."""
     first = Path("/sys/fs/cgroup/memory")  # of version 1; version 2 has one tree for everything
     folder = (first if first.exists() else first.parent) / f"rltrain_{os.getpid()}"
     try:
@@ -140,7 +140,7 @@ def group():
 
 @pytest.mark.fault("A worker that the kernel ends because a control group has no memory left is named, exit 75")
 def test_a_worker_that_the_kernel_ends_for_memory_is_named(group, start, large, tmp_path):
-    # Every large tensor is memory that the kernel has to give.
+    # Every large tensor is memory that the kernel must provide.
     process = start(large, **Trap.MALLOC)
     wait_for_step(tmp_path / "run", 1, process)
     (worker,) = worker_pids(process.pid)

@@ -1,9 +1,4 @@
-"""Power fails while a checkpoint is written: at every call that orders what reaches the disk, and at any byte.
-
-A forked process writes the checkpoint and is killed. What it had not synced by then the disk may not have, so by chance
-it is cut off. Names are contents of folders: one that is new since its folder was synced may be lost, and a rename may
-be taken back.
-"""
+"""A power failure while a checkpoint is written: at every call that orders writes to the disk, and at any byte."""
 
 import os
 import resource
@@ -25,7 +20,7 @@ CALLS = ("fsync", "rename", "replace", "unlink", "rmdir")
 
 
 def killed_at(call: int, log: int):
-    """From now on this process dies before call number ``call`` of `CALLS`; ``log`` gets what is on the disk."""
+    """Kill this process before call number ``call`` of `CALLS`; ``log`` gets the calls that were completed."""
     count = 0
 
     def watched(name, real):
@@ -49,7 +44,7 @@ def killed_at(call: int, log: int):
 
 
 def in_a_process(work) -> list[list[str]]:
-    """The words that ``work(log)`` wrote into ``log``, in a process that may die of it."""
+    """Return the lines that ``work(log)`` wrote into ``log``, in a process that may die from it."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this process has threads, of which the new one needs none
@@ -67,7 +62,7 @@ def in_a_process(work) -> list[list[str]]:
 
 
 def lose_power(run: Path, said: list[list[str]], random: Random) -> None:
-    """Do to the files what a loss of power may do to what was not synced."""
+    """Change the files as a power failure may change data that was not synced."""
     calls = (each[1:] for each in said if each[0] == "fsync")
     synced = {int(inode): (int(size), names) for inode, size, *names in calls}
     for at, (name, source, *target) in enumerate(said):
@@ -105,7 +100,7 @@ def test_power_may_fail_at_any_point_of_a_save(tiny_trainer, tmp_path):
     shutil.copytree(run, before)
 
     def crash(work) -> tuple[int, list[list[str]]]:
-        """The step that is left after ``work`` was killed, and what it had done."""
+        """Return the step that remains after ``work`` was killed, and the completed calls."""
         for entry in run.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
@@ -113,7 +108,7 @@ def test_power_may_fail_at_any_point_of_a_save(tiny_trainer, tmp_path):
         said = in_a_process(work)
         lose_power(run, said, random)
         found = Checkpoints(str(run))
-        newest = found.newest()  # raises where none is whole
+        newest = found.newest()  # raises if none is complete
         assert found.steps()[-1] == int(newest.name.rpartition("_")[2]), "a checkpoint that is there is whole"
         assert not checksum_mismatches(large_files(newest))
         return found.steps()[-1], said

@@ -1,4 +1,4 @@
-"""Ray itself dies under a run, or does not start."""
+"""Ray dies during a run, or does not start."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def command(tiny_model, arithmetic_files, tmp_path):
 
 
 def told(output: str) -> str:
-    """The error, and nothing that Ray says of it."""
+    """Return the error, which must not contain Ray's own text."""
     assert "Traceback" not in output, output
     assert "state-dump" not in output
     return error_of(output)
@@ -44,7 +44,7 @@ def test_a_killed_part_of_ray_ends_the_run_and_its_processes(start, command, shm
 @pytest.mark.long
 @pytest.mark.fault("A raylet killed while Ray starts is told without a traceback, exit 75, and nothing is left")
 def test_a_raylet_killed_at_the_start_is_told(start, command, tmp_path):
-    """Each of them is killed, because Ray may report the first as a slow start, which is retried."""
+    """Every raylet is killed, because Ray may report the first death as a slow start, which is retried."""
     process, killed = start(command()), set()
 
     def killed_all() -> bool:

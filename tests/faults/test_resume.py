@@ -1,7 +1,4 @@
-"""Runs that are stopped after every step, and end as the run that never was: files are compared, all of them.
-
-Without Ray, and with more ways to train, tests/trainer/test_resume.py does the same.
-"""
+"""Runs that are stopped after every step end with the same files as a run that was never stopped."""
 
 import json
 import shutil
@@ -18,7 +15,7 @@ from tests.trainer.steps import ACTOR, GAE, numbers_of
 
 pytestmark = pytest.mark.usefixtures("joined")
 
-# Pulls the plug as soon as there is a checkpoint, or asks the run to stop, in every step up to one.
+# Kills the driver as soon as a checkpoint exists, or asks the run to stop, in every step up to one.
 FUSE = """
 import os, signal
 
@@ -49,12 +46,12 @@ PICTURES = {
     "actor_rollout_ref__model__lora_rank": 4, "data__max_prompt_length": 48, "data__max_response_length": 20,
     ACTOR + "ppo_max_token_len_per_gpu": 160,
 }  # fmt: skip
-# With one worker: of two, time says whose answers are carried over.
+# One worker, because with two the timing determines whose responses are carried over.
 CARRIED = {
     ROLLOUT + "tail": "carry_over", ROLLOUT + "oversample_ratio": 1.5, ROLLOUT + "max_num_seqs": 8,
     "algorithm__rollout_correction__rollout_is": "token",
 }  # fmt: skip
-# What stops it, and the last step in which it does. One is stopped behind its last step too.
+# The ways to stop a run, and the last step in which each is tried. One is stopped after its last step too.
 RUNS = {
     "two workers, all roles": ("SIGKILL", STEPS, ALL_ROLES),
     "two workers, pictures and adapters": ("SIGKILL", STEPS - 1, PICTURES | {"trainer__n_gpus_per_node": 2}),
@@ -64,7 +61,7 @@ RUNS = {
 
 @pytest.fixture
 def arguments(tiny_model, tmp_path):
-    """arguments(folder, **changes): a run with dropout in the model's configuration, and a `FUSE`."""
+    """arguments(folder, **changes): a run of a model with dropout in its configuration, and a `FUSE`."""
     (tmp_path / "fuse.py").write_text(FUSE)
 
     def make(folder: Path, **changes: object) -> list[str]:
@@ -87,7 +84,7 @@ def arguments(tiny_model, tmp_path):
 
 
 def told(run: Path) -> dict[int, dict[str, float]]:
-    """The metrics of every step, but for those of the clock."""
+    """Return the metrics of every step, except times."""
     steps: dict[int, dict[str, float]] = {}
     for line in read_metrics(run):
         steps.setdefault(line["step"], {}).update(line)
@@ -99,14 +96,14 @@ def told(run: Path) -> dict[int, dict[str, float]]:
 
 
 def kept(run: Path) -> dict[str, object]:
-    """The contents of checkpoints and samples."""
+    """Return the contents of checkpoints and samples."""
     found: dict[str, object] = {}
     for step in range(1, STEPS + 1):
         folder = run / f"global_step_{step}"
         for file in sorted(folder.rglob("*")):
             if file.suffix in (".distcp", ".npz", ".safetensors"):
                 found[str(file.relative_to(run))] = file.read_bytes()
-        # Those of a validation behind the save are not in it; they say no more than which prompt of one begins first.
+        # Metrics of a validation after the save are excluded; they only show which prompt is generated first.
         found[f"global_step_{step}/lengths.npz"] = np.load(folder / "lengths.npz")["train"].tobytes()
         progress = json.loads((folder / "progress.json").read_text())
         found[f"progress {step}"] = {name: value for name, value in progress.items() if name != "metrics"}

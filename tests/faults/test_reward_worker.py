@@ -1,4 +1,4 @@
-"""A reward worker that is killed or stopped while it scores a slow answer."""
+"""A reward worker that is killed or stopped while it scores a slow response."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from tests.clock import eventually
 from tests.faults.plug import below, ended, error_of, gone, over, wait_for_step
 from tests.tiny import small_run
 
-# Every call of such a run takes seconds, the slow answers too.
+# Every call of such a run takes seconds, and so do the slow responses.
 LIMIT_S = 45
 REWARD = """
 import os, select

@@ -1,4 +1,4 @@
-"""Shared memory of an engine over two processes: whoever is killed, none is left, neither in the start nor later."""
+"""Shared memory of an engine over two processes: whichever process is killed, at the start or later, none is left."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def words(tiny_model, arithmetic_files, tmp_path):
 
 @pytest.fixture
 def appeared(shm):
-    """The first names of the engine's shared memory, as soon as there are any."""
+    """Return the first names of the engine's shared memory, once they exist."""
     found, is_over = [], threading.Event()
 
     def look():

@@ -1,4 +1,4 @@
-"""Runs on storage that does not answer for a while, or never again, or is slow: the steps do not wait for it."""
+"""Runs on storage that is slow or does not respond, for a while or forever: the steps do not wait for it."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ BYTES_PER_S = 40_000
 
 @pytest.fixture
 def disk(start, tmp_path):
-    """A disk of 64 MiB, which answers again before what was started is ended."""
+    """A disk of 64 MiB, which responds again before the started processes are ended."""
     try:
         with slow_disk(tmp_path, 64) as disk:
             yield disk
@@ -30,7 +30,7 @@ def disk(start, tmp_path):
 
 @pytest.fixture
 def command(tiny_model, arithmetic_files, disk):
-    """The words of a run on that disk, which saves every ten steps."""
+    """The arguments of a run on that disk, which saves every ten steps."""
     always = {"trainer__save_freq": 10, "trainer__max_actor_ckpt_to_keep": 1, "trainer__total_training_steps": 100000}
     return lambda **changes: small_run(tiny_model, arithmetic_files, disk.path / "run", **always | changes)
 
@@ -72,12 +72,12 @@ def test_a_disk_that_never_answers_is_told(start, command, disk, tmp_path):
     wait_for_step(run, 11, process)
     disk.freeze()
     said = wait_for_line(process, "error:")
-    # Whichever is looked at first: what the driver does aside, or the worker that writes.
+    # Either may be noticed first: the driver's background job, or the writing worker.
     assert re.search(r"hangs: for \d+ s its thread '[^']+' has been in|in Actor\.\w+: not done after", said), said
     assert f"trainer.hang_timeout_s={LIMIT_S}" in said
     assert "incidents does not respond" in said
     assert "Traceback" not in said
-    disk.thaw()  # till then the kernel ends no process that waits for it
+    disk.thaw()  # until then the kernel ends no process that waits for it
     assert process.wait(PATIENCE_S) == 75
     gone(tmp_path)
     again = start(command(trainer__total_training_steps=12))

@@ -1,4 +1,4 @@
-"""Stopping within a notice, and saving on demand: real signals to the command."""
+"""Stops within a notice, and saves on demand, by real signals to the command."""
 
 import os
 import signal
@@ -64,11 +64,11 @@ def test_a_generation_longer_than_the_notice_is_given_up(start, trap, tiny_model
         tiny_model, arithmetic_files, tmp_path, trainer__stop_notice_s=60, data__max_response_length=20000,
         actor_rollout_ref__rollout__ignore_eos=True, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=40000,
     )  # fmt: skip
-    trap.lay("generate", 0)  # no signal: it only says that a worker is there
+    trap.lay("generate", 0)  # no signal: it only shows that a worker exists
     process = start(args, **trap.environment)
     trap.wait(process)
     process.send_signal(signal.SIGTERM)
     output = over(process, 75)
-    assert "how long step 1 takes is not known yet" in output
+    assert "the duration of step 1 is not known yet" in output
     assert output.splitlines()[-1] == "stopped after step 0 of 2; nothing is saved yet, so the same command starts over"
     assert os.path.exists(tmp_path / "train.log")

@@ -1,5 +1,5 @@
-"""A raylet that is stopped: nothing of Ray answers, and nothing is gone. Ray's library ends a process whose raylet is
-killed, with exit code 1 and without a word."""
+"""A stopped raylet: nothing of Ray responds, but no process is gone. After a kill of the raylet Ray's library would end
+the process with exit code 1 and without a message."""
 
 import json
 import os
@@ -44,7 +44,7 @@ with ray_watchdog.cleanup_after_exit(local=True), ray_watchdog.watch_ray(Deadlin
 
 
 def run(end: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[int]]:
-    """How it ends, and the pids of its raylet and GCS."""
+    """Return how the run ends, and the pids of its raylet and GCS."""
     words, env = [sys.executable, "-c", PROGRAM + end], {**os.environ, **environment}
     process = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env)
     pids = re.search(r"pids: (\d+) (\d+)", process.stdout)

@@ -1,4 +1,4 @@
-"""A real run under the supervisor, which starts its own Ray each time."""
+"""A real run under the supervisor, which starts a separate Ray for each attempt."""
 
 import json
 import os
@@ -26,8 +26,8 @@ ORPHANS = ["bash", "-c", 'for each in 1 2 3 4 5 6; do (sleep $each &); done; exe
 
 @pytest.fixture
 def supervised(start, tiny_model, arithmetic_files, tmp_path):
-    """supervised(before, inside, first): a supervised run whose driver is killed; SIGTERM ends it. first(process):
-    the pid of the supervisor."""
+    """supervised(before, inside, first): a supervised run whose driver is killed; SIGTERM ends it. first(process): the
+    pid of the supervisor."""
 
     def run(before, inside, first):
         run = small_run(
@@ -84,12 +84,12 @@ def test_the_supervisor_is_the_first_process_of_a_container(supervised):
 
 
 def children(first: int) -> list[tuple[int, str, str]]:
-    """Pid, state and command line of each."""
+    """Return pid, state and command line of each child."""
     listing = subprocess.run(["ps", "-eww", "-o", "ppid=,pid=,stat=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 3) for line in listing.stdout.splitlines()]
     return [(int(pid), state, args) for parent, pid, state, args in rows if int(parent) == first]
 
 
 def zombies(first: int) -> list[str]:
-    """Children that have ended and for which the first process of a container has not waited."""
+    """Return the ended children that the first process of a container has not reaped."""
     return [args for _, state, args in children(first) if state.startswith("Z")]

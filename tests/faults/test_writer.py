@@ -1,4 +1,4 @@
-"""The process that writes the answers is killed, and started again."""
+"""The process that writes the samples is killed, and restarted."""
 
 import os
 import re

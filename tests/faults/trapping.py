@@ -1,9 +1,5 @@
-"""Hurts a process in the middle of a function, as a debugger would: RLTRAIN_TRAP=FOLDER, in which lies `trap`.
-
-The file holds the end of a code file's name, a function, the number of a signal or `memory`, and maybe a rank; it may
-be written or changed while the processes run. The first process (of that rank) that is found in that function leaves
-its pid in FOLDER/caught and sends itself the signal, or gets no more memory from the kernel. Nothing of what runs is
-replaced.
+"""Disturb a process in the middle of a function, like a debugger: RLTRAIN_TRAP=FOLDER names the folder of the file
+`trap`.
 """
 
 import ctypes
@@ -19,8 +15,8 @@ _LARGE, _SMALL = 3 << 19, 5 << 18
 
 
 def _starve() -> None:
-    """From now on the kernel gives nothing, and what large blocks the heap has are taken. Some small ones are left:
-    of a tensor that does not fit Ray makes a message, for which it needs up to a MiB at once."""
+    """Make the kernel refuse new memory, and use up the large blocks of the heap. Some small ones are left, because for
+    a tensor that does not fit Ray creates a message, which needs up to a MiB."""
     libc = ctypes.PyDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -73,6 +69,6 @@ def _watch(folder: Path) -> None:
 
 
 def lay() -> None:
-    """Watch what this process does, if it is of a run that has a trap."""
+    """Watch this process, if it belongs to a run with a trap."""
     if "RLTRAIN_TRAP" in os.environ:
         threading.Thread(target=_watch, args=[Path(os.environ["RLTRAIN_TRAP"])], daemon=True).start()

@@ -1,21 +1,4 @@
-"""Several hosts on one machine, for tests of what runs on many.
-
-    def test_…(network):
-        first, second = network(2)                  # on a switch
-        first, second = network(2, delay_ms=100, loss=0.01)     # on a bad wire; .wire(delay_ms=0) mends it
-        first.run("hostname")                       # ends: .returncode, .output
-        job = second.start("sleep 100")             # goes on: .wait(), .output, .kill()
-        second.cut()                                # the cable is pulled
-        second.power_off()                          # cable and all processes; .boot() starts it anew, with its files
-
-A host has its own address (``eth0``), name, processes, /tmp, $HOME (below /tmp) and /dev/shm. Like many a server it
-also has a card that leads nowhere and comes first (``docker0``, the same address everywhere), and believes that its own
-name is 127.0.1.1. ``hosts[0].shared`` is a folder that all hosts and the test see under the same path; any other path
-below /tmp is another folder on each host (``host.own / "tmp"`` for the test). The rest of the file system (repository,
-Python) is the machine's, and so are memory, cores and clock: it is no container.
-
-Nothing has a name outside, so nothing is left behind: a host ends when the process that made it does.
-"""
+"""Several hosts on one machine, for tests of multi-node runs."""
 
 import functools
 import os
@@ -34,7 +17,7 @@ WAIT_S = 60.0
 
 @functools.cache
 def forbidden() -> str:
-    """Why hosts cannot be made here; empty where they can."""
+    """Return the reason why hosts cannot be created here; empty if they can."""
     try:
         command = [*_UNSHARE, "ip", "link", "add", "docker0", "type", "bridge"]
         process = subprocess.run(command, capture_output=True, text=True)
@@ -44,7 +27,7 @@ def forbidden() -> str:
 
 
 class Job:
-    """A command on a host. returncode: None while it runs. output: what it has written so far."""
+    """A command on a host. returncode: None while it runs. output: its output so far."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
@@ -64,7 +47,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout_s: float = WAIT_S) -> int:
-        """The exit code. AssertionError, with what it has said, when it does not end."""
+        """Return the exit code. Raises AssertionError with the output if the command does not end."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -75,20 +58,20 @@ class Job:
         return code
 
     def wait_for(self, words: str, timeout_s: float = WAIT_S) -> None:
-        """Until it has written ``words``; AssertionError when it ends before."""
+        """Wait until the output contains ``words``. Raises AssertionError if the command ends before."""
         eventually(lambda: words in self.output or self.returncode is not None, f"'{words}' in {self.log}", timeout_s)
         assert words in self.output, f"it ended with {self.returncode} before it said '{words}':\n{self.output}"
 
     def kill(self) -> None:
-        """The command and what it has started in its session."""
+        """Kill the command and all processes of its session."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 
 class Space:
-    """Namespaces with a first process, which ends when its input does. shared: what it sees below /tmp, beside the
-    repository and Python."""
+    """Namespaces with a first process, which ends with its input. shared: folders that it sees below /tmp, in addition
+    to the repository and Python."""
 
     def __init__(self, name: str, own: Path, *shared: Path) -> None:
         needed = {Path(each).resolve() for each in (*shared, ROOT, sys.prefix, sys.base_prefix)}
@@ -111,7 +94,7 @@ class Space:
         self.enter = ["nsenter", *(f"--{kind}={at}/{file}" for kind, file in kinds.items())]
 
     def ip(self, *arguments: str) -> None:
-        """Run `ip` in the network alone, with the machine's process numbers."""
+        """Run `ip` in the network namespace only, with the machine's process ids."""
         process = subprocess.run([self.enter[0], self.enter[1], "ip", *arguments], capture_output=True, text=True)
         assert process.returncode == 0, f"ip {' '.join(arguments)}: {process.stderr}"
 
@@ -122,7 +105,7 @@ class Space:
 
 
 class Host:
-    """One host; see the top of this file. number: from 1."""
+    """One host; see the top of this file. number: starts at 1."""
 
     wire: Callable[..., None]
 
@@ -144,7 +127,7 @@ class Host:
         self.boot()
 
     def boot(self) -> None:
-        """Start it, with the files it had."""
+        """Start the host with its previous files."""
         self._space = space = Space(self.name, self.own, self.shared)
         # The name is new each time, as the card of a host that ended is taken away only some time later.
         self._port = f"p{self.number}.{space.process.pid}"
@@ -164,7 +147,7 @@ class Host:
             space.ip(*line.split())
 
     def start(self, command: str, environment: Mapping[str, object] | None = None, cwd: Path = ROOT) -> Job:
-        """Run a line of bash. environment: beside `Host.environment`; None as a value takes a variable away."""
+        """Start a line of bash. environment: additions to `Host.environment`; the value None removes a variable."""
         given = {**self.environment, **(environment or {})}
         words = [f"{name}={value}" for name, value in given.items() if value is not None]
         line = ["env", "-i", "-C", str(cwd), *words, "bash", "-c", command]
@@ -181,45 +164,42 @@ class Host:
         return job
 
     def check(self, command: str, environment: Mapping[str, object] | None = None, timeout_s: float = WAIT_S) -> str:
-        """What a line of bash writes; AssertionError when it fails."""
+        """Return the output of a line of bash. Raises AssertionError if it fails."""
         job = self.run(command, environment, timeout_s)
         assert job.returncode == 0, f"{self.name}: {command}: {job.returncode}\n{job.output}"
         return job.output
 
     def pids(self, words: str) -> list[int]:
-        """Processes of this host, by its own numbers, whose command line has ``words``."""
+        """Return the processes of this host, by its own pids, whose command line contains ``words``."""
         lines = self.check("ps -eww -o pid=,args=").splitlines()
         found = [line.split(maxsplit=1) for line in lines]
         return [int(pid) for pid, *rest in found if rest and words in rest[0]]
 
     def kill(self, words: str) -> list[int]:
-        """kill -9 to all processes of this host whose command line has ``words``. Returns their numbers."""
+        """Kill (-9) all processes of this host whose command line contains ``words``. Returns their pids."""
         pids = self.pids(words)
         assert pids, f"{self.name} runs nothing with '{words}'"
         self.check(f"kill -9 {' '.join(map(str, pids))}")
         return pids
 
     def cut(self) -> None:
-        """Pull the cable."""
+        """Disconnect the cable."""
         self._switch.ip("link", "set", self._port, "down")
 
     def power_off(self) -> None:
-        """All processes end, and no connection is closed: nobody is told."""
+        """End all processes without closing connections, so no peer is notified."""
         self.cut()
         self.end()
 
     def end(self) -> None:
-        """All processes end."""
+        """End all processes."""
         self._space.end()
         for job in self._jobs:
             job.wait()
 
 
 class Network:
-    """Hosts on a switch, or on a wire with ``delay_ms`` one way and the share ``loss`` of the frames lost.
-
-    delay_ms None: a switch.
-    """
+    """Hosts on a switch, or on a wire with a delay of ``delay_ms`` each way and the share ``loss`` of lost frames."""
 
     def __init__(self, folder: Path, number: int, delay_ms: float | None = None, loss: float = 0) -> None:
         shared, own = folder / "shared", folder / "switch"
@@ -268,7 +248,7 @@ class Network:
         assert self._wire.stdout.readline() == "ready\n"
 
     def wire(self, delay_ms: float = 0, loss: float = 0) -> None:
-        """How the wire carries from now on."""
+        """Change delay and loss of the wire."""
         assert self._wire, "these hosts are on a switch"
         assert self._wire.stdin
         self._wire.stdin.write(f"{delay_ms} {loss}\n")

@@ -1,8 +1,4 @@
-"""The first process of a host: makes its file systems, then adopts orphans until its input ends or it is killed.
-
-All other processes of the host end with it. Arguments: name, the host's own folder (/tmp is in it), then folders below
-/tmp that stay visible.
-"""
+"""The first process of a host: creates its file systems, then adopts orphans until its input ends or it is killed."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""A driver that trains nothing: joins a cluster as its settings say, and prints what its workers see, as JSON."""
+"""A driver without training: joins a cluster by its settings, and prints as JSON what its workers see."""
 
 import json
 import os
@@ -19,13 +19,13 @@ PREFIXES = ("GLOO_", "HCCL_", "HF_", "NCCL_", "OMP_NUM", "PYTORCH_", "VLLM_", "W
 
 
 class Look(Protocol):
-    """What a worker can do."""
+    """The role of a worker that inspects its environment."""
 
     def look(self) -> dict[str, Any]: ...
 
 
 class Looker(Look):
-    """A worker that looks around."""
+    """A worker that inspects its environment."""
 
     def __init__(self) -> None:
         self.roles = [self]

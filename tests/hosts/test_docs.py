@@ -1,5 +1,5 @@
-"""The commands of docs/npu.md and docs/cluster.md, typed as they stand there: in a fresh checkout, on hosts that have
-never seen rltrain. Each is typed here, or stands in `ELSEWHERE` with the reason why it cannot be.
+"""The commands of docs/npu.md and docs/cluster.md, run unchanged in a fresh checkout on hosts without earlier runs.
+Each command is run here, or listed in `ELSEWHERE` with the reason why it cannot be.
 """
 
 import re
@@ -51,7 +51,7 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=d
 
 
 def commands(page: str) -> list[str]:
-    """The commands of a page, without the remarks behind them."""
+    """Return the commands of a page without their comments."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [" ".join(line.split("  #")[0].split()) for line in lines if line.strip() and not line.startswith("#")]
@@ -71,7 +71,7 @@ def test_what_is_typed_stands_on_a_page():
 
 @pytest.fixture(scope="module")
 def hosts(network):
-    """Two, with a checkout on storage that both see; in it a model and data in the place of those one downloads."""
+    """Two hosts with a checkout on shared storage, which has a model and data instead of the downloads."""
     found = network(2)
     checkout = found[0].shared / "rltrain"
     for name in ("rltrain", "scripts", "examples"):
@@ -85,7 +85,7 @@ def hosts(network):
 
 
 def typed(host, line: str):
-    """A line of the page, in the checkout, with it as what `pip install -e .` installs."""
+    """Run a line of the page in the checkout, with the checkout installed as by `pip install -e .`."""
     checkout = host.shared / "rltrain"
     return host.start(line, {"PYTHONPATH": checkout}, cwd=checkout)
 

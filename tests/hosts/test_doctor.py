@@ -1,4 +1,4 @@
-"""The doctor on two hosts: what is wrong with one of them is found from the other, by name."""
+"""The doctor on two hosts: a problem of one of them is found from the other, and names the host."""
 
 import re
 

@@ -1,7 +1,4 @@
-"""scripts/ray_start.sh on two hosts that have never seen Ray, each with its own home, files and cards.
-
-Two clusters: of the first, Ray goes on after the script; in the second the script runs a command and all end with it.
-"""
+"""scripts/ray_start.sh on two hosts without earlier runs, each with separate home, files and network cards."""
 
 import pytest
 

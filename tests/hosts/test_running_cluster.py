@@ -1,5 +1,5 @@
-"""A cluster that somebody else has started with `ray start`: ways to join it, what workers find on each node, and what
-a run over both learns."""
+"""A cluster that was started separately with `ray start`: ways to join it, the environment of workers on each node, and
+the result of a run over both."""
 
 import json
 import os
@@ -20,7 +20,7 @@ DASHBOARD = installed("aiohttp_cors") and installed("opencensus")
 
 @pytest.fixture(scope="module")
 def hosts(network):
-    """Head, worker, and a host that is no node of the cluster."""
+    """Head, worker, and a host that is not a node of the cluster."""
     head, worker, outside = network(3)
     # Ray's own variable for a process that has no CPU slots, which must not be taken for the user's.
     del head.environment["OMP_NUM_THREADS"], worker.environment["OMP_NUM_THREADS"]
@@ -37,7 +37,7 @@ def hosts(network):
 
 
 def found(output: str) -> dict:
-    """What the workers have seen, by node."""
+    """Return the workers' reports by node."""
     (line,) = [line for line in output.splitlines() if line.startswith("found ")]
     seen = json.loads(line.removeprefix("found "))
     assert sorted(seen["ranks"][0]["nodes"]) == ["host1", "host2"]

@@ -14,7 +14,8 @@ LIMIT_S = 40
 
 
 def worker_of(host, job) -> int:
-    """The worker on ``host`` of a run that goes on. Ray rewrites its title with every call, so one look may miss it."""
+    """Return the worker of an active run on ``host``. Ray rewrites its title with every call, so a single look may miss
+    it."""
     found: list[int] = []
 
     def seen() -> bool:

@@ -1,4 +1,4 @@
-"""One run over two hosts: it learns what one process learns, whatever befalls the second host."""
+"""One run over two hosts gives the result of one process, despite any failure of the second host."""
 
 import json
 import re
@@ -22,7 +22,7 @@ IMPATIENT = {"RAY_health_check_period_ms": 1000, "RAY_health_check_timeout_ms": 
 
 
 def join(host) -> None:
-    """The script on this host, which makes or joins a Ray."""
+    """Run the script on this host, which starts or joins a Ray."""
     environment = {"RANK": host.number - 1, "NNODES": 2, "HEAD_FILE": f"{host.shared}/head", **IMPATIENT}
     host.ray = host.start("bash scripts/ray_start.sh --num-cpus=2", environment)
 
@@ -32,13 +32,13 @@ def joined(host) -> None:
 
 
 def of_run(host) -> list[int]:
-    """Workers, reward workers and scorers, by the host's own numbers."""
+    """Return the workers, reward workers and scorers, by the host's own pids."""
     names = ("ray::_Host", "ray::RewardWorker", "rltrain.runtime.slots")
     return [pid for name in names for pid in host.pids(name)]
 
 
 class Run:
-    """The command of a run, typed on the first host again and again with other numbers of nodes and workers."""
+    """The command of a run, repeated on the first host with different numbers of nodes and workers."""
 
     def __init__(self, hosts, model, files, environment=None) -> None:
         self.hosts, self.shared, self.ended, self._environment = hosts, hosts[0].shared, [], environment or {}
@@ -57,7 +57,7 @@ class Run:
         assert self.last_step >= step, job.output
 
     def learns_what_one_process_learns(self, folder) -> list[dict]:
-        """Whether its last weights are those of one process that makes all steps, whose metrics this returns."""
+        """Check that its last weights are those of one process that makes all steps. Return that process's metrics."""
         found = load_file(self.folder / f"global_step_{self.last_step}/huggingface/model.safetensors")
         start = load_file(self.model / "model.safetensors")
         alone = local_trainer(small_run(self.model, self.files, folder, trainer__total_training_steps=self.last_step))
@@ -77,7 +77,8 @@ class Run:
         return read_metrics(self.folder) if (self.folder / "metrics.jsonl").exists() else []
 
     def line_of_second_step(self, job) -> dict:
-        """Of the second step that ``job`` itself has made: older lines may be of the command before."""
+        """Return the line of the second step that ``job`` itself has made; older lines may be from the previous
+        command."""
 
         def made() -> list[int]:
             return [int(step) for step in re.findall(r"step (\d+)/", job.output)]
@@ -94,7 +95,8 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(network, tiny_model, arithmetic_files):
-    """The second host loses its raylet, comes back on a bad wire, and loses its cable; the first ends the run alone."""
+    """The second host loses its raylet, returns on a bad wire, and loses its cable; the first finishes the
+    run alone."""
     hosts = network(2, delay_ms=0)
     for host in reversed(hosts):  # in any order
         join(host)
@@ -121,7 +123,7 @@ def run(network, tiny_model, arithmetic_files):
 
 @pytest.mark.fault("Weights are right after a host was lost twice and came back")
 def test_two_hosts_learn_what_one_process_learns(run, tmp_path):
-    """Over 2 x 2 workers, then 2 x 1, then one: the same samples, the same weights."""
+    """The runs use 2 x 2 workers, then 2 x 1, then one, with the same samples and weights."""
     assert sorted(run.machines) == ["host1", "host2"]
     assert run.ended[2].returncode == 0, run.ended[2].output
     assert [line["step"] for line in run.lines] == list(range(1, run.last_step + 1))
@@ -135,7 +137,7 @@ def test_the_engines_of_both_hosts_have_the_trained_weights(run):
 
 @pytest.mark.fault("Training goes on over a wire that is slow and loses packets")
 def test_training_goes_on_over_a_bad_wire(run):
-    """A ping of 200 ms; one frame in a hundred is lost each way."""
+    """A ping takes 200 ms, and one frame in a hundred is lost each way."""
     # It did pass the wire, and more than five times.
     assert run.slow["timing_s/update_actor"] > 1, (run.slow, [each.output for each in run.ended])
 

@@ -1,7 +1,4 @@
-"""Hosts lose their power in the middle of a step, one after the other, and nobody types the command again.
-
-Whoever switches a host on again also types its own line, as a service or a scheduler does.
-"""
+"""Hosts lose power in the middle of a step, one after the other, and the run resumes without a new command."""
 
 import json
 import re
@@ -50,7 +47,7 @@ def test_a_run_outlives_each_of_its_hosts(network, tiny_model, arithmetic_files,
         return host.start(f"exec bash scripts/ray_start.sh --num-cpus=2 -- {command}", environment | IMPATIENT)
 
     def lose(host, job, step) -> None:
-        """Take the power of a host away in the middle of ``step``."""
+        """Power off a host in the middle of ``step``."""
         waits = run.shared / f"waits_{step}"
         eventually(lambda: waits.exists() or job.returncode is not None, f"step {step}", START_S)
         assert waits.exists(), job.output

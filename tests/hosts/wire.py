@@ -1,9 +1,4 @@
-"""A wire between network cards of the kernel's TAP kind: frames arrive late, and some never.
-
-Arguments: names of cards. What comes in at one goes out at all others. Each line of input says how: milliseconds one
-way, and the share of frames that is lost. Says "ready" when the cards are there, and after each line; ends with the
-input.
-"""
+"""A wire between TAP network cards of the kernel: frames arrive late, and some are lost."""
 
 import fcntl
 import heapq
@@ -19,7 +14,8 @@ _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 
 
 def card(name: str) -> int:
-    """File descriptor of a new TAP card: read gives a frame that was sent through it, write receives one."""
+    """Return the file descriptor of a new TAP card: read returns a frame that was sent through it, write
+    delivers one."""
     line = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(line, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return line

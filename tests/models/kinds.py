@@ -1,4 +1,5 @@
-"""Tiny models whose attention is more than causal, and plain transformers beside them, one sample at a time."""
+"""Tiny models whose attention is not plainly causal, and plain transformers models for comparison, one sample at a
+time."""
 
 import torch
 import transformers
@@ -45,7 +46,7 @@ KINDS = {
 
 
 def plain_model(name):
-    """By transformers' own attention; sinks of trained models are no zeros."""
+    """Return a model with transformers' own attention; its sinks are not zero, as in trained models."""
     torch.manual_seed(0)
     config = KINDS[name].__class__(**KINDS[name].to_dict())
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

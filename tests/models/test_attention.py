@@ -1,4 +1,4 @@
-"""Packed attention against attention with a full mask."""
+"""Packed attention, compared with attention with a full mask."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def tensors(plan, heads=4, kv_heads=2, size=8):
 
 
 def with_a_full_mask(query, key, value, plan, kind):
-    """The definition: token by token, which keys it sees and how far they are."""
+    """The definition: for every token, the keys that it sees and their distances."""
     scaling, window, chunk, softcap, sinks = kind
     mask = torch.zeros(plan.num_tokens, plan.num_tokens, dtype=torch.bool)
     for segment in plan.segments:
@@ -50,7 +50,7 @@ def with_a_full_mask(query, key, value, plan, kind):
 
 
 def kinds():
-    """By name; sinks of 4 heads."""
+    """Return the kinds by name; sinks of 4 heads."""
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     found = {f"window {window}": Kind(0.3, window) for window in (None, 1, 3, 100)}
     found |= {f"chunk {chunk}": Kind(chunk=chunk) for chunk in (1, 3, 4, 100)}
@@ -79,7 +79,7 @@ def same_gradients(found, expected, inputs):
 
 
 def test_memory_of_plain_products_does_not_grow_with_the_square():
-    """Autograd keeps inputs, outputs and a mask that all layers share. The scores alone would be 46 MB."""
+    """Autograd saves inputs, outputs and a mask that all layers share. The scores alone would take 46 MB."""
     kept = {}
     plan = AttentionPlan.of_lengths([1200])
     inputs = tensors(plan)
@@ -147,7 +147,7 @@ def flash_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout, ca
 
 def flash_backward(gradient, q, k, v, output, totals, starts_q, starts_k, longest_q, longest_k, dropout, causal, state,
                    unused, *, scale, window_size_left, window_size_right):  # fmt: skip
-    """Flash's way: probabilities by the totals that it is given, and <gradient, output> as it is given."""
+    """Flash attention's backward pass: from the given totals, and with the given <gradient, output>."""
     found, repeats = [torch.zeros_like(each) for each in (q, k, v)], q.shape[1] // k.shape[1]
     starts_q, starts_k = starts_q.tolist(), starts_k.tolist()
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
@@ -174,7 +174,7 @@ ACCELERATED["all but a cap"] = kinds()["all"]._replace(softcap=None)
 @pytest.mark.parametrize("kind", ACCELERATED.values(), ids=ACCELERATED)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_accelerator_kernels_are_given_the_same_attention(plan, kind, public, monkeypatch):
-    """Kernels that follow the documented meaning of their arguments stand for those that cannot be run here."""
+    """Kernels that follow the documented meaning of their arguments replace those that cannot run here."""
     query, key, value = tensors(plan)
     inputs = (query, key, value[..., :6])  # values narrower than keys, as in multi-head latent attention
     monkeypatch.setattr(torchs, "varlen_attn", public or (lambda: None))

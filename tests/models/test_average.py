@@ -1,4 +1,4 @@
-"""The mean of models: weights, tied or not, files and what is refused."""
+"""The mean of models: weights, tied or not, files and errors."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def models(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture
 def other(models, tmp_path) -> Path:
-    """A copy of the second model that may be changed."""
+    """A copy of the second model that tests may change."""
     return Path(shutil.copytree(models[1], tmp_path / "other"))
 
 
@@ -42,7 +42,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def refused(capsys, *words) -> str:
-    """What is said; nothing is left."""
+    """Return the error message, and check that nothing was written."""
     out = Path(words[0])
     assert main([str(word) for word in words]) == 2
     assert not out.exists()
@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_damaged_or_exported_nothing_is_refused(models, run
 
 
 def adapter(folder: Path, model: Path, seed: int, **config) -> Path:
-    """One whose B is not 0."""
+    """Save an adapter whose B is not 0."""
     save_tiny_adapter(folder, model)
     torch.manual_seed(seed)
     weights = {
@@ -191,7 +191,7 @@ def merged(model: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_mean_of_adapters_adds_the_mean_of_what_they_add(models, tmp_path):
-    """Which the means of A and of B do not."""
+    """The means of A and B would not."""
     one = adapter(tmp_path / "one", models[0], 1)
     two = adapter(tmp_path / "two", models[0], 2, lora_alpha=3, use_rslora=True)
     assert main([str(tmp_path / "out"), str(one), str(two), "--weights", "3,1"]) == 0

@@ -1,4 +1,4 @@
-"""A model folder may name code of its own (auto_map), which runs only with trust_remote_code."""
+"""A model folder may name its own code (auto_map), which runs only with trust_remote_code."""
 
 import json
 import shutil
@@ -22,7 +22,8 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def crafted(tiny_model, tmp_path):
-    """crafted(model_type): a copy of the model whose config and tokenizer name code that leaves a trace."""
+    """crafted(model_type): return a copy of the model whose config and tokenizer name code that writes a file when it
+    runs."""
 
     def crafted(model_type=None):
         folder = tmp_path / "crafted"

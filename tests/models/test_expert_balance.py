@@ -1,5 +1,5 @@
-"""The loss on the balance of experts is that of the papers and of transformers, and its gradient is exact; so are the
-steps of a bias."""
+"""The expert-balance loss equals that of the papers and of transformers, with an exact gradient; so do the steps of a
+bias."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def gradients(policy):
 
 
 def balanced(policy, parts: list[Batch], weights):
-    """Loss and gradients, part by part."""
+    """Return loss and gradients of each part."""
     policy.balance(weights)
     total = 0.0
     for part in parts:

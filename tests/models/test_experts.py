@@ -1,4 +1,4 @@
-"""Experts that stay on their ranks compute, learn and save what one process computes, learns and saves."""
+"""Expert parallelism: scores, learning and checkpoints equal one process."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ from rltrain.models.experts import experts_problem
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.weights import shard
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.slices import NotSliceable
 from rltrain.models.weights.spec import ModelSpec
@@ -56,10 +56,7 @@ def given(part: int) -> Batch:
 
 
 def step(policy, parts, scale: int, *, once: bool = False) -> dict[str, torch.Tensor]:
-    """Log-probs, those of tokens that go elsewhere, gradients, and the weights behind a step of AdamW.
-
-    once: gradients are spread over the ranks behind the last backward pass alone.
-    """
+    """Return log-probs, those of tokens sent to other ranks, gradients, and the weights after a step of AdamW."""
     optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
     found = {}
     for part in parts:
@@ -82,7 +79,9 @@ def step(policy, parts, scale: int, *, once: bool = False) -> dict[str, torch.Te
     found |= {f"gradient {name}": whole(each.grad) for name, each in policy.named_parameters() if each.grad is not None}
     found["norm"] = clip_gradients(policy.parameters(), OPTIM.clip_grad)
     optimizer.step()
-    return found | {f"weight {name}": each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12)}
+    return found | {
+        f"weight {name}": each.clone() for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12)
+    }
 
 
 def whole(tensor):
@@ -124,7 +123,7 @@ def save(name: str, folder: Path) -> AutoModelForCausalLM:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request):
-    """What all ranks have found of the cases that are asked for, and what one process has."""
+    """The results of all ranks for the collected cases, and of one process."""
     own = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
     cases = [item.callspec.params["case"] for item in own]
     folder = tmp_path_factory.mktemp("experts")
@@ -158,14 +157,15 @@ def state_of(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def goes_between_layouts(rank: int, world: int, folder: Path) -> None:
-    """Weights and moments that a layout saves, another one loads, bit for bit; and files, however they are read."""
+    """Every layout loads the weights and moments that another layout has saved, bit for bit; files too, however they
+    are read."""
     states, files = {}, {}
     sizes = [(1, -1), (2, -1), (4, -1), (2, 2)]
     for size in sizes:
         own = ModelSpec(str(folder / "model"), fsdp=ShardingConfig(fsdp_size=size[1], expert_parallel_size=size[0]))
         policy = sharded_model(PolicyModel, own, get_device("cpu"))
         names = CheckpointNames(policy.model)
-        files[size] = {name: each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12, names)}
+        files[size] = {name: each.clone() for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12, names)}
         optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
         for parameter in policy.parameters():
             parameter.grad = torch.cos(size[0] * parameter.detach())
@@ -188,7 +188,7 @@ def goes_between_layouts(rank: int, world: int, folder: Path) -> None:
     policy = sharded_model(PolicyModel, own, get_device("cpu"))
     assert all(
         torch.equal(each, files[own.fsdp.expert_parallel_size, 2][name])
-        for name, each, _ in whole_weights(policy, torch.float32, 1 << 12, CheckpointNames(policy.model))
+        for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12, CheckpointNames(policy.model))
     )
 
 
@@ -201,7 +201,7 @@ def test_states_and_files_go_between_all_layouts(tmp_path):
     ("mixtral", 4, 8, None),
     ("mixtral", 3, 4, r"8 experts in a layer, whose weights have 32, 96 rows, and 4 ranks .* Use one of 2, 4\.$"),
     ("mixtral", 2, 14, r"No number fits: leave it out\.$"),
-    ("llama4, one expert", 2, 4, r"^Llama4TextExperts computes experts in a way of its own"),
+    ("llama4, one expert", 2, 4, r"^Llama4TextExperts computes experts in an unsupported way"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_told_with_what_can(family, size, shards, message):
     kind, keys = ROUTED[family]

@@ -27,7 +27,7 @@ MINE = "mine: " + TEMPLATE
 
 @pytest.fixture
 def source(tiny_model, tmp_path) -> Path:
-    """A folder as instruction-tuned models have it, with files that nobody else may read."""
+    """A folder like those of instruction-tuned models, with files that only the owner may read."""
     folder = tmp_path / "source"
     shutil.copytree(tiny_model, folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
@@ -97,7 +97,7 @@ def test_without_generation_config_the_end_tokens_are_exported(source, tmp_path)
         ("tokenizer.json", lambda file: file.write_text("{"), "tokenizer_config.json does not load"),
         ("chat_template.jinja", lambda file: file.write_text(MINE), "chat_template.jinja is not the template"),
         ("generation_config.json", lambda file: file.write_text('{"eos_token_id": 1}'),
-         "generation_config.json ends answers at tokens [1]; in training it was [1, 3]"),
+         "generation_config.json ends responses at tokens [1], in training at [1, 3]"),
         ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:50]), "model.safetensors does not load"),
         ("model.safetensors", lambda file: save_file(dict(list(load_file(file).items())[1:]), file), "has shape None"),
     ],
@@ -131,7 +131,8 @@ def test_copies_are_of_their_moment_and_their_memory_is_kept(source, tmp_path):
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_what_corrects_the_choice_of_experts_is_exported_as_it_is(tmp_path, copies):
-    """Checkpoints of half precision have it in float32: steps of a thousandth are nothing in bfloat16."""
+    """Half-precision checkpoints hold the correction bias in float32, because steps of a thousandth are lost in
+    bfloat16."""
     source = save_tiny_biased_moe(tmp_path / "source", dtype="bfloat16")
     weights = {name: weight.bfloat16() for name, weight in load_file(source / "model.safetensors").items()}
     biases = {name: torch.linspace(1.0, 1.007, 8) for name in weights if name.endswith("e_score_correction_bias")}

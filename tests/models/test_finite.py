@@ -1,4 +1,4 @@
-"""NaN and infinity in a checkpoint are told by weight and file, on all ranks, when weights are loaded."""
+"""NaN and infinity in a checkpoint are reported by weight and file, on all ranks, when weights are loaded."""
 
 import shutil
 
@@ -21,7 +21,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def damaged(model, folder, name=NORM, value=float("nan")):
-    """A copy of the folder of a model in which one number, the last of a weight, is another one."""
+    """Return a copy of a model folder in which one number, the last of a weight, is changed."""
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
     weights[name].view(-1)[-1] = value

@@ -1,4 +1,4 @@
-"""The packed forward against transformers, one sample at a time."""
+"""The packed forward, compared with transformers one sample at a time."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers import (
 
 from rltrain.common.columns.batch import Batch
 from rltrain.common.device import get_device
-from rltrain.models.attention.packing import pack, pack_whole
+from rltrain.models.attention.packing import pack, pack_rows
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.weights.shard import reshard, sharded_model
 from rltrain.models.weights.spec import ModelSpec
@@ -61,7 +61,7 @@ def make_batch() -> Batch:
 
 
 def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the answers and entropies at TEMPERATURE, sample by sample."""
+    """Return the log-probs of the responses and entropies at TEMPERATURE, sample by sample."""
     log_probs, entropies = [], []
     for row, prompt in zip(rows_of(batch), prompt_lengths(batch), strict=True):
         logits = model(input_ids=row.long()[None], use_cache=False).logits[0, prompt - 1 : -1]
@@ -72,7 +72,7 @@ def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients_of(policy) -> dict[str, torch.Tensor]:
-    """By transformers' names; they are cleared."""
+    """Return the gradients by transformers' names, and clear them."""
     found = {
         name.removeprefix("model."): each.grad.full_tensor().clone()
         for name, each in policy.named_parameters()
@@ -112,7 +112,7 @@ def make_groups() -> Batch:
 
 
 def both_ways(model, scores):
-    """Scores of the groups and gradients of every weight, with the prompts shared and without."""
+    """Return the scores of the groups and the gradients of every weight, with shared prompts and without."""
     found = []
     for share in (True, False):
         inputs = pack(make_groups(), torch.device("cpu"), share=share)
@@ -175,13 +175,13 @@ def test_values_are_the_head_before_every_answer_token(model_folder):
         expected.append((states @ head.T)[:, 0])
     found = critic(pack(batch, torch.device("cpu"))).detach()
     assert distance(found, torch.cat(expected)) < 1e-5
-    whole = critic(pack_whole([row.tolist() for row in rows_of(batch)], torch.device("cpu")))
+    whole = critic(pack_rows([row.tolist() for row in rows_of(batch)], torch.device("cpu")))
     last = [plain(row.long()[None], use_cache=False).last_hidden_state[0, -1] @ head[0] for row in rows_of(batch)]
     assert distance(whole, torch.stack(last)) < 1e-5
 
 
 def test_layers_recomputed_from_the_host_have_the_gradients_of_others(tmp_path, monkeypatch):
-    """Bit for bit, and nothing but the inputs of the layers goes there."""
+    """The gradients are equal bit for bit, and only the inputs of the layers are moved to the host."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
     shapes, gradients = [], []

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and exact KL without logits, against automatic differentiation of their definition."""
+"""Log-probs, entropy and exact KL without logits, compared with automatic differentiation of their definition."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def make(dtype=torch.float32, bias=False):
 
 
 def gradients(function, weights, scaling, **settings):
-    """Scores, and the gradients of hidden states and head of a sum that weighs every token differently."""
+    """Return scores, and the gradients of hidden states and head of a sum with a different weight for every token."""
     linear, hidden, labels, reference = make(**settings)
     scores = function(linear, hidden, labels, scaling, weights[1] != 0, reference if weights[2] else None)
     each = torch.linspace(-1, 1, 23)
@@ -94,7 +94,7 @@ def plain_divergence(divergence, log_p, log_q):
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("divergence", [ReverseKL(), ForwardKL(), JSD(0.5), JSD(0.1)], ids=range(4))
 def test_a_divergence_and_its_gradient_are_those_of_float64(divergence, scaling, chunk, monkeypatch):
-    """The other head has more rows, as larger models of a family have, and they count for nothing."""
+    """The other head has more rows, as larger models of a family have; the additional rows are ignored."""
     set_chunk(monkeypatch, chunk)
     linear, hidden, labels, _ = make(bias=True)
     head, states = nn.Linear(24, 57, bias=False), torch.randn(23, 24)
@@ -117,7 +117,7 @@ def test_a_divergence_and_its_gradient_are_those_of_float64(divergence, scaling,
 
 
 def test_a_token_that_the_policy_never_writes_has_a_finite_gradient():
-    """KL(q || p) by way of q / p would be infinite there."""
+    """KL(q || p) computed from q / p would be infinite there."""
     log_p, log_q = (torch.log_softmax(torch.tensor([row]), -1) for row in ([200.0, 0.0, 0.0], [0.0, 200.0, 0.0]))
     for divergence in (ReverseKL(), ForwardKL(), JSD(0.5)):
         value, kept = divergence.value(log_p, log_q)
@@ -135,7 +135,8 @@ def test_the_exact_kl_of_equal_models_is_nothing_to_the_last_bit(scaling, dtype)
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_head_in_float32_rounds_no_logit(bias):
-    """Of weights and states in bfloat16: log-probs and entropy are those in float64, and without it they are not."""
+    """With bfloat16 weights and states, log-probs and entropy equal those in float64; without the float32 head they do
+    not."""
     linear, hidden, labels, _ = make(torch.bfloat16, bias=bias)
     logits = nn.functional.linear(*(each.double() for each in (hidden, *linear.parameters())))
     exact = torch.log_softmax(logits, -1)

@@ -1,4 +1,4 @@
-"""Fused kernels replace what computes the same, and nothing else. The kernels are doubles of torch_npu's."""
+"""Fused kernels replace only modules that compute the same. The kernels are doubles of torch_npu's."""
 
 import importlib.util
 import sys

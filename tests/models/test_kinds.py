@@ -1,4 +1,5 @@
-"""Attention that is more than causal, trained on packed sequences, against plain transformers one sample at a time."""
+"""Attention that is not plainly causal, trained on packed sequences, compared with plain transformers one sample at a
+time."""
 
 import pytest
 import torch

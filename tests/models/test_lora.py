@@ -1,4 +1,4 @@
-"""LoRA: frozen weights, trained adapters, and everything that leaves the trainer merged."""
+"""LoRA: frozen weights, trained adapters, and merged weights in everything that leaves the trainer."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ from rltrain.models.attention.packing import pack
 from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import load_config
 from rltrain.models.weights.lora import Lora, adapted_weights, adapters_off, lora_layers
-from rltrain.models.weights.names import huggingface_name, whole_weights
+from rltrain.models.weights.names import gathered_weights, huggingface_name
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
@@ -66,7 +66,7 @@ def make(
 
 
 def train_by_chance(policy, size: float = 0.3) -> None:
-    """As if every adapter had been trained."""
+    """Change every adapter randomly, as if it had been trained."""
     generator = torch.Generator().manual_seed(7)
     for parameter in policy.parameters():
         if parameter.requires_grad:
@@ -75,7 +75,7 @@ def train_by_chance(policy, size: float = 0.3) -> None:
 
 
 def weights_of(policy) -> dict[str, torch.Tensor]:
-    return {weight.name: weight.values for weight in whole_weights(policy, torch.float32)}
+    return {weight.name: weight.values for weight in gathered_weights(policy, torch.float32)}
 
 
 def scores(policy, with_entropy=True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +152,7 @@ def test_experts_have_adapters_that_merge_and_that_peft_loads(tmp_path, family, 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_gradients_of_adapters_of_experts_are_those_of_the_merged_weights(tmp_path, family):
-    """By the chain rule from a float64 model of merged weights, without peft."""
+    """The expected gradients follow by the chain rule from a float64 model of merged weights, without peft."""
     folder = save(family, tmp_path / "base")
     policy = make(folder, target_modules=["experts"], gradient_checkpointing=True)
     train_by_chance(policy, 0.1)

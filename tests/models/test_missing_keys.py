@@ -1,4 +1,5 @@
-"""A checkpoint that lacks weights of its model, or holds them under other names, is refused from its headers."""
+"""A checkpoint that lacks weights of its model, or stores them under other names, is refused after its headers are
+read."""
 
 import json
 import shutil
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.common.errors import ConfigError
 from rltrain.main_ppo import main
 from rltrain.models.forward import PolicyModel, ScalarModel
-from rltrain.models.weights.shard import look_at_weights
+from rltrain.models.weights.shard import check_weight_files
 from rltrain.models.weights.spec import ModelSpec
 from tests.models.test_slices import CONFIGS, made
 from tests.tiny import small_run
@@ -22,7 +23,7 @@ KEY = "actor_rollout_ref.model.path="
 
 @pytest.fixture
 def changed(tiny_model, tmp_path):
-    """changed(function of the weights, **fields of config.json): the folder of a model changed so."""
+    """changed(function of the weights, **fields of config.json): return the changed folder of a model."""
 
     def make(change=dict, **fields):
         folder = shutil.copytree(tiny_model, tmp_path / "model")
@@ -37,7 +38,7 @@ def changed(tiny_model, tmp_path):
 
 def looked_at(folder, kind=PolicyModel, **spec):
     spec = ModelSpec(str(folder), **spec)
-    return look_at_weights(kind, spec, spec.load_config())
+    return check_weight_files(kind, spec, spec.load_config())
 
 
 def refused(folder, kind=PolicyModel, **spec):

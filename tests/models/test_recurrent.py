@@ -1,4 +1,4 @@
-"""Gated delta nets against transformers' own, segment by segment."""
+"""Gated delta nets, compared with transformers' implementation segment by segment."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ LENGTHS = (65, 1, 64, 200, 3)
 
 
 def parts(lengths, heads=3, keys=8, values=6, dtype=torch.float32):
-    """query, key, value, log decay, step and memory."""
+    """Return query, key, value, log decay, step and memory."""
     torch.manual_seed(0)
     shapes = [(heads, keys), (heads, keys), (heads, values), (heads,), (heads,)]
     query, key, value, decay, step = (torch.randn(sum(lengths), *shape, dtype=dtype) for shape in shapes)
@@ -58,7 +58,7 @@ def test_the_delta_rule_over_segments_is_transformers(lengths, starts):
 
 
 def net_of(plain):
-    """A layer's gated delta net, adopted, with the weights of ``plain``."""
+    """Return a layer's converted gated delta net with the weights of ``plain``."""
     config = plain.config.__class__(**plain.config.to_dict())
     model = empty_model(config, "sdpa", torch.float32)
     model.load_state_dict(plain.state_dict(), assign=True)

@@ -192,7 +192,7 @@ def flash_double(backward: bool):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_flash_kernels_compute_the_products_of_a_slice(window):
-    """By a double of the operators, as there is no device."""
+    """Tested with a double of the operators, because there is no device."""
     plan = AttentionPlan((Segment(0, 3), Segment(3, 6, (0, 3)), Segment(6, 12, (0, 3)), Segment(12, 14)))
     generator = torch.Generator().manual_seed(0)
     query, keys, values, gradient = (torch.randn(7, heads, 8, generator=generator) for heads in (4, 2, 2, 4))

@@ -1,4 +1,5 @@
-"""Experts that a pass has chosen are replayed in another, in every family, with the gradient that the choice has."""
+"""The experts that one pass has selected are replayed in another, in every family, with the gradient of that
+selection."""
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def model_of(name, attention="eager"):
 
 
 def batch(answers=(6, 3, 5)) -> Batch:
-    """Two answers to one prompt, which share it, and one to another."""
+    """Return two responses that share a prompt, and one to another prompt."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 128, (n,), generator=generator, dtype=torch.int32) for n in (7, 4)]
     rows = [
@@ -98,7 +99,7 @@ def test_another_models_choice_is_gone_to(name):
 
 
 def counts(experts, given, num_experts):
-    """Tokens of each expert by layer, of every sample: a plain count."""
+    """Return the tokens of each expert by layer, over all samples, counted plainly."""
     rows = per_computed_token(experts, given).values
     return torch.stack([rows[:, layer].flatten().bincount(minlength=num_experts) for layer in range(rows.shape[1])])
 

@@ -1,4 +1,4 @@
-"""Files with a payload in them: refused, and the payload never runs."""
+"""Files with a payload are refused, and the payload never runs."""
 
 import json
 import os
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class Payload:
-    """Leaves a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, trace) -> None:
         self.trace = str(trace)
@@ -46,7 +46,7 @@ class Payload:
 
 @pytest.fixture
 def payload(tmp_path):
-    """A payload that works; after the test it must not have run."""
+    """A working payload; after the test it must not have run."""
     trace = tmp_path / "it_ran"
     pickle.loads(pickle.dumps(Payload(trace)))
     trace.rmdir()
@@ -62,7 +62,7 @@ def policy(tiny_model, process_group):
 
 @pytest.fixture
 def saved(policy, tmp_path):
-    """A folder with the shards of a model that says what was saved."""
+    """A folder with the shards of a model and a description of the saved tensors."""
     folder = tmp_path / "actor"
     save_training_state(policy, torch.optim.AdamW(policy.parameters(), fused=False), str(folder))
     return folder
@@ -73,7 +73,7 @@ def described(folder) -> Metadata:
 
 
 def as_bytes(folder, payload):
-    """A weight that is no tensor: torch would unpickle it."""
+    """A weight that is not a tensor: torch would unpickle it."""
     found = described(folder)
     name = next(iter(found.state_dict_metadata))
     found.state_dict_metadata[name] = BytesStorageMetadata()

@@ -1,4 +1,4 @@
-"""Slices of a checkpoint's files are what transformers reads, and no rank holds more than its own."""
+"""Slices of checkpoint files equal what transformers reads, and no rank holds more than its own."""
 
 import itertools
 import math
@@ -55,7 +55,7 @@ CONFIGS = {
 
 
 def made(config: PreTrainedConfig, folder: Path, kind=None):
-    """A saved model, and the class that reads it."""
+    """Return a saved model, and the class that reads it."""
     kind = kind or (AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM)
     torch.manual_seed(0)
     model = kind.from_config(config)
@@ -90,7 +90,7 @@ def test_rows_are_those_that_transformers_reads(family, decoder_only, tmp_path):
 
 
 def as_one_of_many(_rank: int, _world: int, function: str, rank: int, world: int, *args) -> None:
-    """Calls a function of this file as one rank of a group whose collectives return at once."""
+    """Call a function of this file as one rank of a group whose collectives return at once."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     globals()[function](*args)
@@ -147,7 +147,7 @@ QWEN_7B = Qwen2Config(
 
 
 def peak_bytes() -> int:
-    """Most resident memory of this process so far, mapped files included."""
+    """Return the peak resident memory of this process, including mapped files."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) << 10
 

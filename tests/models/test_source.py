@@ -1,4 +1,4 @@
-"""A model on a hub that cannot be asked: told at once, or taken from the cache."""
+"""A model on an unreachable hub is reported at once, or read from the cache."""
 
 import socket
 
@@ -12,7 +12,7 @@ KEY = "actor_rollout_ref.model.path"
 
 @pytest.fixture
 def dead_hub(monkeypatch):
-    """The hub is at a port that nobody listens on."""
+    """The hub is at a port without a server."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
     constants = huggingface_hub.constants

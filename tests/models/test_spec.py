@@ -1,4 +1,4 @@
-"""What a role's sections of the config become."""
+"""The model spec that follows from a role's sections of the config."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_attention_cannot_be_overridden_and_other_fields_can(spec, section, tmp_
      (True, True, ["frozen", "frozen", "frozen", "rests"])],
 )  # fmt: skip
 def test_towers_work_where_prompts_have_images(images, freeze, towers):
-    """That of the critic is frozen with the policy's; a reward model reads texts."""
+    """The critic's tower is frozen with the policy's; a reward model reads text only."""
     config, device = small_config(), get_device("cpu")
     config.actor_rollout_ref.actor.freeze_vision_tower = freeze
     specs = [make(config, device, images) for make in (actor_spec, critic_spec, frozen_spec)]

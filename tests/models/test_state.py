@@ -1,4 +1,4 @@
-"""Training state goes from any number of processes to any other."""
+"""Training state can be loaded on any number of processes."""
 
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from tests.ranks import run_on_ranks
 
 
 def trained(folder: Path, seed: int) -> tuple[PolicyModel, torch.optim.Optimizer]:
-    """A model and its optimizer after a step along gradients made of ``seed``, the same on any number of ranks."""
+    """Return a model and its optimizer after a step with gradients derived from ``seed``, equal on any number
+    of ranks."""
     spec = ModelSpec(str(folder / "model"), master_dtype=torch.float32, compute_dtype=torch.float32)
     policy = sharded_model(PolicyModel, spec, get_device("cpu"))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, fused=False)
@@ -52,7 +53,7 @@ def save_and_load(rank: int, world: int, folder: Path, load: list[int]) -> None:
 
 @pytest.mark.usefixtures("process_group")
 def test_training_state_goes_to_any_number_of_processes(tiny_model, tmp_path):
-    """From 1 to 3, from 3 to 2 and 1 to 2, from 2 and 3 to 1; weights and both moments, bit for bit."""
+    """From 1 to 3, from 3 to 2 and 1 to 2, from 2 and 3 to 1: weights and both moments are equal bit for bit."""
     (tmp_path / "model").symlink_to(tiny_model)
     save_and_load(0, 1, tmp_path, [])
     run_on_ranks(save_and_load, 3, tmp_path, [1])

@@ -23,7 +23,7 @@ from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.tensor_parallel import tensor_problem
 from rltrain.models.weights.lora import Lora
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import load_training_state, moments, save_training_state
@@ -72,7 +72,7 @@ def given() -> dict[int, Batch]:
 
 
 def of_rank(parts: dict[int, Batch], rank: int, world: int, same: int) -> dict[int, Batch]:
-    """Return the batches of a rank. same: the number of neighbours that get the same ones."""
+    """Return the batches of a rank. same: the number of neighbours with equal batches."""
     return {part: samples for part, samples in parts.items() if part % (world // same) == rank // same}
 
 
@@ -88,7 +88,9 @@ def step(policy, parts: dict[int, Batch], scale: float) -> dict[str, torch.Tenso
     found |= {f"gradient {name}": whole(each.grad) for name, each in policy.named_parameters() if each.grad is not None}
     found["norm"] = clip_gradients(policy.parameters(), OPTIM.clip_grad)
     optimizer.step()
-    return found | {f"weight {name}": each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12)}
+    return found | {
+        f"weight {name}": each.clone() for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12)
+    }
 
 
 def whole(tensor):
@@ -160,7 +162,7 @@ def test_scores_gradients_and_a_step_are_those_of_one_process(found, case):
 
 
 def replay_experts(rank: int, world: int, folder: Path) -> None:
-    """Record experts, replay others with a loss on their balance, and compare all layouts with that of FSDP alone."""
+    """Record experts, replay others with a balance loss, and compare all layouts with FSDP alone."""
     expected = {}
     for layout in ("1", "2", "4", "2, experts on 2", "2, long sequences"):
         size, sharing, *_ = LAYOUTS[layout]
@@ -211,7 +213,9 @@ def goes_between_sizes(rank: int, world: int, folder: Path) -> None:
     for layout in ("1", "2", "4", "2, experts on 2"):
         policy = sharded_model(PolicyModel, spec(folder / "model", layout), get_device("cpu"))
         names = CheckpointNames(policy.model)
-        files[layout] = {name: each.clone() for name, each, _ in whole_weights(policy, torch.float32, 1 << 12, names)}
+        files[layout] = {
+            name: each.clone() for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12, names)
+        }
         optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
         for parameter in policy.parameters():
             parameter.grad = torch.cos((len(states) + 1) * parameter.detach())
@@ -315,7 +319,7 @@ def results_of(kind: str, model, made: ModelSpec, world: int) -> dict[str, torch
     }
     found["norm"] = clip_gradients(model.parameters(), OPTIM.clip_grad)
     optimizer.step()
-    return found | {f"weight {name}": each.clone() for name, each, _ in whole_weights(model, torch.float32, 1 << 12)}
+    return found | {f"weight {name}": each.clone() for name, each, _ in gathered_weights(model, torch.float32, 1 << 12)}
 
 
 def images_batch(folder: str) -> Batch:

@@ -1,4 +1,4 @@
-"""Ranks that share sequences compute what one process computes: scores, values and gradients."""
+"""Ranks that share sequences compute the same scores, values and gradients as one process."""
 
 from pathlib import Path
 
@@ -38,7 +38,8 @@ CPU = torch.device("cpu")
 
 
 def shared_prompt() -> PackedInputs:
-    """A prompt of 5 tokens once, then answers of 4, 1 and 3, whose first tokens the prompt's last place predicts."""
+    """One prompt of 5 tokens, then responses of 4, 1 and 3, whose first tokens are predicted at the prompt's last
+    position."""
     torch.manual_seed(2)
     tokens = torch.randint(2, 128, (13,))
     starts, lengths = [5, 9, 10], [4, 1, 3]
@@ -66,7 +67,7 @@ def load(kind: type, folder: Path):
 
 
 def run(model, inputs: PackedInputs, size: int) -> dict[str, torch.Tensor]:
-    """What a forward and backward pass gives; every group of ``size`` ranks computes the same."""
+    """Return the results of a forward and backward pass; every group of ``size`` ranks computes the same."""
     model.group = sequence_group(model.model.config, size, "key")
     lengths = []
     hook = model.model.get_input_embeddings().register_forward_pre_hook(
@@ -113,7 +114,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Of the first and the last rank: model, inputs and group size -> results."""
+    """Results of the first and the last rank by model, inputs and group size."""
     folder = tmp_path_factory.mktemp("ulysses")
     for name, config in MODELS.items():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""FSDP checkpoints in verl's layout, made by torch itself, become model folders."""
+"""FSDP checkpoints in verl's layout, created by torch itself, become model folders."""
 
 import json
 import os
@@ -23,7 +23,8 @@ KINDS = ["sharded", "hybrid", "plain"]
 
 
 def save_shards(rank, world_size, model, folder) -> None:
-    """What each rank of verl's FSDP leaves of a model: DTensors over one mesh, over replicas too, or plain rows."""
+    """Save the files that each rank of verl's FSDP writes for a model: DTensors over one mesh, also over replicas, or
+    plain rows."""
     weights = AutoModelForCausalLM.from_pretrained(model).state_dict()
     meshes = {"sharded": init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))}
     meshes["hybrid"] = init_device_mesh("cpu", (1, 3), mesh_dim_names=("ddp", "fsdp"))
@@ -43,7 +44,7 @@ def save_shards(rank, world_size, model, folder) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Its 20 tokens are no multiple of three ranks."""
+    """A model with 20 tokens, which is not a multiple of three ranks."""
     return save_tiny_model(tmp_path_factory.mktemp("model"), seed=3)
 
 
@@ -60,7 +61,7 @@ def saved(model, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def step(saved, tmp_path) -> Path:
-    """A checkpoint that may be changed."""
+    """A checkpoint that tests may change."""
     return Path(shutil.copytree(saved / "sharded", tmp_path / "verl")) / "global_step_7"
 
 

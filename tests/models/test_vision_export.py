@@ -1,4 +1,4 @@
-"""What is exported of a model that was trained on images, and what its checkpoint brings into another run."""
+"""The export of a model that was trained on images, and the parts of its checkpoint that another run loads."""
 
 import importlib.util
 import json
@@ -41,13 +41,13 @@ def folders(tmp_path_factory):
     return save_tiny_families(tmp_path_factory)
 
 
-@pytest.fixture(params=[*FAMILIES, WITH_EXPERTS])
+@pytest.fixture(params=[*FAMILIES, *WITH_EXPERTS])
 def folder(request, folders) -> str:
     return folders[request.param]
 
 
 def learn(policy, folder: str, step: float = 0.02) -> torch.optim.AdamW:
-    """An optimizer step that every trained weight feels."""
+    """Make an optimizer step that changes every trained weight."""
     optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad], lr=step)
     for _ in range(2):  # the first moves of LoRA only B
         loss_of(*policy(pack(make_batch(folder), CPU), TEMPERATURE, True)[:2]).backward()
@@ -70,7 +70,8 @@ def export(policy, folder: str, out: Path) -> list[str]:
 
 
 def served(folder: str) -> torch.Tensor:
-    """Log-probs [tokens, vocabulary] of QUESTION, as a user of transformers gets them: no code of ours."""
+    """Return the log-probs [tokens, vocabulary] of QUESTION as a user of transformers computes them, without
+    our code."""
     model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
     content = [part or {"type": "image"} for part in QUESTION_PARTS]
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -80,7 +81,7 @@ def served(folder: str) -> torch.Tensor:
 
 
 def trained(policy, encoder: ChatEncoder) -> torch.Tensor:
-    """Log-prob of each ANSWER token alone behind QUESTION, by the packed forward."""
+    """Return the log-prob of each single ANSWER token after QUESTION, by the packed forward."""
     asked = encoder.encode_prompt(QUESTION, PICTURES)
     batch = batch_of([asked], torch.zeros(len(ANSWERS), dtype=torch.long), [[token] for token in ANSWERS])
     with torch.no_grad():
@@ -122,11 +123,11 @@ def test_peft_reads_the_adapters_as_they_were_trained(folder, tmp_path):
 
 
 def as_on_the_hub(folder: str, out: Path, family: str) -> str:
-    """As the real ones are: the bounds under older names, in a file of the image processor alone."""
+    """Save the folder in the hub's form: the bounds have older names, in a file of the image processor only."""
     shutil.copytree(folder, out)
     content = json.loads((out / "processor_config.json").read_text())
     part = content.pop("image_processor")
-    if family != "qwen3_vl":
+    if family in ("qwen2_vl", "qwen2_5_vl"):
         size = part.pop("size")
         part |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
     (out / "preprocessor_config.json").write_text(json.dumps(part))
@@ -134,7 +135,7 @@ def as_on_the_hub(folder: str, out: Path, family: str) -> str:
     return str(out)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_bounds_of_pixels_are_those_of_the_training(family, folders, tmp_path):
     source = as_on_the_hub(folders[family], tmp_path / "source", family)
     # The second is wider than the processor's own bounds, which then hold.

@@ -1,4 +1,4 @@
-"""The packed forward with images against transformers alone, one sample at a time."""
+"""The packed forward with images, compared with transformers one sample at a time."""
 
 import importlib.util
 from dataclasses import replace
@@ -33,7 +33,7 @@ from tests.ranks import run_on_ranks
 from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, WITH_EXPERTS, picture, save_tiny_vision_model
 
 CPU = torch.device("cpu")
-FAMILIES = [*FAMILIES, WITH_EXPERTS]
+FAMILIES = [*FAMILIES, *WITH_EXPERTS]
 TEMPERATURE = 0.7
 LORA = Lora("actor_rollout_ref.model", 2, 4.0, "all-linear", None, None, torch.float32, 1)
 # Text, images, lengths of the answers: two images and three answers; a text; one image, of which one answer is empty.
@@ -60,7 +60,7 @@ def folder(request, folders) -> str:
 
 
 def batch_of(asked, index, answers) -> Batch:
-    """Answers to encoded prompts with images, each to the prompt of its index."""
+    """Return responses to encoded prompts with images; ``index`` has the prompt of each."""
     response = Ragged.from_rows([torch.as_tensor(answer, dtype=torch.int32) for answer in answers])
     prompts = Ragged.from_rows([torch.from_numpy(each.tokens) for each in asked])
     return Batch({
@@ -72,7 +72,7 @@ def batch_of(asked, index, answers) -> Batch:
 
 
 def make_batch(folder: str) -> Batch:
-    """Answers to the prompts, in ORDER."""
+    """Return responses to the prompts, in ORDER."""
     encoder, generator = ChatEncoder(folder), torch.Generator().manual_seed(3)
     asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in PROMPTS]
     index = torch.tensor([number for number, each in enumerate(PROMPTS) for _ in each[2]])
@@ -83,7 +83,7 @@ def make_batch(folder: str) -> Batch:
 
 
 def one_by_one(batch: Batch):
-    """(inputs of transformers' own forward, prompt length, answer) of each sample."""
+    """Yield (inputs of transformers' forward, prompt length, response) of each sample."""
     prompts, images = batch.dictionary("prompt"), batch.dictionary("images")
     for prompt, place, answer in zip(
         prompts.index.tolist(), images.index.tolist(), batch.ragged("response").rows(), strict=True
@@ -110,7 +110,7 @@ def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make(folder: str, kind=PolicyModel, **changes):
-    if WITH_EXPERTS in folder and "lora" in changes:
+    if any(family in Path(folder).name for family in WITH_EXPERTS) and "lora" in changes:
         # Experts are no linear layers, and get no adapters.
         changes["lora"] = replace(changes["lora"], target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     spec = ModelSpec(folder, gradient_checkpointing=True, tower="trained")
@@ -188,7 +188,7 @@ MODES = {"trained": {}, "frozen": {"tower": "frozen"}, "adapters": {"lora": LORA
 
 
 def run_cut(policy: PolicyModel, batch: Batch, name: str) -> dict[str, torch.Tensor]:
-    """Log-probs of this rank and the gradients of all."""
+    """Return the log-probs of this rank and the gradients of all ranks."""
     world, cut = dist.get_world_size(), CUTS.get(name, [[*range(7)]])
     weights = Ragged(torch.linspace(-1, 1, 32), batch.ragged("response").lengths)
     mine = [*range(7)] if cut is None else cut[dist.get_rank()]
@@ -207,7 +207,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
         batch = make_batch(str(folder / family))
         for mode, changes in MODES.items():
             # Where ranks differ, each keeps some of the experts.
-            shared = world if family == WITH_EXPERTS else 1
+            shared = world if family in WITH_EXPERTS else 1
             policy = make(str(folder / family), **changes, fsdp=ShardingConfig(expert_parallel_size=shared))
             for name in CUTS if world > 1 else ("alone",):
                 found[family, name, mode] = run_cut(policy, batch, name)
@@ -216,7 +216,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory):
-    """What one process finds, and the two of a pair."""
+    """The results of one process, and of a pair."""
     folder = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
         make_folder(folder, family)

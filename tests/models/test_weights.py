@@ -1,4 +1,4 @@
-"""Whole weights: what gathering them asks of the network, and that every bit arrives."""
+"""Gathered weights: the number of collectives, and bit-exact results."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from tests.ranks import run_on_ranks
 
 RANKS = 64
@@ -19,7 +19,7 @@ RANKS = 64
 
 @pytest.fixture
 def model():
-    """Two matrices and a vector, sharded by rows over 64 ranks of which 63 are not there."""
+    """Two matrices and a vector, sharded by rows over 64 ranks, of which only one exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield sharded({"large": torch.zeros(512, 64), "small": torch.zeros(100, 8), "norm": torch.zeros(64)}, RANKS)
     dist.destroy_process_group()
@@ -32,9 +32,9 @@ def sharded(weights: dict[str, torch.Tensor], ranks: int) -> nn.ParameterDict:
 
 @pytest.mark.parametrize(("bucket_bytes", "gathers"), [(1 << 20, 1), (1 << 16, 2), (0, 3)])
 def test_a_bucket_is_one_gather_and_nothing_else(model, bucket_bytes, gathers):
-    """The large weight alone fills the second bucket."""
+    """The large weight fills the second bucket alone."""
     with CommDebugMode() as seen:
-        found = list(whole_weights(model, torch.float32, bucket_bytes))
+        found = list(gathered_weights(model, torch.float32, bucket_bytes))
     assert seen.get_total_counts() == gathers
     assert {weight.name: weight.values.shape for weight in found} == {
         "large": (512, 64),
@@ -52,7 +52,7 @@ def rank_main(rank: int, world: int) -> None:
     model = sharded(weights, world)
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in (0, 100, 1 << 20):
-            found = {weight.name: weight.values for weight in whole_weights(model, dtype, bucket_bytes)}
+            found = {weight.name: weight.values for weight in gathered_weights(model, dtype, bucket_bytes)}
             for name, whole in weights.items():
                 assert torch.equal(found[name], whole.to(dtype)), (name, dtype, bucket_bytes)
 
@@ -86,7 +86,7 @@ def test_names_and_layouts_are_those_of_a_checkpoint(family, tmp_path):
     packed = nn.Module()
     packed.model = model
     for bucket_bytes in (0, 1 << 12, 1 << 20):
-        weights = whole_weights(packed, torch.float32, bucket_bytes, CheckpointNames(model))
+        weights = gathered_weights(packed, torch.float32, bucket_bytes, CheckpointNames(model))
         found = {weight.name: weight.values for weight in weights if weight.in_checkpoint}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,7 +1,4 @@
-"""Build the stand-in device with g++, once per machine, and load it.
-
-What is built lies outside of the repository, in a folder named for everything that it was made of.
-"""
+"""Build the stand-in device with g++ once per machine, and load it."""
 
 import fcntl
 import hashlib
@@ -23,7 +20,7 @@ _FLAGS = ("-O1", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={_NAME}")
 
 
 def library() -> Path:
-    """The built extension, made now where it is missing. Raises RuntimeError where no compiler is there."""
+    """Return the built extension, which is built if it is missing. Raises RuntimeError without a compiler."""
     folder = _cache() / _fingerprint()
     target = folder / f"{_NAME}.so"
     if target.is_file():
@@ -38,7 +35,7 @@ def library() -> Path:
 
 
 def load() -> ModuleType:
-    """The extension; importing it makes torch's spare device type ours."""
+    """Return the extension; importing it makes our device torch's spare device type."""
     spec = importlib.util.spec_from_file_location(_NAME, library())
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""What the tests of the stand-in run in a process that has it. Each function is one such process."""
+"""Checks of the stand-in, run in a process that has it. Each function is one such process."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from rltrain.models.files.hashed import HashingWriter, Planner
 
 
 def is_strict() -> None:
-    """What is an error on hardware is one here."""
+    """Errors on hardware are errors here too."""
     there, here = torch.ones(3, device="npu"), torch.ones(3)
     for wrong in (
         lambda: there + here,
@@ -27,7 +27,7 @@ def is_strict() -> None:
 
 
 def is_written_one_tensor_at_a_time(folder: str) -> None:
-    """A save for which the host has no room takes that of one tensor, not of all."""
+    """A save without host memory for a full copy needs the memory of one tensor only."""
     state = {str(each): torch.full((1 << 16,), float(each), device="npu") for each in range(8)}
     planner, writer, given = Planner(), HashingWriter(folder), []
     planner.set_up_planner(state, None, True)

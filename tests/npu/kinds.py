@@ -1,4 +1,4 @@
-"""What `test_kinds` runs in a process that has the stand-in."""
+"""The checks of `test_kinds`, run in a process that has the stand-in."""
 
 import torch
 import torch_npu  # noqa: F401 - installs the device
@@ -26,7 +26,7 @@ def _policy(name: str, device: str) -> PolicyModel:
 
 
 def main(*names: str) -> None:
-    """Packed log-probs and gradients on the device are those of the CPU, with prompts shared."""
+    """Packed log-probs and gradients on the device equal those on the CPU, with shared prompts."""
     for name in names:
         found = []
         for device in ("cpu", "npu"):

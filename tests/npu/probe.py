@@ -1,4 +1,4 @@
-"""A policy loss that is the usual one. Every worker loads it before its models, and with it two things:
+"""A policy loss equal to the default one. Every worker loads it before its models, and with it two things:
 
 - the CPU computes attention as the NPU does, so that two runs differ in nothing but the device;
 - what lies on the device is written down, phase by phase, into RLTRAIN_STANDIN_REPORT.
@@ -28,7 +28,7 @@ _enter = OffloadManager.enter_phase
 
 
 def _reported(self, phase, **how):
-    """`OffloadManager.enter_phase`, with the bytes before, in and after it, and the largest since the last one."""
+    """`OffloadManager.enter_phase`, with the bytes before, during and after it, and the peak since the last one."""
     torch.npu.empty_cache()
     before, peak = torch.npu.memory_allocated(), torch.npu.max_memory_allocated()
     torch.npu.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Run code where the stand-in device is: in a process of its own, because torch's device type is named once."""
+"""Run code with the stand-in device in a separate process, because torch's device type can be named only once."""
 
 import atexit
 import functools
@@ -19,10 +19,7 @@ _PYTHON = [sys.executable, "-W", "error::UserWarning"]
 
 
 def environment(count: int = 2, cap: int | None = None) -> dict[str, str]:
-    """Variables of a process that finds ``count`` devices of ``cap`` bytes each, as it would on hardware.
-
-    Builds the device first. Raises RuntimeError where no compiler is there.
-    """
+    """Return the variables of a process that finds ``count`` devices of ``cap`` bytes each, as on hardware."""
     build.library()
     paths = [str(_HERE / "doubles"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     wanted = {"PYTHONPATH": os.pathsep.join(paths), "RLTRAIN_STANDIN_NPUS": str(count), "OMP_NUM_THREADS": "1"}
@@ -33,7 +30,7 @@ def environment(count: int = 2, cap: int | None = None) -> dict[str, str]:
 
 @functools.cache
 def _warm() -> subprocess.Popen[str]:
-    """`tests.npu.warm`, which ends with this process, as its input does."""
+    """`tests.npu.warm`, which ends with this process because its input ends."""
     command = [*_PYTHON, "-m", "tests.npu.warm"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     warm = subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, start_new_session=True, **pipes)
@@ -42,11 +39,7 @@ def _warm() -> subprocess.Popen[str]:
 
 
 def run(name: str, *arguments: object, timeout: float = 120) -> None:
-    """Run the function ``package.module:function`` with ``arguments`` (as texts), in a process with the device.
-
-    The process has its imports already: they took half of the time of most checks. Raises AssertionError with what it
-    printed where it fails.
-    """
+    """Run the function ``package.module:function`` with ``arguments`` (texts) in a process with the device."""
     warm = _warm()
     with tempfile.NamedTemporaryFile("r") as output:
         print(json.dumps([*name.split(":"), [*map(str, arguments)], output.name]), file=warm.stdin, flush=True)

@@ -1,4 +1,4 @@
-"""Layers that are more than causal attention, on the stand-in device."""
+"""Layers with other attention than plainly causal, on the stand-in device."""
 
 from tests.npu.standin import run
 

@@ -1,4 +1,4 @@
-"""Runs through the real command with ``trainer.device=npu``, beside one on the CPU with the same arithmetic."""
+"""Runs of the real command with ``trainer.device=npu``, compared with a run on the CPU with the same arithmetic."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def weights(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def on_npu(tiny_model, arithmetic_files, tmp_path_factory):
-    """(run folder, lines of the report of each rank)."""
+    """Return (run folder, lines of the report of each rank)."""
     folder = tmp_path_factory.mktemp("npu")
     report = folder / "report"
     report.mkdir()
@@ -55,7 +55,7 @@ def on_npu(tiny_model, arithmetic_files, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed_on_npu(tiny_model, arithmetic_files, tmp_path_factory):
-    """Run folder. Killed by signal 9 after its first checkpoint, then resumed."""
+    """Return the folder of a run that was killed by signal 9 after its first checkpoint, then resumed."""
     folder = tmp_path_factory.mktemp("killed")
     arguments = small_run(tiny_model, arithmetic_files, folder, trainer__device="npu", **CHANGES)
     with (folder / "first.out").open("w") as output:
@@ -86,7 +86,8 @@ def test_weights_are_those_of_the_cpu_bit_for_bit(killed_on_npu, on_cpu):
 
 
 def test_offloaded_memory_is_gone_before_other_memory_comes(on_npu, tiny_model):
-    """After each move the device holds what the phase needs, and never more than the larger of before and after."""
+    """After each transition the device holds only what the phase needs. During it, memory never exceeds the larger of
+    before and after."""
     shard = sum(each.nbytes for each in load_file(tiny_model / "model.safetensors").values()) // 2
     # In shards: the actor; beside it AdamW's two moments; the reference; the engine, which has all weights.
     needed = {"sync": 1, "gen": 2, "old_log_prob": 1, "ref": 1, "update_actor": 3}

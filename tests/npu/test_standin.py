@@ -1,4 +1,4 @@
-"""The stand-in device is as true and as strict as these promises say."""
+"""The stand-in device fulfils these promises on exactness and strictness."""
 
 import pytest
 

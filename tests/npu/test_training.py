@@ -1,4 +1,4 @@
-"""Fast training on the stand-in device: what the host waits for, and what rests in its memory."""
+"""Fast training on the stand-in device: when the host waits for the device, and the contents of host memory."""
 
 import pytest
 

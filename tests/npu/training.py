@@ -1,4 +1,4 @@
-"""What the tests of fast training run in a process with the stand-in device. Each public function is one process."""
+"""Checks of fast training, run in a process with the stand-in device. Each public function is one process."""
 
 import functools
 import gc
@@ -45,7 +45,7 @@ FLOAT32 = {"actor_rollout_ref__actor__fsdp_config__compute_dtype": "float32", "a
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """Why the host waited for the device, each with the lines of the library that made it."""
+    """Return the reasons why the host waited for the device, each with the library's lines that caused it."""
     found: list[str] = []
 
     def heard(why: str) -> None:
@@ -63,7 +63,7 @@ def waits() -> Iterator[list[str]]:
 
 
 def workers(folder: str) -> Any:
-    """make(device, **changes) -> an actor worker of this process alone."""
+    """make(device, **changes): return an actor worker of this process only."""
     dist.init_process_group("cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1)
     model = save_tiny_model(Path(folder) / "model")
     files = (
@@ -76,13 +76,13 @@ def workers(folder: str) -> Any:
 
 
 def update(batch: Batch, parts: int, minis: int = 1) -> UpdateTask:
-    """``minis`` optimizer steps of the batch's samples, each in ``parts`` micro-batches."""
+    """Make ``minis`` optimizer steps with the batch's samples, each in ``parts`` micro-batches."""
     size = len(batch) // (parts * minis)
     return UpdateTask(tuple(MiniBatch((size,) * parts, denominators_of(batch)) for _ in range(minis)), 1e-3)
 
 
 def no_wait_per_micro_batch(folder: str) -> None:
-    """However many micro-batches there are, the host waits as often."""
+    """The number of host waits does not depend on the number of micro-batches."""
     worker = workers(folder)("npu")
     batch = scored(worker)
     worker.update(batch, update(batch, 2))
@@ -102,7 +102,7 @@ def no_wait_per_micro_batch(folder: str) -> None:
 
 
 def offloads(folder: str) -> None:
-    """What rests on the host and comes back trains to the weights of what stays on the device, bit for bit."""
+    """Offloaded tensors that return to the device train to the same weights as tensors that stay there, bit for bit."""
     make = workers(folder)
     results, early, all_workers = [], [], []
     for changes in ({}, OFFLOAD):
@@ -141,22 +141,18 @@ def offloads(folder: str) -> None:
 
 
 def states(worker: Any) -> list[torch.Tensor]:
-    """AdamW's moments."""
+    """Return AdamW's moments."""
     return [each for state in worker.updater.optimizer.state.values() for each in state.values() if each.dim()]
 
 
 def trained(worker: Any) -> list[torch.Tensor]:
-    """Weights and moments, on the host."""
+    """Return weights and moments, on the host."""
     worker.offloader.enter_phase("update_actor", whole=True)
     return [each.full_tensor().cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
 
 
 def save(role: Any, folder: Path, copies: bool = True, export: bool = True, meanwhile: Any = None) -> dict[str, Any]:
-    """What a save writes: the description of the tensors, and digests of files with tensors and exported weights.
-
-    meanwhile: called while the save is in the background. Without ``copies`` the order within a file depends on the
-    device, so the tensors themselves are returned.
-    """
+    """Return what a save writes: the description of the tensors, and digests of tensor files and exported weights."""
     role.stage(SaveTask(str(folder), copies, str(folder / "export") if export else ""))
     if meanwhile:
         meanwhile()
@@ -171,7 +167,7 @@ def save(role: Any, folder: Path, copies: bool = True, export: bool = True, mean
 
 
 def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
-    """A save reads everything where it is, in whatever phase, and takes no memory of the device for that."""
+    """In every phase a save reads tensors where they are, and uses no device memory."""
     standin, offloader = torch_npu.npu.standin, worker.offloader
     expected = save(plain, folder / "expected") | save(plain, folder / "at once", False, False)
     worker.generate(TASK)
@@ -209,7 +205,7 @@ def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
 
 
 def count_copies_to_host(offloader: Any, phase: str) -> int:
-    """Copies from the device to the host while a phase is entered."""
+    """Count copies from the device to the host while a phase is entered."""
 
     class Counting(TorchDispatchMode):
         count = 0
@@ -224,7 +220,7 @@ def count_copies_to_host(offloader: Any, phase: str) -> int:
 
 
 def fuses(folder: str) -> None:
-    """With the key, norms, MLPs and rotary embeddings go through torch_npu's kernels, and train to the same weights."""
+    """With the key, norms, MLPs and rotary embeddings use torch_npu's kernels, and train to the same weights."""
     called: Counter[str] = Counter()
     names = ("npu_rms_norm", "npu_swiglu", "npu_rotary_mul")
     for name in names:
@@ -247,7 +243,8 @@ def fuses(folder: str) -> None:
 
 
 def tells_a_full_device(folder: str) -> None:
-    """A device that gets no more memory than it has when a phase begins: the phase is named, and what to type."""
+    """The device cannot get more memory than it has when a phase begins: the error names the phase and the
+    keys to set."""
     dist.init_process_group("cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1)
     save_tiny_model(Path(folder) / "model")
     write_arithmetic(Path(folder) / "train.parquet", range(bench.PROMPTS))

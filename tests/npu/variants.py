@@ -1,4 +1,4 @@
-"""Steps of the algorithms on the stand-in and on the CPU, without Ray, in one process that has both."""
+"""Steps of the algorithms on the stand-in and on the CPU, without Ray, in one process with both devices."""
 
 import itertools
 import tempfile
@@ -46,7 +46,7 @@ def _alone():
 
 
 def _two_steps(device: str, model: Path, files: tuple[Path, Path], folder: Path, keys: dict[str, object]):
-    """How far weights of actor and critic have moved, and the numbers of both steps."""
+    """Return the movement of the weights of actor and critic, and the numbers of both steps."""
     count = itertools.count()
     twist = lambda row, score: score + (next(count) * 7 % 5) / 5  # noqa: E731
     trainer = local_trainer(
@@ -69,7 +69,7 @@ def _compare(*place, keys: dict[str, object], apart: float = 0, near: float = 1e
 
 
 def texts(*names: str) -> None:
-    """Two steps of each variant, of all without names, move weights on both devices by the same, bit for bit."""
+    """Two steps of each named variant (default: all) move weights on both devices equally, bit for bit."""
     with _alone() as folder:
         model, rewards = save_tiny_model(folder / "model"), save_tiny_reward_model(folder / "rewards")
         files = tuple(write_arithmetic(folder / f"{each}.parquet", range(24)) for each in ("train", "test"))
@@ -80,7 +80,7 @@ def texts(*names: str) -> None:
 
 
 def pictures(family: str) -> None:
-    """The same with a vision tower that learns."""
+    """The same with a trained vision tower."""
     with _alone() as folder:
         model = save_tiny_vision_model(folder / "model", family, tied=False)
         files = tuple(write_pictures(folder / f"{each}.parquet", range(24)) for each in ("train", "test"))

@@ -1,8 +1,4 @@
-"""A process that has the stand-in device and has imported the packages, from which those of single checks are forked.
-
-It reads lines of JSON, [module, function, arguments, file for the output], and writes the exit code of each. It ends
-with its input. What is imported here changes nothing that a check looks at: `tests.npu.probe` does, and is not.
-"""
+"""A process with the stand-in device and imported packages, from which single checks are forked."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What a hostile launch script can do: nothing to the machine."""
+"""A hostile launch script cannot harm the machine."""
 
 import os
 import socket

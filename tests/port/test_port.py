@@ -1,4 +1,4 @@
-"""Scripts of verl's, ported."""
+"""Ported verl scripts."""
 
 import functools
 import operator
@@ -46,7 +46,8 @@ def translated(command):
 
 
 def ported(tmp_path, text, *arguments, name="run.sh"):
-    """Exit code, the settings of each launch as their script gives them to rltrain, and the text of the script."""
+    """Return the exit code, the settings of each launch as the new script passes them to rltrain, and the script's
+    text."""
     script, new = tmp_path / name, tmp_path / "new.sh"
     script.write_text(text)
     code = main([str(script), "-o", str(new), *arguments])
@@ -102,7 +103,8 @@ def test_secrets_of_a_script_are_not_copied(tmp_path):
 
 
 def test_secrets_under_unknown_keys_are_not_shown(tmp_path, capsys):
-    """In comments and on standard error, also with spaces in them; a variable of the user's is not a secret."""
+    """Neither comments nor standard error show them, even with spaces in the value. A variable of the user is not a
+    secret."""
     words = "+nonsense.openai_key='topsecret 2 topsecret' +nonsense.passwd=$HOME +x.y=https://me:topsecret@h/x"
     words += " +z='{api_key: topsecret}'"
     words += (
@@ -323,7 +325,7 @@ def test_only_what_is_known_to_be_harmless_is_called_so(setting, kept):
     ("entry", "told"),
     [
         ("/home/me/sft_rl/verl/trainer/main_ppo.py", ""),
-        ("/home/me/sft_rl/my_ppo.py", "another trainer"),
+        ("/home/me/sft_rl/my_ppo.py", "is not verl's main_ppo"),
         ("examples/data_preprocess/gsm8k.py", "data files"),
         ("-m verl.trainer.fsdp_sft_trainer", "fine-tuning"),
     ],
@@ -333,7 +335,7 @@ def test_a_trainer_is_known_by_its_own_name(entry, told):
     text = "".join([*said, *(line for launch in found for line in launch.lost)])
     assert told in text
     assert bool(told) == bool(text)
-    assert bool(found) == (told in ("", "another trainer"))
+    assert bool(found) == (told in ("", "is not verl's main_ppo"))
 
 
 def test_a_config_name_is_read_from_beside_the_script(tmp_path):
@@ -382,7 +384,7 @@ ADDED = ("n_gpus_per_node", "trainer.logger", "rollout.name", "tensor_model_para
 
 
 def at(tree, key):
-    """The leaf of a nested dictionary under a dotted key."""
+    """Return the leaf of a nested dictionary under a dotted key."""
     return functools.reduce(operator.getitem, key.split("."), tree)
 
 
@@ -409,7 +411,7 @@ def test_checkpoints_of_verls_stay_where_they_are(tmp_path, monkeypatch):
     names = "trainer.project_name=p trainer.experiment_name=e"
     _, [settings], text = ported(tmp_path, GRPO.replace('"$@"', f"trainer.default_local_dir=$HOME/ckpts {names}"))
     assert "trainer.default_local_dir=/home/me/ckpts-rltrain" in settings
-    assert "# was ${HOME}/ckpts, where verl's checkpoints lie" in text
+    assert "# was ${HOME}/ckpts, where verl's checkpoints are" in text
     # The default folder has verl's name, too.
     monkeypatch.chdir(tmp_path)
     assert not [each for each in ported(tmp_path, GRPO.replace('"$@"', names))[1][0] if "default_local" in each]

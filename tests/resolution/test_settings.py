@@ -1,4 +1,4 @@
-"""The arguments of a search, the bounds that are tried, and the errors."""
+"""The arguments of a search, the bounds to try, and the errors."""
 
 import importlib.util
 
@@ -23,7 +23,7 @@ DEFAULT = Bounds(None, None)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Rectangles of 84 x 84 pixels, which are 9 tokens."""
+    """Rectangles of 84 x 84 pixels, which take 9 tokens."""
     folder = tmp_path_factory.mktemp("rectangles")
     rectangles.main(["--output", str(folder), "--num-train", "24", "--num-test", "20"])
     return folder / "train.parquet", folder / "test.parquet"
@@ -122,7 +122,7 @@ def test_a_dry_run_shows_what_images_cost_and_answers_nothing(model, files, tmp_
 
 
 def test_a_setting_that_is_worse_on_the_first_quarter_is_stopped(model, files, tmp_path, monkeypatch):
-    """Of 80 prompts, 20 are answered first. Scores by setting: 1764 pixels are worse, 3528 better than the default."""
+    """Of 80 prompts, 20 are evaluated first. With 1764 pixels scores are worse, with 3528 better than the default."""
     scores = {"min_none_max_none": 0.5, "min_none_max_1764": 0.0, "min_none_max_3528": 1.0}
     evaluated = []
 

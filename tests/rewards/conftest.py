@@ -15,7 +15,7 @@ from tests.doubles.judge import JudgeDouble
 
 @pytest.fixture
 def custom(tmp_path):
-    """Writes a reward file and describes it as the config would."""
+    """Write a reward file and return its section of the config."""
 
     def make(code, name="compute_score", **kwargs):
         path = tmp_path / "my_reward.py"
@@ -27,7 +27,7 @@ def custom(tmp_path):
 
 @pytest.fixture
 def slot(custom):
-    """Makes slots that run a body of ``compute_score``; closes them after the test."""
+    """Make slots that run a body of ``compute_score``; close them after the test."""
     slots = []
 
     def make(body, timeout_s=PATIENCE_S, **limits):
@@ -43,7 +43,7 @@ def slot(custom):
 
 @pytest.fixture
 def pool(local_ray):
-    """Makes reward pools over ``rows`` as the split "train"; closes them after the test."""
+    """Make reward pools with ``rows`` as the split "train"; close them after the test."""
     pools = []
 
     def make(rows, reward=None, num_workers=2, log_file=None, reward_model=None, **settings):
@@ -61,7 +61,7 @@ def pool(local_ray):
 
 @pytest.fixture
 def double():
-    """Makes `JudgeDouble`s; closes them after the test."""
+    """Make `JudgeDouble`s; close them after the test."""
     made = []
 
     def make(reply, **options):

@@ -1,4 +1,4 @@
-"""Reward functions that take lists of answers (reward_manager=batch)."""
+"""Reward functions that take lists of responses (reward_manager=batch)."""
 
 import dataclasses
 

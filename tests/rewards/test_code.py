@@ -1,4 +1,4 @@
-"""Programs that a model wrote: what they score, and what they cannot do."""
+"""Programs that a model wrote: their scores, and their restrictions."""
 
 import json
 import socket

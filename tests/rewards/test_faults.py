@@ -1,4 +1,4 @@
-"""Resources that a scorer may take from its slot: memory and processes."""
+"""Resources that a scorer may use up in its slot: memory and processes."""
 
 import os
 
@@ -75,7 +75,7 @@ def test_a_child_that_left_the_group_ends_with_the_slot(slot):
 
 @pytest.mark.fault("A fork bomb in a scorer ends at the deadline")
 def test_a_fork_bomb_ends_at_the_deadline(slot, tmp_path):
-    """Processes in sessions of their own that double eight times."""
+    """Processes in separate sessions double eight times."""
     body = f"""
         import os, signal
         for _ in range(8):

@@ -1,4 +1,4 @@
-"""Formulas by their values: what is equal, what is not, and that nothing is computed that is large."""
+"""Formulas are compared by their values, and no large number is computed."""
 
 import pytest
 
@@ -82,7 +82,7 @@ BOMBS = [
 
 
 def test_a_bomb_leaves_its_scorer_alive():
-    """A formula that explodes is unequal; nothing large is computed, or it would not end in time."""
+    """A formula that explodes is unequal. No large number is computed, or the test would time out."""
     with ScoringSlot(timeout_s=PATIENCE_S) as slot:
         for bomb in BOMBS:
             for truth in ("x+1", "\\sqrt{2}", "(1,2)", bomb + "+1"):

@@ -1,4 +1,4 @@
-"""A model as judge: what it is asked, how its replies become scores, and what happens when it does not do its work."""
+"""A model as judge: its requests, the scores from its replies, and its failures."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ YES, NO = "It is.\n\\boxed{yes}", "It is not.\n\\boxed{no}"
 
 @pytest.fixture
 def judged():
-    """Makes scorers with a judge, whose pauses take no time; closes them after the test."""
+    """Make scorers with a judge without real pauses; close them after the test."""
     with contextlib.ExitStack() as closing:
 
         def make(url, function="", clock=None, **keys):
@@ -243,7 +243,7 @@ def test_cancelling_a_batch_leaves_its_responses_unscored(double, judged):
 
 
 def test_cancelled_requests_do_not_use_the_rate_limit(double):
-    """Those of the next step do not wait for their turns."""
+    """Cancelled requests must not delay those of the next step."""
     judge, clock = double(lambda *_: "yes"), VirtualClock(manual=True)
 
     async def next_step():

@@ -1,5 +1,5 @@
-"""A judge on the run's devices, as the scoring processes have it: the same messages, the same reading of replies, the
-same failures as of a judge behind a server."""
+"""A judge on the run's devices, from the view of the scoring processes: the same messages, parsing and failures as with
+a server."""
 
 import contextlib
 from collections import Counter
@@ -24,7 +24,7 @@ YES, NO = "It is.\n\\boxed{yes}", "It is not.\n\\boxed{no}"
 
 
 def here(temperature=0.0):
-    """The keys of a judge on the devices."""
+    """Return the keys of a judge on the devices."""
     model = RewardModelModelConfig(path="judge", type="generative")
     return RewardModelConfig(enable=True, model=model, rollout=JudgeRolloutConfig(temperature=temperature))
 
@@ -98,7 +98,7 @@ def begun(pool, ray, *lists):
 
 
 def attach(ray, messages, reply):
-    """Replies of a judge, in an object for every message. Returns the messages."""
+    """Add replies of a judge, with one object per message. Returns the messages."""
     texts = []
     for part in messages.parts_with(c.JUDGE_MESSAGE):
         found = ray.get(part.ref)

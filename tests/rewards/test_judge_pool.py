@@ -1,4 +1,4 @@
-"""A judge in the pool of a run: its deadline for a step, failed judgements, and its costs."""
+"""A judge in the pool of a run: its deadline per step, failed judgements, and its costs."""
 
 import numpy as np
 import pytest

@@ -1,9 +1,4 @@
-"""Answers labelled by hand: the scorers agree with every label.
-
-A label is what a careful reader says who knows the rule of that data set; ``why`` explains the ones that may surprise.
-``recipe`` stands where the reward of the published recipes says otherwise (verl's geo3k and AReaL's vlm_npu, both with
-mathruler 0.1.0; AReaL's clevr_count), so that scores can be compared.
-"""
+"""Hand-labelled responses: the scorers agree with every label."""
 
 import json
 from pathlib import Path
@@ -37,7 +32,7 @@ def rows(name):
 
 
 def verdict(row, score):
-    """What a row's scorer says, in the words of its label."""
+    """Return the verdict of a row's scorer in the words of its label."""
     if not isinstance(score, dict):
         return {"score": score}
     return {"score": score["score"], "em": score["score"], "correct": score.get("acc"), **score}
@@ -66,7 +61,7 @@ FALSE_WRONGS: set[tuple[str, str]] = set()
 
 
 def verdicts():
-    """Every labelled pair of mathematics: its row, its label, and whether its scorer takes it."""
+    """Return every labelled pair of mathematics: its row, its label, and whether its scorer accepts it."""
     for row in rows("pairs") + rows("symbolic"):
         given = find_scorer(row["source"])(row["answer"], row["truth"], {})
         yield (

@@ -1,4 +1,4 @@
-"""A reward function may start processes of its own with multiprocessing, by whatever method."""
+"""A reward function may start processes with multiprocessing, by any start method."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_waiting_for_a_process_that_could_not_start_is_an_error_and_no_timeout(custom, method):
-    """So that the trial before training ends the run, and once: no other form of the ground truth is tried."""
+    """The trial before training must end the run, after one try: no other form of the ground truth is tried."""
     code = LOST.format(method) + "    with context.Pool(1) as pool: return pool.map(Same(), [1])[0]"
     with ScoringSlot(custom(code), timeout_s=5.0) as slot:
         score = slot.score_truth(CALL)

@@ -1,4 +1,4 @@
-"""Prints and failures of scorers: kept, bounded, and logged once."""
+"""Prints and failures of scorers: they are saved, bounded, and logged once."""
 
 import logging
 

@@ -44,7 +44,7 @@ def pool(pool, rows):
 
 
 def scores(ray, pool, *lists):
-    """The columns of lists of (texts, rows, positions), or of one list of texts."""
+    """Return the columns for lists of (texts, rows, positions), or for one list of texts."""
     scoring = pool.begin_scoring("train", sum(len(rows) for _, rows, _ in lists))
     for texts, rows, positions in lists:
         scoring.add(ray.put(texts), np.array(rows), np.array(positions))

@@ -1,4 +1,4 @@
-"""How scorers are found, and what a missing package says."""
+"""Selection of scorers, and errors for missing packages."""
 
 import subprocess
 import sys

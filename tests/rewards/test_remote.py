@@ -30,7 +30,7 @@ def serve():
 
 @pytest.fixture
 def remote():
-    """Makes scorers whose pauses take no time. manual: a deadline does not pass."""
+    """Make scorers without real pauses. manual: the deadline does not pass by itself."""
     scorers = []
 
     def make(url, timeout_s=2.0, concurrency=4, headers=None, manual=False):
@@ -102,7 +102,7 @@ def test_invalid_scores_are_not_retried(serve, remote, reply, status, said):
 
 
 def test_the_deadline_holds_for_retries_and_trickling_replies(serve, remote):
-    """Each byte of a reply would start a socket's own timeout again."""
+    """A socket's own timeout would restart with each byte of a reply."""
     broken = serve(lambda *_: (500, "broken"))
     score = remote(broken.url).score(*CALL)
     assert (score.value, score.status) == (None, "timeout")

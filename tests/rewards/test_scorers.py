@@ -84,7 +84,7 @@ SOURCES += ("mathvision_mini", "dynamath", "wemath_mini", "reasoning_gym/chain_s
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_score_nothing_before_the_test_times_out(text):
-    """Quadratic work on so long a text takes minutes."""
+    """Quadratic work on such a long text would take minutes."""
     entry = {"entry": json.dumps({"question": "", "answer": "7.5", "metadata": {}}), "task": "chain_sum"}
     reasoning_gym.check_task("chain_sum")
     for source in SOURCES:

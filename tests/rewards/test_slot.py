@@ -1,5 +1,5 @@
-"""The contract of the process that calls user code, with a reward function as the user code: values that are scores,
-and what the function may do to its process."""
+"""The contract of the process that calls user code, tested with reward functions: valid scores, and what a function may
+do to its process."""
 
 import os
 import signal
@@ -320,7 +320,8 @@ ASYNC = """
 
 
 def test_answers_of_an_async_function_are_under_way_at_once_and_fail_alone(custom):
-    """Sixteen at a time, and so many wait for each other. The loop of the function lives as long as the process."""
+    """Sixteen calls wait for each other, so they must run at the same time. The function's event loop lives as long as
+    the process."""
     with ScoringSlot(custom(ASYNC), timeout_s=PATIENCE_S) as made:
         scores = made.score_all([("any", "", str(number), {}) for number in range(16)])
         assert [score.status for score in scores] == ["ok"] * 3 + ["crashed"] + ["ok"] * 12

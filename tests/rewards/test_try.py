@@ -26,7 +26,7 @@ REWARD = """
 
 @pytest.fixture
 def attempt(tmp_path, monkeypatch, capsys):
-    """Runs the command on five rows of two data sources; returns its exit code and what it wrote."""
+    """Run the command on five rows of two data sources; return its exit code and output."""
     (tmp_path / "my_reward.py").write_text(textwrap.dedent(REWARD))
     (tmp_path / "my_rule.py").write_text("def last(text):\n    return text.split()[-1]\n")
     truth = {"style": "rule", "ground_truth": "4711"}

@@ -1,4 +1,4 @@
-"""A Ray whose workers are forked: what they import is most of what a test with two workers takes."""
+"""A Ray with forked workers, because their imports take most of the time of a test with two workers."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.faults import nursery
 
 @pytest.fixture(scope="module")
 def forked_workers():
-    """For a Ray that starts while this lasts (`tests.faults.nursery`)."""
+    """Workers of a Ray started inside this context are forked (`tests.faults.nursery`)."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in nursery.variables().items():
             patch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What a run that was killed leaves in shared memory."""
+"""Shared memory that a killed run leaves behind."""
 
 import subprocess
 import sys

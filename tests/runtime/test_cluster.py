@@ -1,4 +1,4 @@
-"""Devices of several nodes, on a cluster of raylets that claim to have NPUs; what goes from one to another."""
+"""Devices and traffic of several nodes, on a cluster of raylets that claim to have NPUs."""
 
 import os
 import signal
@@ -104,7 +104,7 @@ def test_an_error_of_ray_says_how_to_join(address, cause, said):
 
 
 class Toy(Protocol):
-    """Makes rows, and reads rows that others have made."""
+    """A role that makes rows, and reads rows of other workers."""
 
     def make(self) -> tuple[Batch, int]: ...
     def read(self, batch: Batch) -> list[float]: ...
@@ -120,7 +120,7 @@ class ToyWorker(Toy):
         self.roles = [self]
 
     def make(self):
-        """Three rows of the numbers 10, 11, 12 on rank 1."""
+        """Return three rows with the numbers 10, 11, 12, made on rank 1."""
         first = 10 * torch.distributed.get_rank()
         return Batch({"tokens": Ragged.from_rows([torch.full((LENGTH,), first + i) for i in range(3)])}), os.getpid()
 
@@ -132,7 +132,7 @@ class ToyWorker(Toy):
 
 
 def test_a_row_alone_goes_to_the_node_that_reads_it():
-    """A node that is gone is named, not the one that waits for its rows."""
+    """If a node is lost, the error names it, not the node that waits for its rows."""
     placement = [ray.util.placement_group([{"CPU": 4}], strategy="STRICT_PACK") for _ in range(2)]
     group = WorkerGroup("toy", placement, get_device("cpu"), threads=1)
     group.start("tests.runtime.test_cluster:ToyWorker", {})

@@ -1,4 +1,4 @@
-"""Rows that another node reads: each goes there once, and what is read stays what it was."""
+"""Rows that another node reads: each is sent there once, and arrives unchanged."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from rltrain.runtime.samples import Samples, assemble, whole
 
 
 class Store:
-    """Objects by name. Parcels are cut at once, and every cut is written down."""
+    """Store of objects by name. Bundles are packed at once, and every packing is recorded."""
 
     def __init__(self) -> None:
         self.objects, self.cuts, self.bytes = {}, [], 0
@@ -41,7 +41,7 @@ def store():
 
 @pytest.fixture
 def samples(store):
-    """Eight answers to four prompts, made on nodes 0 and 1: the even ones and the odd ones."""
+    """Eight responses to four prompts: the even ones were made on node 0, the odd ones on node 1."""
     samples = Samples(8)
     samples.update({"group": np.arange(8) // 2})
     for node in (0, 1):
@@ -86,7 +86,7 @@ def test_a_node_reads_its_own_objects_as_they_are(store, samples):
 
 
 def test_a_row_goes_to_a_node_once_however_many_read_it(store, samples):
-    """Ranks 2 and 3 share sequences and are on node 1, as is rank 1, which reads two of the rows again."""
+    """Ranks 2 and 3 share sequences and are on node 1. So is rank 1, which reads two of the rows again."""
     (shared,) = calls_of(samples, [[0, 2, 6, 1]])
     first, second = calls_of(samples, [[4], [2, 0, 4]])
     routed = route_calls([first, second, shared, shared], [0, 1, 1, 1], store.pack)

@@ -1,4 +1,4 @@
-"""Messages between ranks: JSON, or objects with the signature of the run. Nothing else is read."""
+"""Messages between ranks: only JSON, and objects with the signature of the run, are read."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Workers in real processes: errors surface with role, rank and cause. Time is virtual: it passes where a test says
-so, at every look of the driver."""
+"""Workers in real processes: errors have role, rank and cause. Time is virtual and advances where a test sets it, at
+every poll of the driver."""
 
 import os
 import queue
@@ -33,7 +33,7 @@ class Chunk:
 
 
 class Toy(Protocol):
-    """The calls of a worker, good and bad."""
+    """The calls of a worker, successful and failing."""
 
     def who(self) -> str: ...
     def pid(self) -> int: ...
@@ -118,7 +118,7 @@ class SlowToBuild:
 
 @pytest.fixture
 def make(local_ray, tmp_path):
-    """Make groups of two workers. ``passes()`` seconds pass at every look of the driver."""
+    """Make groups of two workers. ``passes()`` seconds pass at every poll of the driver."""
     made, placement = [], ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
 
     def group(passes=lambda: 0.0, before_end=lambda: None):
@@ -136,13 +136,13 @@ def make(local_ray, tmp_path):
 
 @pytest.fixture
 def at_end():
-    """Called before the workers of a group are ended for an error."""
+    """Called before the workers of a group are ended after an error."""
     return []
 
 
 @pytest.fixture
 def passing():
-    """Seconds that pass at every look of the driver."""
+    """Seconds that pass at every poll of the driver."""
     return [0.0]
 
 
@@ -256,7 +256,7 @@ def test_errors_of_ours_keep_their_type_and_a_full_device_says_what_to_lower(gro
 )  # fmt: skip
 @pytest.mark.parametrize("died", [False, True])
 def test_a_full_host_is_told_apart_from_a_full_device(words, died):
-    """Its memory holds what is offloaded, so the advice of a full device would make it worse."""
+    """Offloaded tensors are in the host's memory, so advice for a full device would make it worse."""
     error = ray.exceptions.OutOfMemoryError(words)
     if died:
         error = ray.exceptions.ActorDiedError()
@@ -303,7 +303,7 @@ def test_an_object_whose_owner_is_gone_is_a_lost_worker(group):
 @pytest.mark.smoke("A killed worker is named, and the run ends")
 @pytest.mark.fault("A worker killed in a collective is named within seconds")
 def test_a_killed_worker_is_reported_within_ten_seconds(group, at_end, tmp_path):
-    """By the end of its process: no deadline passes."""
+    """The end of the process is noticed before any deadline."""
     pid, waited = group.call(Toy.pid)[1], []
     at_end.append(lambda: waited.append(1))
     handle = group.submit([bind(Toy.hang, tmp_path / "here")])

@@ -1,4 +1,4 @@
-"""Each layer that keeps a program of the model from the machine holds alone, without the audit hook."""
+"""Each isolation layer for programs of the model works alone, without the audit hook."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a node of a launch decides by itself: who it is, whom it waits for, whose processes it ends."""
+"""Decisions of a node in a launch: its rank, the nodes that it waits for, the processes that it ends."""
 
 import json
 import os
@@ -30,7 +30,7 @@ ENV = (
 
 @pytest.fixture
 def make_launch(monkeypatch, tmp_path):
-    """make_launch("worker 10.0.0.1", RANK=1): a `Launch`; nothing else is set."""
+    """make_launch("worker 10.0.0.1", RANK=1): return a `Launch` without other settings."""
     for name in ENV:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""What a run calls at its end, where Ray may be gone."""
+"""Functions that a run calls at its end, when Ray may be lost."""
 
 from concurrent.futures import ThreadPoolExecutor
 

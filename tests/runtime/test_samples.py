@@ -96,7 +96,7 @@ def test_replicas_that_share_a_prompt_make_it_one_value():
 
 
 def test_joined_samples_have_no_number_among_texts():
-    """Rounds of dynamic sampling have what the scorers of their own rows return: files take one kind a column."""
+    """Rounds of dynamic sampling have the columns of their rows' scorers, but a file needs one type per column."""
     first, second = Samples(2), Samples(1)
     first.update({"reward_error": np.array(["ValueError", ""], dtype=object), "scorer/x": np.array([1.0, 2.0])})
     second.update({"score": np.array([1.0]), "scorer/x": np.array(["a"], dtype=object)})

@@ -1,5 +1,5 @@
-"""Functions that are no scorers, such as tools, in a slot: results, deadlines, repeated calls, and what is left at the
-end. Hangs, deaths and floods: tests/rewards/test_slot.py."""
+"""Functions other than scorers, such as tools, in a slot: results, deadlines, repeated calls, and remaining processes.
+Hangs, deaths and floods: tests/rewards/test_slot.py."""
 
 import os
 import re
@@ -122,7 +122,7 @@ def slot(make):
 
 
 def test_the_example_in_the_docs_of_the_room_runs(tools, tmp_path, monkeypatch):
-    """So that the author of a tool loop can copy it."""
+    """Authors of a tool loop may copy it."""
     example = re.search(r"\n\n(    from functools.*?)\n\n- ", rltrain.runtime.slots.__doc__, re.DOTALL)[1]
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -165,7 +165,7 @@ def test_the_late_reply_of_an_interrupted_call_is_not_the_next_ones(slot, tools)
 
 
 def test_a_process_keeps_its_state_until_a_call_is_late(slot, tools):
-    """A caller that keeps something in the process sees by its id that it is gone."""
+    """A caller that keeps state in the process notices by the process id that it is lost."""
     assert [outcome.value for outcome in slot.call_all(tools("remember"), ["a", "b"])] == [["a"], ["a", "b"]]
     pid = slot.pid
     with pytest.raises(ConfigError, match=r"my\.tools=.*tools\.py:nothing: the file has no function 'nothing'"):
@@ -185,7 +185,7 @@ def test_a_process_in_another_session_ends_with_the_one_that_died(slot, tools, t
 
 
 def test_programs_end_with_a_slot_whose_processes_were_killed(slot, tools, tmp_path):
-    """Kill the subreaper and its child at once: neither can end the remaining descendants."""
+    """Kill the subreaper and its child at the same time, so neither can end the remaining descendants."""
     slot.prepare(tools("program"))
     pid = slot.pid
     with ThreadPoolExecutor(1) as threads:
@@ -213,7 +213,7 @@ def test_files_of_programs_are_removed_with_a_process_that_was_killed(slot, tool
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="capabilities of Linux")
 def test_folders_that_their_owner_may_not_list_are_removed(tmp_path):
-    """Also for root, without the capabilities that let it list them."""
+    """This includes root without the capabilities that allow listing them."""
     code = """
 import os, sys
 from rltrain.runtime.slots.jail import drop_capabilities
@@ -230,7 +230,7 @@ remove_folder(sys.argv[1])
 
 
 def test_a_process_that_outlives_its_slots_process_does_not_print_into_later_calls(slot, tools, tmp_path):
-    """As one in another session does where the subreaper was killed."""
+    """Such a process is in another session, and the subreaper was killed."""
     slot.call(tools("leave"), str(tmp_path / "pid"), "trap '' PIPE; while echo FLOOD; do :; done")
     os.kill(slot.pid, signal.SIGKILL)
     ended([slot.pid])

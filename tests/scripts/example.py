@@ -1,4 +1,4 @@
-"""Runs of the examples' shell scripts beside a Python that notes its arguments."""
+"""Runs of the examples' shell scripts with a Python that records its arguments."""
 
 import subprocess
 from pathlib import Path
@@ -29,7 +29,7 @@ def run_example(folder: Path, name: str, **environment: object) -> subprocess.Co
 
 
 def accept_commands(folder: Path, converter, script, name: str, capsys) -> None:
-    """Run the converter, the maker of the model and the dry run with the arguments that the example gave them."""
+    """Run the converter, the maker of the model and the dry run with the example's arguments."""
     convert, make, train = (lines.split("\n") for lines in (folder / "commands").read_text().split("--end--\n")[:3])
     assert convert[:2] == ["-m", converter.__name__]
     assert converter.main(convert[2:-1]) == 0

@@ -1,4 +1,4 @@
-"""The shell scripts: they parse, they stop on the first error, their commands are accepted."""
+"""The shell scripts: they parse, they stop at the first error, and their commands are accepted."""
 
 import json
 import os
@@ -99,7 +99,7 @@ START = 'echo "file=$HEAD_FILE token=$RAY_AUTH_TOKEN" >"$FOLDER/start"; touch "$
 
 @pytest.fixture
 def slurm(tmp_path):
-    """The submit folder of a job whose scripts/ray_start.sh runs the command alone."""
+    """The submit folder of a job whose scripts/ray_start.sh only runs the command."""
     (tmp_path / "scripts").mkdir()
     for name, body in (("srun", SRUN), ("scontrol", SCONTROL), ("scripts/ray_start.sh", START)):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -157,7 +157,7 @@ def test_slurm_ends_as_the_run_ended_and_queues_75_again(slurm, tmp_path, script
 
 
 def test_signals_reach_the_trainer_in_every_launch_script():
-    """A container or scheduler signals the shell; a shell that waits for python does not hand it on."""
+    """A container or scheduler signals the shell, which does not forward signals while it waits for python."""
     recipes = [file for file in ROOT.glob("examples/**/*.sh") if not file.name.endswith("_cpu.sh")]
     assert recipes
     for script in recipes:
@@ -183,7 +183,7 @@ def test_a_script_of_several_runs_hands_signals_on_too(tmp_path):
 
 
 def accepted(words, capsys):
-    """Whether a dry run plans a command; the model of an example is not here."""
+    """Return whether a dry run accepts a command. The model of an example does not exist here."""
     module = words.index("rltrain.main_ppo")
     assert words[module - 2 : module] == ["python", "-m"]
     assert main([*words[module + 1 :], "--dry-run"]) == 2

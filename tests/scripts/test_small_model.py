@@ -1,4 +1,4 @@
-"""The quickstart's model, unwarmed and for a few steps."""
+"""The quickstart's model, without warm-up and for a few steps."""
 
 import importlib.util
 import json

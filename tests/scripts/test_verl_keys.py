@@ -1,4 +1,4 @@
-"""The columns of rltrain/config/verl/keys.tsv that the script writes, and the rows that people write."""
+"""The columns of rltrain/config/verl/keys.tsv that the script writes, and the hand-written rows."""
 
 import re
 

@@ -19,7 +19,7 @@ KEY = "secret"
 
 
 class Started(Exception):
-    """vLLM's server would run now."""
+    """Raised where vLLM's server would start."""
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def vllm(monkeypatch):
 
 
 def error_of(capsys, *words):
-    """The message of a command that is refused."""
+    """Return the error message of a refused command."""
     assert serve.main(list(words)) == 2
     return capsys.readouterr().err
 
 
 def save_checkpoint(step, model=None):
-    """A checkpoint with the files of ``model`` as its export. Without a model its export is missing."""
+    """Save a checkpoint with the files of ``model`` as its export. Without a model it has no export."""
     export = step / "huggingface"
     export.mkdir(parents=True)
     (step / "progress.json").write_text(json.dumps({"global_step": int(step.name[12:])}))

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness against ``rltrain serve``: its results equal those of ``rltrain evaluate`` and transformers."""
+"""lm-evaluation-harness on ``rltrain serve``: its results equal those of ``rltrain evaluate`` and transformers."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def address(model):
 
 @pytest.fixture(scope="module")
 def rows(model, tmp_path_factory):
-    """The folder of tasks and data. Truths of all but every third row are what the model says."""
+    """The folder of tasks and data. The truths of two thirds of the rows are the model's responses."""
     plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     records = []
     for number, question in enumerate(QUESTIONS):
@@ -85,7 +85,7 @@ def run(*words):
 
 
 def harness(folder, out, task, kind, address, *more):
-    """The numbers of a task. kind: of model."""
+    """Return the numbers of a task. kind: the kind of model."""
     given = ",".join(["model=m", f"base_url={address}", "num_concurrent=4", *more])
     words = ["--tasks", task, "--include_path", folder, "--model_args", given, "--output_path", out]
     run("lm_eval", "run", "--model", kind, *words, *(["--apply_chat_template"] if "chat" in kind else []))

@@ -1,4 +1,5 @@
-"""Generation event by event, by hand: a decode step takes a second and reads a byte a token where that is counted."""
+"""Generation event by event, checked by hand: a decode step takes a second, and reads a byte per token if that is
+counted."""
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ STEADY = {
 
 
 def answered(lengths, replicas=1, prompt=1, enough=None, **changes):
-    """One answer a prompt unless ``lengths`` has rows."""
+    """One response per prompt unless ``lengths`` has rows."""
     answers = np.array(lengths).reshape(len(lengths), -1)
     return generate(
         np.full(len(answers), prompt), answers, EngineSpeed(**STEADY | changes), replicas, enough

@@ -1,4 +1,4 @@
-"""Lengths of answers: as named, listed or kept, and refused where they are none of these."""
+"""Lengths of responses: from a description, a list or saved samples; anything else is refused."""
 
 import pandas as pd
 import pytest

@@ -30,7 +30,7 @@ def simulate(words, capsys):
 
 
 def phases(text):
-    """Seconds by phase, of a step."""
+    """Return the seconds by phase of a step."""
     found = re.findall(r"^ +(\w+) +([\d.,e-]+) s +\d+%", text, re.MULTILINE)
     return {name: float(value.replace(",", "")) for name, value in found}
 

@@ -1,4 +1,4 @@
-"""Passes by hand, and phases that add up to the step."""
+"""Passes checked by hand, and phases whose sum is the step."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Fixtures of tests that run whole steps in this process, and of checkpoints."""
+"""Fixtures for tests of complete steps in this process, and of checkpoints."""
 
 import shutil
 
@@ -14,7 +14,8 @@ from tests.trainer.steps import engine_is_off, save_moe
 
 @pytest.fixture
 def make(process_group, twisted_trainer):
-    """make(**changes): a trainer whose scores differ from answer to answer, and whose engine is a little off."""
+    """make(**changes): return a trainer with different scores per response, and an engine whose log-probs differ
+    slightly."""
 
     def trainer(**changes):
         made = twisted_trainer(**changes)
@@ -44,7 +45,7 @@ def folder(tmp_path, clock):
 
 @pytest.fixture
 def free(monkeypatch):
-    """free(n): the disk has room for so many bytes."""
+    """free(n): set the free disk space to n bytes."""
     usage, room = type(shutil.disk_usage("/")), [0]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 0, room[0]))
     return lambda num_bytes: room.__setitem__(0, num_bytes)

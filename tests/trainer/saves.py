@@ -1,4 +1,4 @@
-"""Savers, and whole runs in this process."""
+"""Savers, and complete runs in this process."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,13 +16,14 @@ GRPO = "algorithm.adv_estimator=grpo"
 
 
 def saver_of(folder: RunFolder, *settings: str, dataset="rows:1 5 rows of a.parquet", **parts) -> tuple[Saver, Config]:
-    """A saver of a model of 1000 weights (16,000 bytes). parts: of `Saver`; without an actor it writes no weights."""
+    """Return a saver of a model of 1000 weights (16,000 bytes). parts: arguments of `Saver`; without an actor it writes
+    no weights."""
     cfg = load_config([f"trainer.default_local_dir={folder.path}", *settings]).config
     return Saver(cfg, folder, parts.pop("actor", None), None, dataset, 16_000, **parts), cfg
 
 
 def fit(ppo, folder: RunFolder, saver: Saver, callback, first_step: int = 0) -> bool:
-    """Run the steps that are left. Returns whether the run got to its end."""
+    """Run the remaining steps. Return whether the run finished."""
     stack, callbacks = ExitStack(), CallbackList(callback)
     return Trainer(ppo.cfg, ppo.plan, folder, Stop(), first_step, stack, ppo, saver, callbacks).fit()
 

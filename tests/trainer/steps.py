@@ -1,4 +1,5 @@
-"""What tests of whole steps share: variants of the algorithm, an engine that is a little off, what a step moved."""
+"""Shared parts of tests of complete steps: variants of the algorithm, an engine with different log-probs, the movement
+of weights."""
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ VARIANTS = {
 
 
 def engine_is_off(trainer) -> None:
-    """The engine reports log-probs that are not the trainer's, a different amount for every token."""
+    """Make the engine report log-probs that differ from the trainer's, by a different amount for every token."""
     rollout = trainer.worker.rollout
     generate = rollout.generate
 
@@ -107,7 +108,7 @@ def actor_weights(trainer) -> torch.Tensor:
 
 
 class Moved:
-    """How far the weights of actor and critic have moved since this was made."""
+    """The movement of the weights of actor and critic since this object was created."""
 
     def __init__(self, trainer) -> None:
         self._models = [trainer.worker.actor.policy] + ([trainer.worker.critic.model] if trainer.critic else [])
@@ -118,7 +119,7 @@ class Moved:
 
 
 def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
-    """What must not depend on how the batch was cut."""
+    """Return the numbers that must not depend on the layout of the batch."""
     return {
         name: value for name, value in metrics.items() if not name.startswith(("timing", "perf/", "global_seqlen/"))
     }
@@ -128,7 +129,7 @@ ONE_STEP = {ACTOR + "ppo_mini_batch_size": 4}
 
 
 def scored(trainer) -> tuple[Batch, Batch, dict]:
-    """A generated batch, what the old_log_prob pass makes of it, and its numbers."""
+    """Return a generated batch, the result of its old_log_prob pass, and its numbers."""
     actor = trainer.worker.actor
     batch, *_ = trainer.worker.rollout.generate(trainer.experience_task())
     columns, numbers = actor.log_probs(batch, [len(batch)])
@@ -136,7 +137,7 @@ def scored(trainer) -> tuple[Batch, Batch, dict]:
 
 
 def with_failures(trainer, *samples: int, acc: float | None = None) -> None:
-    """The given answers of every generation get no score; acc: the accuracy of all others."""
+    """Make the given responses of every generation fail; acc: the accuracy of all others."""
     score = trainer.pool.score
 
     def failing(split, jobs):
@@ -159,7 +160,7 @@ def save_moe(folder, **changes):
 
 
 def generated(trainer) -> tuple[list, list, dict]:
-    """Tokens and mask of each answer to the first prompts, their texts, and the numbers of each."""
+    """Return tokens and mask of each response to the first prompts, their texts, and the numbers of each."""
     batch, texts, numbers = trainer.worker.rollout.generate(trainer.experience_task())
     rows = (batch.ragged(name).rows() for name in (c.RESPONSE, c.RESPONSE_MASK))
     return [(answer.tolist(), mask.tolist()) for answer, mask in zip(*rows, strict=True)], texts, numbers.per_sample

@@ -1,4 +1,4 @@
-"""Environments, classes with tools and agents between the turns of an answer."""
+"""Environments, classes with tools, and agents between the turns of a response."""
 
 import ast
 from pathlib import Path
@@ -37,7 +37,7 @@ async def agent(chat, row, seed):
 
 @pytest.fixture
 def settings(tmp_path, calling):
-    """settings(key, code, name): of a run whose answers are answered by it."""
+    """settings(key, code, name): return the settings of a run whose turns get replies from it."""
 
     def make(key, code, name):
         (tmp_path / "own.py").write_text(code)
@@ -91,7 +91,7 @@ def test_an_agent_leads_the_answers(process_group, tiny_trainer, settings):
 
 
 def test_an_agent_of_a_library_leads_the_answers_token_for_token(process_group, tiny_trainer, settings):
-    """The same conversation by OpenAI's client, as the example has it, and by the chat itself."""
+    """The same conversation by OpenAI's client, as in the example, and by the chat itself."""
     example = (EXAMPLES / "self_check.py").read_text()
     own = f"""
 async def agent(chat, row, seed):

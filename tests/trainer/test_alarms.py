@@ -1,4 +1,4 @@
-"""What ends a run instead of spoiling it: an engine that writes what cannot be, rewards that never differ."""
+"""Conditions that end a run before they spoil it: impossible tokens of the engine, and equal rewards."""
 
 import shutil
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def damage(trainer, token=None, log_prob=None, prompt_index=0, sample=3):
-    """The engine writes ``token``, or says ``log_prob``, at the first place of one answer of every generation."""
+    """Replace ``token``, or its ``log_prob``, at the first position of one response of every generation."""
     engine = trainer.worker.rollout.engine
     generate = engine.generate
 
@@ -63,7 +63,7 @@ def test_an_engine_that_damages_many_answers_stops_the_run(tiny_trainer):
 
 @pytest.mark.fault("Weights with NaN in the model's file end the run before it learns, exit 70")
 def test_a_model_file_with_nan_is_not_trained_on(tiny_model, tiny_trainer, tmp_path):
-    """One row of the table of embeddings: that of a digit which the first prompt does not have."""
+    """One row of the embedding is damaged: that of a digit that the first prompt lacks."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     weights = load_file(model / "model.safetensors")

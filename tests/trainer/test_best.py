@@ -1,4 +1,5 @@
-"""The checkpoint that is best by a validation stays; a run without progress ends (`trainer.keep_best`, `patience`)."""
+"""The best checkpoint by a validation metric is kept, and a run without progress ends (`trainer.keep_best`,
+`patience`)."""
 
 import json
 from dataclasses import replace
@@ -69,7 +70,7 @@ def test_a_metric_that_no_validation_finds_is_told_with_those_it_does():
 
 @pytest.fixture
 def run(tiny_trainer, tmp_path):
-    """run(found, **changes) -> (whether it got to its end, its steps, its checkpoints), in one folder."""
+    """run(found, **changes): return (whether it finished, its steps, its checkpoints), in one folder."""
 
     def run(found, **changes):
         ppo = tiny_trainer(**(KEYS | changes))

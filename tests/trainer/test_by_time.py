@@ -1,4 +1,4 @@
-"""Saves by time: when they are due, that they push out nothing that was asked for, and that they end no run."""
+"""Saves by time: when they are due. They replace no requested checkpoint and end no run."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The run folder: checkpoints that are whole or not there, one owner, and room for what is saved."""
+"""The run folder: checkpoints that are complete or absent, one owner, and space for saves."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_a_run_with_damaged_checkpoints_alone_is_not_begun_anew(folder):
 def test_a_checkpoint_of_verls_is_called_that(folder, tracker):
     (folder.step_folder(10) / "actor").mkdir(parents=True)
     (folder.path / tracker.replace("model_rank", "model_world_size_8_rank")).write_text("10")
-    with pytest.raises(CheckpointError, match=r"this is a checkpoint of verl's.*rltrain\.checkpoint export"):
+    with pytest.raises(CheckpointError, match=r"this is a checkpoint of verl\..*rltrain\.checkpoint export"):
         folder.newest()
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_not_the_best(folder):
 
 @pytest.mark.parametrize("appears", [True, False])
 def test_a_file_that_was_written_is_waited_for_and_must_come(folder, clock, appears):
-    """Of two files that were both written, one is seen."""
+    """Of two written files, one is visible at first."""
     temporary = folder.begin_save(1, {"progress.json": b'{"global_step": 1}', "__0_0.distcp": b"x"})
     digests = {str(temporary / f"__{rank}_0.distcp"): xxhash.xxh3_128(b"x").hexdigest() for rank in (0, 1)}
     if appears:
@@ -210,7 +210,7 @@ def test_room_is_asked_for_before_the_first_step(folder, free, caplog):
     check_room(cfg.trainer, folder.path, 16_000, 2, 6)
     assert "no room for the 4 checkpoints that this run keeps" in caplog.text
     limited, _ = saver_of(folder, *grpo, "trainer.max_actor_ckpt_to_keep=3")
-    with pytest.raises(DiskError, match=r"no room for 4 more checkpoints, as trainer.max_actor_ckpt_to_keep=3"):
+    with pytest.raises(DiskError, match=r"no room for 4 more checkpoints \(trainer.max_actor_ckpt_to_keep=3"):
         limited.check_room(2, 6)
     save(folder, 2)  # one of them is there already
     limited.check_room(2, 6)
@@ -328,7 +328,7 @@ def test_an_old_checkpoint_that_cannot_be_read_is_no_failed_save(folder, hiccup,
 
 
 def test_a_folder_that_cannot_be_looked_into_is_not_empty(folder, hiccup):
-    """A run that took it for empty would begin anew."""
+    """A run that regarded the folder as empty would start over."""
     save(folder, 1)
     folder.path.chmod(0)
     user = os.geteuid()

@@ -32,7 +32,7 @@ VALIDATION = {
 
 @pytest.fixture
 def screen(monkeypatch):
-    """A terminal of 80 columns; returns what was written to it, without its control codes."""
+    """A terminal of 80 columns; returns its output without control codes."""
     written = io.StringIO()
     monkeypatch.setattr(logs, "console", Screen(file=written, force_terminal=True, width=80, color_system=None))
     return lambda: re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())

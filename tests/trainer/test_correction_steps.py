@@ -1,4 +1,4 @@
-"""The rollout correction in whole steps: weights, rejection, bypass."""
+"""The rollout correction in complete steps: weights, rejection, bypass."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The critic in whole steps."""
+"""The critic in complete steps."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_a_critic_reads_its_last_token_for_those_that_pad_a_larger_head(make, ti
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_critic_that_is_never_finite_stops_the_run(make, resumed):
-    """Also where every step is made by another start of the command."""
+    """This includes a run in which every step is made by another start of the command."""
     progress = Progress()
     for step in (1, 2, 3):
         if step == 1 or resumed:

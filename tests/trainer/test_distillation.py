@@ -1,4 +1,4 @@
-"""A larger model teaches the policy: whole steps, and what they say."""
+"""Distillation from a larger model: complete steps and their metrics."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ MODE = DISTILLATION + "loss_mode"
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A model of the same tokens, with other weights and twice the width."""
+    """A model with the same tokens, other weights and twice the width."""
     return save_tiny_model(tmp_path_factory.mktemp("teacher") / "model", seed=7, width=64)
 
 
@@ -37,7 +37,7 @@ def batch_of(samples, *columns):
 
 
 def distributions(folder, batch, temperature) -> list[torch.Tensor]:
-    """log softmax of transformers' own forward at each token of the answers, by sample."""
+    """Return the log softmax of transformers' own forward at each token of the responses, by sample."""
     model, logs = AutoModelForCausalLM.from_pretrained(folder), []
     for row, prompt_length in zip(rows_of(batch), prompt_lengths(batch), strict=True):
         with torch.no_grad():
@@ -108,7 +108,7 @@ def test_a_token_that_the_teacher_lacks_has_no_distance(process_group, tiny_trai
 
 @pytest.mark.parametrize("mode", ["reverse_kl", "k3"])
 def test_alone_no_pass_is_made_for_old_log_probs_that_nobody_reads(taught, mode):
-    """Of two mini-batches the second too; entropy and the gap to the engine are the update's own."""
+    """This includes the second of two mini-batches. Entropy and the gap to the engine come from the update."""
     moved, metrics = [], []
     for recompute in ("auto", "always"):
         trainer = taught(**{MODE: mode, ACTOR + "recompute_old_log_prob": recompute})

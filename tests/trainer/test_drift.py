@@ -1,4 +1,4 @@
-"""Memory of processes is a metric of every tenth step, so that a plot shows which kind of process grows."""
+"""Memory of processes is logged every ten steps, so that a plot shows which kind of process grows."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def leaking():
-    """A process that holds 30 MiB more after every call of the function that comes with it."""
+    """A process that grows by 30 MiB with every call of the returned function."""
     process = subprocess.Popen([sys.executable, "-c", LEAKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def leak():

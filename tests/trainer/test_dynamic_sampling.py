@@ -1,4 +1,4 @@
-"""Dynamic sampling in whole steps: groups whose answers differ."""
+"""Dynamic sampling in complete steps: groups with different scores."""
 
 import numpy as np
 import pytest

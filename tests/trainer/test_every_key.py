@@ -1,4 +1,4 @@
-"""Every key under algorithm and actor_rollout_ref.actor does something one can see, or a line says why it does not."""
+"""Every key under algorithm and actor_rollout_ref.actor has a visible effect, or a message states why not."""
 
 import dataclasses
 import itertools
@@ -108,10 +108,7 @@ CASES = {prefix + name: (value, around) for prefix, around, values in GROUPS for
 
 @pytest.fixture(scope="module")
 def traces(tiny_model, arithmetic_files, tmp_path_factory):
-    """traces(keys, steps): everything that a run's first steps show, but for time.
-
-    Kept for the next one who asks, as is the run: more steps go on from those that it has made.
-    """
+    """traces(keys, steps): return everything that a run's first steps show, except times."""
     folder, runs, kept = tmp_path_factory.mktemp("runs"), {}, {}
 
     def arguments(keys: dict) -> list[str]:
@@ -131,7 +128,7 @@ def traces(tiny_model, arithmetic_files, tmp_path_factory):
 
 
 def run(arguments: list[str]):
-    """Yields, after each step, all that the steps until then have shown."""
+    """Yield, after each step, everything that the steps have shown so far."""
     handed = []
     original = shard.fully_shard
     shard.fully_shard = lambda module, **kwargs: (
@@ -155,7 +152,7 @@ def differ(one, other) -> bool:
 
 
 def shows(traces, one: dict, other: dict) -> bool:
-    """Whether the runs differ in their first step or, for what begins later, in their second."""
+    """Return whether the runs differ in their first step or, for keys that act later, in their second."""
     return any(differ(traces(one, steps), traces(other, steps)) for steps in (1, 2))
 
 

@@ -1,4 +1,4 @@
-"""A step learns to use its experts evenly, by a loss or by a bias that do not depend on how the step is cut."""
+"""A step balances the load of the experts, by a loss or a bias that does not depend on the layout of the step."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
 from rltrain.models.routing import correction_biases
-from rltrain.models.weights.names import whole_weights
+from rltrain.models.weights.names import gathered_weights
 from rltrain.run.preflight.models import PreflightResult, check_models
 from tests.tiny import save_tiny_biased_moe, save_tiny_tokenizer, small_run
 from tests.trainer.steps import CHOSEN
@@ -89,7 +89,7 @@ def test_a_skewed_router_is_balanced_and_engine_and_export_have_its_bias(process
     # The engine samples as the trainer computes: it got the bias.
     assert all(line["training/rollout_probs_diff_max"] < 1e-4 for line in steps)
     policy = trainer.worker.actor.policy
-    whole = {weight.name: weight.values for weight in whole_weights(policy, torch.float32)}
+    whole = {weight.name: weight.values for weight in gathered_weights(policy, torch.float32)}
     names = list(correction_biases(policy.model))
     assert len(names) == 2
     assert all(torch.equal(whole[name], bias) for name, bias in correction_biases(policy.model).items())

@@ -1,4 +1,4 @@
-"""Where the tokens of an update go is measured, and experts that die are told of once."""
+"""The expert load of an update is measured, and dead experts are reported once."""
 
 import logging
 

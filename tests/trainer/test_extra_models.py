@@ -1,4 +1,4 @@
-"""Models next to the policy (a reference, a teacher, a judge), as they are checked before anything starts."""
+"""Additional models (a reference, a teacher, a judge), as they are checked before anything starts."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ OFFLOAD = "reward_model.model.fsdp_config.param_offload"
 
 @pytest.fixture(scope="module")
 def another(tmp_path_factory):
-    """A model of the same tokens, with other weights and twice the width."""
+    """A model with the same tokens, other weights and twice the width."""
     return save_tiny_model(tmp_path_factory.mktemp("another") / "model", seed=7, width=64)
 
 
@@ -61,8 +61,8 @@ def test_a_dry_run_looks_at_the_model(dry, another, role):
 @pytest.mark.parametrize(
     ("role", "lacks", "said"),
     [
-        *((role, "tokenizer", "that of the policy '3'; 2 are others, so a KL to it means nothing") for role in ROLES),
-        ("reference", "tokens", f"knows 10 tokens, and the policy writes {len(CHARACTERS) + len(SPECIALS)}"),
+        *((role, "tokenizer", "but the policy's is '3' (2 differ), so a KL to it is meaningless") for role in ROLES),
+        ("reference", "tokens", f"has 10 tokens, but the policy can generate {len(CHARACTERS) + len(SPECIALS)}"),
         ("teacher", "tokens", "Use a model with the policy's tokenizer."),  # without the key there is no teacher
         ("reference", "weights", ""),
     ],
@@ -102,9 +102,9 @@ def test_a_distance_over_all_tokens_needs_as_many_of_them(dry, another, tmp_path
         assert code == 2
         assert words in text
     smaller = {"actor_rollout_ref__model__path": padded, REFERENCE: another}
-    for kl, size in (("low_var_kl", "at least as many"), ("full", "the same size")):
+    for kl, size in (("low_var_kl", "at least as many"), ("full", "the same number")):
         code, text = dry(**smaller, **{ACTOR + "kl_loss_type": kl})
-        assert f"and the policy 64. Use a reference of {size}." in text.replace(
+        assert f"and the policy 64. Use a reference with {size}." in text.replace(
             ", and a full KL compares all of them", ""
         )
         assert code == 2
@@ -146,7 +146,7 @@ def test_the_update_holds_the_teacher_where_it_runs_it(settings, another):
 
 @pytest.fixture
 def judged(settings, tmp_path):
-    """judged(path, **rollout): the settings of a run with a judge."""
+    """judged(path, **rollout): return the settings of a run with a judge."""
     scripted = save_scripted_judge(tmp_path / "judge")
 
     def make(path=scripted, **rollout):
@@ -185,12 +185,12 @@ def test_memory_of_a_judge_is_estimated_with_weights_that_may_rest_on_the_host(j
 def test_messages_and_positions_of_a_judge_are_checked(judged, arithmetic_files):
     rows, found = {"train": read_rows(str(arithmetic_files[0]))}, PreflightResult()
     (line,) = check_judge_messages(judged().scoring, 1048, rows, found)
-    assert "reads messages of up to 1,048 tokens; with the ground truth as the answer they have" in line
+    assert "accepts messages of up to 1,048 tokens; with the ground truth as the response they have" in line
     check_models(judged(prompt_length=100, response_length=157), found)
     assert not found.problems
-    assert any("= 257 tokens, and the judge knows 256 positions" in note for note in found.notes)
+    assert any("= 257 tokens, but the judge has 256 positions" in note for note in found.notes)
     check_judge_messages(judged(prompt_length=9).scoring, 9, rows, found)
     check_models(judged("/no/judge"), found)
     message, model = found.problems
-    assert message.startswith("reward_model.rollout.prompt_length=9: the message about a row of 'rltrain/arithmetic'")
+    assert message.startswith("reward_model.rollout.prompt_length=9: the message for a row of 'rltrain/arithmetic'")
     assert model.startswith("reward_model.model.path=/no/judge")

@@ -1,4 +1,4 @@
-"""Several turns with tools, family by family: what the rollout recorded is what bare transformers computes."""
+"""Several turns with tools in each family: the recorded rollout equals plain transformers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What nodes say of themselves, and what a run makes of it. The nodes are answers of this process, changed by hand."""
+"""The reports of nodes about themselves, and the run's conclusions. The reports are made in this process and edited."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.tiny import save_tiny_model, small_config
 
 
 class Answered:
-    """`Handle` of a call that is over."""
+    """`Handle` of a finished call."""
 
     def __init__(self, found) -> None:
         self.found = found
@@ -26,8 +26,8 @@ class Answered:
 
 
 class Hosts:
-    """`WorkerGroup` of two nodes with two ranks each. asked, answered: what changes questions to and answers of rank 2,
-    the first of node b, by name of the function."""
+    """`WorkerGroup` of two nodes with two ranks each. asked, answered: functions that change requests to and replies of
+    rank 2, the first of node b, by name of the called function."""
 
     world = 4
 
@@ -51,7 +51,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run(model, tmp_path, monkeypatch):
-    """Look at two nodes and give the checks by name. The one that is wrong is ``b``."""
+    """Check two nodes and return the checks by name. The faulty node is ``b``."""
     monkeypatch.setattr(node, "SEEN_S", 0.3)
     monkeypatch.setattr(health, "ray_logs", lambda: "/tmp/ray/session_1/logs")
 
@@ -71,13 +71,13 @@ def run(model, tmp_path, monkeypatch):
 
 
 def problems(found: dict[str, Check]) -> str:
-    """The only problem."""
+    """Return the only problem."""
     (problem,) = [problem for check in found.values() for problem in check.problems]
     return problem
 
 
 def elsewhere(folder: Path):
-    """Questions of a node that sees another folder under the same name."""
+    """Make the requests of a node see another folder under the same name."""
     return lambda question: replace(question, proof=folder / question.proof.name)
 
 
@@ -151,9 +151,9 @@ def test_a_broken_device_is_refused_and_a_full_one_noted(run):
 
 def test_small_memory_disks_and_limits_are_notes(run):
     found = run(Hosts(probe_node=changed(room={"/dev/shm": 0.0625, "local disk": -2.0, "open files": 1024})))
-    assert "b: /dev/shm: 0.1 GiB. Ray and NCCL want more: --shm-size=64g" in found["/dev/shm"].notes[0]
+    assert "b: /dev/shm: 0.1 GiB. Ray and NCCL need more: --shm-size=64g" in found["/dev/shm"].notes[0]
     assert "b: local disk: -2 GiB for Ray. Free some" in found["local disk"].notes[0]
-    assert "b: open files: 1,024 per process. Type `ulimit -n 65536`" in found["open files"].notes[0]
+    assert "b: open files: 1,024 per process. Run `ulimit -n 65536`" in found["open files"].notes[0]
     assert all(not check.problems for check in found.values())
 
 

@@ -1,4 +1,4 @@
-"""Images that tools and environments show between turns: what is recorded and learnt is what transformers computes."""
+"""Images of tools and environments between turns: the recorded and trained numbers equal transformers'."""
 
 import importlib.util
 import json
@@ -33,7 +33,8 @@ FEW = {TURNS + "max_assistant_turns": 2, R + "n": 2, "data__max_response_length"
 
 @pytest.fixture
 def make(vision_models, picture_files, tmp_path):
-    """make(family, who, **changes): a trainer whose answers are answered by a tool or an environment of ``OWN``."""
+    """make(family, who, **changes): return a trainer whose turns get replies from a tool or an environment of
+    ``OWN``."""
 
     def trainer(family, who, code=OWN, **changes):
         run = seeing_run(tmp_path, family, who, code)
@@ -43,7 +44,8 @@ def make(vision_models, picture_files, tmp_path):
 
 
 def expected_log_probs(model, batch):
-    """Of the policy's tokens of each answer, by transformers' own forward over ids and pixels of the whole sample."""
+    """Return the log-probs of the policy's tokens of each response, by transformers' own forward over ids and pixels of
+    the whole sample."""
     prompts, images, own_images = batch.dictionary(c.PROMPT), batch.dictionary(c.IMAGES), batch[c.RESPONSE_IMAGES]
     rows = zip(
         prompts.index.tolist(), images.index.tolist(), own_images,

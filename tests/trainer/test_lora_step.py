@@ -1,4 +1,5 @@
-"""Whole training steps with LoRA: the same numbers for every cut, one copy of the weights, checkpoints of adapters."""
+"""Complete training steps with LoRA: the same numbers for every layout, one copy of the weights, checkpoints of
+adapters."""
 
 import json
 
@@ -88,7 +89,8 @@ def test_the_reference_is_the_actor_without_its_adapters(make):
 
 
 def test_steps_with_adapters_beside_the_weights_are_those_with_merged_ones(twisted_trainer):
-    """A sync of every version, of adapters alone after the first; validation and the same version need none."""
+    """Every version is synced, after the first one with adapters only. A validation with the same version needs no
+    sync."""
     runs = []
     for merge in (True, False):
         trainer = twisted_trainer(**LORA, **{MODEL + "lora__merge": merge})

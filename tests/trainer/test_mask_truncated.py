@@ -1,4 +1,4 @@
-"""Answers that were cut at the limit leave the loss, and stay in the baseline (`algorithm.mask_truncated`)."""
+"""Truncated responses are excluded from the loss, and stay in the baseline (`algorithm.mask_truncated`)."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ CORRECTED = {"algorithm__rollout_correction__rollout_rs": "token_k1",
 
 
 def stepped(make, cut: list[int], steps: int = 1, **changes):
-    """A trainer after some steps in which these answers were cut, its weights' movement, and the last step."""
+    """Return a trainer after some steps in which these responses were truncated, its weights' movement, and the last
+    step."""
     trainer = make(**changes)
     collect = trainer.experience.collect
 
@@ -37,7 +38,7 @@ def stepped(make, cut: list[int], steps: int = 1, **changes):
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_the_loss_is_that_of_the_others_over_their_counts(make, mode):
-    """Before the first optimizer step the ratio is 1, so the loss of a token is minus the advantage of its answer."""
+    """Before the first optimizer step the ratio is 1, so the loss of a token is minus the advantage of its response."""
     changes = MASK | ONE_STEP | NO_KL | {ACTOR + "loss_agg_mode": mode}
     _, _, answered = stepped(make, CUT, **changes)
     scores = (np.arange(16) * 0.37 % 1.0).reshape(4, 4)
@@ -75,7 +76,7 @@ def test_weights_do_not_depend_on_the_cut_into_micro_batches(make, changes):
 
 
 def test_nothing_of_a_cut_answer_but_its_reward_moves_a_weight(make, monkeypatch):
-    """KL, entropy and critic see none of its tokens."""
+    """KL, entropy and critic exclude its tokens."""
     trainer, *_ = stepped(make, CUT, **MASK, **GAE)
     actor, critic, rows = trainer.worker.actor.update, trainer.worker.critic.update, []
     trainer.worker.actor.update = lambda batch, *rest: rows.append(len(batch)) or actor(batch, *rest)
@@ -86,7 +87,7 @@ def test_nothing_of_a_cut_answer_but_its_reward_moves_a_weight(make, monkeypatch
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae", "reinforce_plus_plus"])
 def test_without_an_answer_that_ended_no_step_is_made_and_that_is_said(make, caplog, estimator):
-    """Not even what momentum and decay would do."""
+    """Momentum and weight decay must not change the weights either."""
     decay = {ACTOR + "optim__weight_decay": 0.5, "critic__optim__weight_decay": 0.5}
     trainer, moved, answered = stepped(make, list(range(16)), **MASK, **decay, **{ESTIMATOR: estimator})
     assert all(not part.any() for part in moved)

@@ -1,4 +1,4 @@
-"""Trajectories that could not go on teach nothing, and move no baseline."""
+"""Failed trajectories do not change gradients or baselines."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ CASES = {
 
 
 def weights(make, failed_score: float, failed: list[int], **changes):
-    """Movement of all weights in a step in which these answers have failed, and have this score all the same."""
+    """Return the movement of all weights in a step in which these responses have failed, although they have
+    this score."""
     trainer = make(**changes)
     collect = trainer.experience.collect
 

@@ -1,4 +1,4 @@
-"""Memory estimated from a config.json alone: sums by hand, and settings that keep their promise."""
+"""Memory estimated from a config.json only: sums by hand, and the effect of the suggested settings."""
 
 import json
 
@@ -32,7 +32,7 @@ SHARE, FREES = f"{R}gpu_memory_utilization", f"{R}free_cache_engine"
 
 @pytest.fixture
 def planned(tmp_path):
-    """Makes (config, plan) for 64 devices, from a config.json alone."""
+    """Make (config, plan) for 64 devices from a config.json only."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
 
     def make(**changes):

@@ -1,4 +1,4 @@
-"""What a step says of its answers and their rewards."""
+"""Metrics of a step about its responses and rewards."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_every_number_of_the_scorer_is_averaged_in_training_too():
 
 
 def test_the_error_of_a_mean_score_is_that_of_the_means_of_prompts():
-    """Answers to one prompt are alike, so that more of them make the mean no surer."""
+    """Responses to one prompt are correlated, so more of them do not make the mean more accurate."""
     scores = [1.0, 0, 1, 1, 0, 0]  # means 0.5, 1, 0: their deviation 0.5, over the root of three prompts
     samples = samples_of(6, score=scores, reward=scores, group=[0, 0, 1, 1, 2, 2], response_length=[1] * 6,
                          prompt_length=[1] * 6)  # fmt: skip

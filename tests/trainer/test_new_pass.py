@@ -1,4 +1,4 @@
-"""A new pass with a model of its own is a row in each of two tables: all that speaks of passes and models knows it."""
+"""A new pass with its own model needs only a row in each of two tables; all code for passes and models uses them."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ OFFLOAD = f"{SECTION}.fsdp_config.param_offload"
 
 @pytest.fixture
 def tutor():
-    """The rows of a frozen policy that marks every answer, behind the pass of the reference."""
+    """The rows of a frozen policy that scores every response, after the reference's pass."""
     passes, roles = dict(PASSES), dict(ROLES)
     ROLES["tutor"] = ModelRole(SECTION, f"{SECTION}.fsdp_config", lambda config: True)
     PASSES.clear()
@@ -42,7 +42,7 @@ def tutor():
 
 @pytest.fixture(scope="module")
 def another(tmp_path_factory):
-    """A model of the same tokens and twice the width."""
+    """A model with the same tokens and twice the width."""
     return save_tiny_model(tmp_path_factory.mktemp("another") / "model", seed=7, width=64)
 
 

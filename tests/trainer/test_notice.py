@@ -1,4 +1,4 @@
-"""A step that does not fit between the signal and the kill is left, as long as that loses nothing."""
+"""A step that does not fit between the signal and the kill is abandoned, if that loses nothing."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from rltrain.run.callbacks.notice import Notice
 
 
 class Asked(Stop):
-    """After SIGTERM, with so many seconds left until the run is cut off."""
+    """The decision after SIGTERM, with this many seconds until the run is killed."""
 
     left_s = 90.0
 
@@ -18,7 +18,8 @@ class Asked(Stop):
 
 @pytest.fixture
 def asked(clock):
-    """asked(steps=(step_s, updates_s)…, save_s, phase, saving_s, notice_s): in a step after these, after SIGTERM."""
+    """asked(steps=(step_s, updates_s)…, save_s, phase, saving_s, notice_s): the decision in the next step, after
+    SIGTERM."""
 
     def asked(*steps, save_s=None, phase="gen", saving_s=None, notice_s=100.0, into_s=0.0):
         stop = Asked(notice_s)
@@ -47,7 +48,7 @@ def asked(clock):
 @pytest.mark.parametrize(
     ("steps", "more", "why"),
     [
-        ((), {}, "how long step 7 takes is not known yet, and trainer.stop_notice_s=100 leaves 90 s"),
+        ((), {}, "the duration of step 7 is not known yet, and trainer.stop_notice_s=100 leaves 90 s"),
         ([(10.0, 1.0), (95.0, 20.0)], {"save_s": 1.0}, "step 7 needs about 95 s more, its save 1 s, and .* leaves 90"),
         ([(60.0, 20.0)], {"save_s": 40.0}, "step 7 needs about 60 s more, its save 40 s"),
         ([(70.0, 20.0)], {}, "step 7 needs about 70 s more, its save 25 s"),

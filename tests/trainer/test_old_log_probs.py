@@ -1,4 +1,4 @@
-"""Old log-probs: which samples the pass covers, and what the update's own forward yields instead."""
+"""Old log-probs: the samples of the pass, and the results of the update's own forward for the others."""
 
 import pytest
 
@@ -25,7 +25,7 @@ WITHOUT_PASS = {
 
 
 def scored_samples(trainer) -> list[int]:
-    """Grows by the number of samples of every old_log_prob pass."""
+    """A list that grows by the number of samples of every old_log_prob pass."""
     sizes: list[int] = []
     log_probs = trainer.worker.actor.log_probs
     trainer.worker.actor.log_probs = lambda batch, cut: sizes.append(len(batch)) or log_probs(batch, cut)

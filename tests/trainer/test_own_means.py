@@ -1,4 +1,4 @@
-"""Losses with a mean of their own, in whole steps: what is taken unless loss_agg_mode is set."""
+"""Losses with their own default mean, in complete steps: the mean that is used unless loss_agg_mode is set."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps that end before the longest answers: what is learnt from, what waits, and with which log-probs."""
+"""Steps that end before the longest responses: what they train on, what is continued, and with which log-probs."""
 
 import json
 from collections import Counter, defaultdict
@@ -34,12 +34,12 @@ MODES = {
 
 @pytest.fixture
 def make(tiny_trainer):
-    """make(**changes): a trainer with answers of 1 to 20 tokens."""
+    """make(**changes): return a trainer with responses of 1 to 20 tokens."""
     return lambda **changes: tiny_trainer(**({"data__max_response_length": 20} | changes))
 
 
 class Watch:
-    """Sees what every step starts, what the engine samples with which policy, and what the batch is."""
+    """Records what every step starts, what the engine samples with which policy, and the batch."""
 
     def __init__(self, trainer) -> None:
         self.experience, self.engine = trainer.experience, trainer.worker.rollout.engine
@@ -158,7 +158,7 @@ BOTH = [pytest.param("oversample", marks=pytest.mark.long), "carry_over"]
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_a_prompt_keeps_its_random_numbers_in_every_attempt(make, mode):
-    """A long answer is not replaced by a shorter one: a policy that stands still gives the answers of a plain run."""
+    """A long response is not replaced by a shorter one: an unchanged policy gives the responses of a plain run."""
     still = {"actor_rollout_ref__actor__optim__lr": 0.0}
     watch, plain = Watch(trainer := make(**MODES[mode], **still)), Watch(other := make(**still))
     for step in range(1, 6):
@@ -184,7 +184,8 @@ def test_no_prompt_is_older_than_the_cap(make, mode):
 
 
 def samples_of(complete: list[list[bool]], length: int = 3, unserved: tuple[int, ...] = ()) -> Samples:
-    """Answers; incomplete ones were given up after ``length`` tokens. unserved: those that no engine worked on."""
+    """Return samples; incomplete ones were aborted after ``length`` tokens. unserved: those that no engine
+    has started."""
     flat = np.array(complete).ravel()
     served = ~np.isin(np.arange(len(flat)), unserved)
     samples = Samples(len(flat))

@@ -44,7 +44,7 @@ def test_the_arithmetic_of_a_64_device_run():
     ],
 )
 def test_what_spans_nodes_spans_whole_ones(key, what):
-    """With 4 nodes of 6 devices, 4 and 8 divide the 24, and would lie on one node here and on two there."""
+    """With 4 nodes of 6 devices, groups of 4 and 8 divide the 24, but some would lie on one node and others on two."""
     for size in (4, 8):
         with pytest.raises(ConfigError) as caught:
             plan("trainer.nnodes=4", "trainer.n_gpus_per_node=6", f"{key}={size}")

@@ -1,4 +1,4 @@
-"""What earlier starts have left in a folder is moved aside, and never overwritten."""
+"""Output of earlier starts in a folder is moved aside, and never overwritten."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def contents(folder):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder after three steps, each file with its own name in it."""
+    """A run folder after three steps; each file contains its own name."""
     folder = tmp_path / "run"
     for name in (*OF_A_RUN, *(f"samples/{sample}.parquet" for sample in SAMPLES), *LEFT):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tokens of an answer that the policy did not choose, such as a tool's text between two turns, are context alone."""
+"""Tokens of a response that the policy did not choose, such as a tool's text between two turns, are only context."""
 
 from dataclasses import replace
 
@@ -28,7 +28,8 @@ GAE = {
 
 @pytest.fixture
 def make(tiny_model, arithmetic_files, tmp_path):
-    """make(**changes): a trainer whose rollout has tool text in the middle, and at the end of every third answer."""
+    """make(**changes): return a trainer whose rollout has tool text in the middle, and at the end of every third
+    response."""
 
     def trainer(**changes):
         scores = iter(range(10**6))
@@ -55,7 +56,7 @@ def make(tiny_model, arithmetic_files, tmp_path):
 
 
 def by_transformers(folder, batch) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module]:
-    """Log-probs (differentiable) and entropies of the policy's tokens, and the model they come from."""
+    """Return log-probs (differentiable) and entropies of the policy's tokens, and their model."""
     plain = AutoModelForCausalLM.from_pretrained(folder)
     log_probs, entropies = [], []
     rows = zip(rows_of(batch), prompt_lengths(batch), batch.ragged("response_mask").rows(), strict=True)

@@ -1,6 +1,5 @@
-"""A run that is stopped after every step is, number for number, the run that never was: in this process, without Ray.
-
-Each step of the stopped run is made by a trainer of its own, which knows nothing but the files of the checkpoint.
+"""A run that is stopped after every step equals an uninterrupted run, number for number: in this process,
+without Ray.
 """
 
 import functools
@@ -85,7 +84,7 @@ ALWAYS += ["experts of the engine", "experts with a bias"]
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
-    """Weights and optimizer of every role."""
+    """Return weights and optimizer of every role."""
     worker, found = trainer.worker, {}
     roles = {"actor": (worker.actor.policy, worker.actor.updater)}
     roles |= {"critic": (worker.critic.model, worker.critic.updater)} if trainer.critic else {}
@@ -99,7 +98,7 @@ def state_of(trainer) -> dict[str, torch.Tensor]:
 
 
 def answers_of(samples) -> dict[str, list]:
-    """Texts, tokens, and all numbers."""
+    """Return texts, tokens, and all numbers."""
     request = samples.request(np.arange(len(samples)), ["text", "response", "rollout_log_probs"])
     found = assemble(request, [part.ref for part in request.parts])
     columns = {name: found.ragged(name).values.tolist() for name in ("response", "rollout_log_probs")}
@@ -108,7 +107,7 @@ def answers_of(samples) -> dict[str, list]:
 
 
 def step_of(trainer, step: int, validates: bool) -> dict[str, dict]:
-    """Everything that is to be seen of a step: metrics, samples, and what has become of the weights."""
+    """Return everything visible of a step: metrics, samples, and the resulting weights."""
     made = trainer.step(step)
     metrics, answers = numbers_of(made.metrics), answers_of(made.samples)
     metrics |= numbers_of(trainer.validation.run(step, Stop()).metrics) if validates else {}
@@ -116,7 +115,7 @@ def step_of(trainer, step: int, validates: bool) -> dict[str, dict]:
 
 
 def differences(one: dict[str, dict], other: dict[str, dict]) -> dict[str, list[str]]:
-    """Names of what differs, by kind."""
+    """Return the names of the differences, by kind."""
 
     def differ(kind: str) -> list[str]:
         mine, theirs = one[kind], other[kind]
@@ -131,7 +130,7 @@ def differences(one: dict[str, dict], other: dict[str, dict]) -> dict[str, list[
 
 @pytest.fixture
 def arguments(tiny_model, tmp_path, monkeypatch):
-    """arguments(name): of a run of `RUNS`, whose scores are made of the text of an answer."""
+    """arguments(name): return the arguments of a run of `RUNS`, whose scores depend on the text of a response."""
 
     def make(name: str) -> list[str]:
         score = lambda text, *rest: 0.5 if "equal" in name else zlib.crc32(text.encode()) % 5 / 5  # noqa: E731
@@ -151,7 +150,7 @@ def arguments(tiny_model, tmp_path, monkeypatch):
 
 
 def stopped_run(make, cuts, validates: bool):
-    """The steps of a run that is stopped after each of ``cuts``."""
+    """Return the steps of a run that is stopped after each of ``cuts``."""
     step = 0
     for cut in cuts:
         trainer = make()

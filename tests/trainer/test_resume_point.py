@@ -1,4 +1,4 @@
-"""What a run starts from: its own newest checkpoint, one that is named, and what must be as it was."""
+"""The start of a run: its own newest checkpoint, or a named one, and the settings that must be unchanged."""
 
 import json
 import logging
@@ -104,7 +104,7 @@ ROWS = "rows:ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb 20
 
 
 def recorded(folder: RunFolder, name: str) -> Config:
-    """A checkpoint of step 4 with the progress.json that another version wrote; the settings of that run."""
+    """Return a checkpoint of step 4 with the progress.json of another version, and the settings of that run."""
     _, cfg = saver_of(folder, GRPO)
     temporary = folder.begin_save(4, files_of(Progress(batches_drawn=4), 4, cfg, ROWS))
     shutil.copy(RECORDED / f"{name}.json", temporary / "progress.json")
@@ -179,7 +179,7 @@ def test_a_step_is_of_its_run_however_its_path_is_written(folder, monkeypatch):
 
 
 def test_what_workers_distrust_is_passed_over_and_replaced(folder, caplog):
-    """Large files are read by workers; what they find, the next choice and the next save know."""
+    """Workers read the large files; the next selection and the next save use their results."""
     saver, cfg = saver_of(folder, GRPO)
     for step in (1, 2):
         saver.save(step, Progress())
@@ -237,7 +237,7 @@ def test_a_finished_run_says_where_it_is_and_what_differs(folder, caplog):
     assert changes == ["data.seed: 3 -> 1"]
     log_finished(folder.path, 3, changes)
     assert "nothing left to do: the run has its 3 steps" in caplog.text
-    assert "other settings than this command has (data.seed: 3 -> 1). A new run" in caplog.text
+    assert "other settings than those of this command (data.seed: 3 -> 1). To start a new run" in caplog.text
 
 
 def test_another_experiment_needs_a_name_to_resume(folder):

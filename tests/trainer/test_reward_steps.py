@@ -1,4 +1,4 @@
-"""Rewards in whole steps: reward model, penalties, weighted sums, scores that fail."""
+"""Rewards in complete steps: reward model, penalties, weighted sums, failed scores."""
 
 import math
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_a_reward_model_alone_is_the_whole_score(make, reward_model):
 
 
 def test_a_validation_is_judged_in_parts_like_steps(make, reward_model):
-    """All answers in one call would take many times as long as those of a step, and count as hung."""
+    """One call with all responses would take many times as long as a step's calls, and count as hung."""
     trainer = make(reward_model__enable=True, reward_model__model__path=reward_model)
     plan = replace(trainer.plan, samples_per_step=3, num_engine_replicas=0)
     rollout, data = trainer.cfg.actor_rollout_ref.rollout, trainer.cfg.data

@@ -1,4 +1,4 @@
-"""Workers that share sequences: who gets which samples, and whose answer counts."""
+"""Workers that share sequences: which samples each gets, and whose result is used."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
 
 
 class FakeGroup:
-    """Four workers that write down what they are asked and return their rank."""
+    """Four workers that record their calls and return their rank."""
 
     world = 4
     nodes = (0, 0, 1, 1)

@@ -68,7 +68,7 @@ def test_seconds_of_rounds_add_up_and_rates_do_not():
 
 
 def test_rates_of_passes_count_what_their_seconds_were_spent_on():
-    """Of 240 tokens, 60 were left after generation, and of another pass none."""
+    """Of 240 tokens, 60 were scored after generation, and none of another pass."""
     samples = Samples(2)
     sizes = {"response_length": 100, "policy_tokens": 100, "prompt_length": 20}
     samples.update({name: np.full(2, size) for name, size in sizes.items()})

@@ -1,4 +1,4 @@
-"""Experts that the old_log_prob pass or the engine has chosen are those that the update goes to."""
+"""The experts that the old_log_prob pass or the engine has selected are used in the update."""
 
 import re
 
@@ -19,7 +19,7 @@ MODE = A + "router_replay__mode"
 
 @pytest.fixture
 def replays(monkeypatch):
-    """What every forward of a trained model is given."""
+    """The routing that every forward of a trained model is given."""
     given = []
     replay = Routing.replay
     monkeypatch.setattr(Routing, "replay", lambda self, choice: (given.append(choice), replay(self, choice))[1])
@@ -69,7 +69,7 @@ def test_replaying_the_engine_closes_the_gap_that_its_rounding_opens(process_gro
 
 
 def test_turns_go_on_where_the_row_was_kept(process_group, tiny_trainer, tmp_path):
-    """The engine computes of a next turn only what is new, and tells of that alone."""
+    """The engine computes only the new tokens of a later turn, and reports only their routing."""
     folder = save_calling_model(tmp_path / "calling", experts=True)
     trainer = tiny_trainer(**tool_run(folder, tmp_path), **{MODE: "R3"})
     batch, _, numbers = trainer.worker.rollout.generate(trainer.experience_task())

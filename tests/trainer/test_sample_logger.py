@@ -1,4 +1,4 @@
-"""Which answers are kept, where, and what happens if that fails. The writer lives in this process, without Ray."""
+"""Which responses are saved, where, and the behaviour after failures. The writer runs in this process, without Ray."""
 
 import json
 import logging
@@ -25,14 +25,14 @@ BYTES = 100.0  # of the step, per answer, without the sample_logger
 
 
 class Letters:
-    """A tokenizer: ids are letters, 0 is special."""
+    """A tokenizer whose ids are letters; 0 is special."""
 
     def decode(self, ids, skip_special_tokens):
         return "".join(chr(each) if each else "<user>" for each in ids if each or not skip_special_tokens)
 
 
 class LocalWriter(SampleWriter):
-    """`WriterProcess` in this process; what it is asked to write is heard of at once."""
+    """`WriterProcess` in this process, which writes at once."""
 
     def submit(self, job):
         return [self.write(job)]
@@ -49,7 +49,7 @@ class LocalWriter(SampleWriter):
 
 @pytest.fixture
 def make(tmp_path):
-    """make(keys…): an sample_logger in tmp_path/run, with the tables that trackers got."""
+    """make(keys…): return a sample_logger in tmp_path/run, with the tables that trackers got."""
     rows = read_rows(str(write_arithmetic(tmp_path / "rows.parquet", range(10))))
     ids = [np.array([0, *map(ord, row.prompt[0]["content"])]) for row in rows]
     offsets = np.cumsum([0, *map(len, ids)])
@@ -70,7 +70,7 @@ def make(tmp_path):
 
 
 def batch(num_prompts=5) -> Samples:
-    """N answers to each of the rows 9, 8, …; texts in two objects, the second in another order."""
+    """Return N responses to each of the rows 9, 8, …; texts are in two objects, the second in another order."""
     n = num_prompts * N
     samples = Samples(n)
     texts, cut = [f"answer {i}" for i in range(n)], n // 2
@@ -179,7 +179,7 @@ def test_whatever_a_model_or_a_scorer_writes_is_kept(make, tmp_path, caplog):
     assert table["answer"].tolist()[:5] == expected[:5]
     lines = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().split("\n")[:-1]]
     assert [line["pred"] for line in lines][:6] == expected
-    assert "an answer of step 1, train: 2+1=? -> half" in caplog.text
+    assert "a response of step 1, train: 2+1=? -> half" in caplog.text
     assert "not saved" not in caplog.text
 
 
@@ -199,7 +199,7 @@ def test_one_answer_is_shown_every_so_often(make, caplog):
     for step in range(1, 21):
         sample_logger.on_step(answered(step))
     shown = [record.getMessage() for record in caplog.records]
-    assert shown == [f"an answer of step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
+    assert shown == [f"a response of step {step}, train: 2+1=? -> answer 0 ✗ (3)" for step in (1, 10, 20)]
 
 
 def test_trackers_get_the_same_validation_prompts_every_time(make):
@@ -216,7 +216,8 @@ class Died(Exception):
 
 
 class StandInOfRay(ModuleType):
-    """Ray as far as the writer uses it; calls are over when ``done(job)``, and end their process if ``deadly(job)``."""
+    """The part of Ray that the writer uses; calls finish when ``done(job)``, and end their process if
+    ``deadly(job)``."""
 
     def __init__(self, done=lambda step: True, deadly=lambda step, process: False):
         super().__init__("ray")
@@ -275,5 +276,5 @@ def test_a_writer_that_dies_is_started_again_and_what_is_lost_is_said(monkeypatc
     told = [each for step in (1, 2, 3) for each in process.submit(job_of(step))] + process.close(5.0)
     assert {each.step: each.problem is None for each in told} == {step: step not in lost for step in (1, 2, 3)}
     assert len(ray.started) == processes
-    said = "the process that writes samples died (it was killed) and is started again"
+    said = "the process that writes samples died (it was killed) and is restarted"
     assert caplog.text.count(said) == processes - 1

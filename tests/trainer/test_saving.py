@@ -1,4 +1,4 @@
-"""Saving while training goes on: nothing that comes later reaches the checkpoint, and digests are of what was meant."""
+"""Saving during training: later changes do not reach the checkpoint, and digests match the intended contents."""
 
 import json
 import resource
@@ -28,7 +28,7 @@ GAE = {"algorithm__adv_estimator": "gae"}
 
 
 class Later(LocalHandle):
-    """A call that runs next to the steps: it begins when it is waited for."""
+    """A call that runs concurrently with the steps: it begins when it is awaited."""
 
     def __init__(self, group, calls) -> None:
         self.group, self.call, self.begun = group, calls[0], False
@@ -44,7 +44,7 @@ class Later(LocalHandle):
 
 
 def saver_of(trainer, folder: RunFolder) -> Saver:
-    """A saver of a trainer whose saves are written when they are waited for."""
+    """Return a saver of a trainer whose saves are written when they are awaited."""
     group, submit = trainer.group, LocalGroup.submit
     group.submit = lambda calls, ranks=None, concurrent=False: (
         Later(group, calls) if concurrent else submit(group, calls)
@@ -82,7 +82,7 @@ def test_what_is_trained_later_is_not_in_a_checkpoint(tiny_trainer, folder):
 
 @pytest.mark.parametrize("shares", [(0.0, 0.0), (0.7, 0.0, 0.7)])
 def test_training_waits_where_there_is_no_room_for_a_copy(tiny_trainer, folder, monkeypatch, caplog, shares):
-    """Room is asked for at each save, and that it lacks is said once."""
+    """Memory is checked at each save, and the lack of it is reported once."""
     trainer = tiny_trainer()
     saver, waited = saver_of(trainer, folder), []
     for step, share in enumerate(shares, 1):
@@ -106,7 +106,7 @@ def test_async_save_off_waits_without_a_word(tiny_trainer, folder, caplog):
 
 
 def run_that_fails(trainer, folder: RunFolder, error: Exception, where: str = "step") -> Saver:
-    """The saver of a run that ends in its second step, or in a validation after it."""
+    """Return the saver of a run that fails in its second step, or in a validation after it."""
     saver, real = saver_of(trainer, folder), trainer.step
 
     def fails(*_):
@@ -139,7 +139,7 @@ def test_a_checkpoint_whose_writers_are_gone_is_not_waited_for(tiny_trainer, fol
 @pytest.mark.parametrize("failure", [RewardError, JudgeError, AgentError])
 @pytest.mark.parametrize(("where", "step"), [("step", 1), ("validation", 2)])
 def test_the_steps_so_far_are_saved_where_answers_or_rewards_fail(tiny_trainer, folder, failure, where, step):
-    """In a step, and in the validation after one: neither has moved a weight before it fails."""
+    """This holds in a step, and in the validation after one: neither has changed weights before it fails."""
     trainer = tiny_trainer(**SAVES | {"trainer__save_freq": -1, "trainer__test_freq": 2})
     saver = run_that_fails(trainer, folder, failure("nobody answers"), where)
     assert (saver.last_step, folder.steps(), find_damage(folder.step_folder(step))) == (step, [step], None)
@@ -153,7 +153,8 @@ def test_a_save_that_fails_after_rewards_that_fail_hides_nothing(tiny_trainer, f
 
 @pytest.fixture
 def closing(tiny_trainer, folder, monkeypatch, clock):
-    """(trainer, saver, gate): all of the first checkpoint is written, and every fsync of the driver waits for gate."""
+    """Return (trainer, saver, gate): the first checkpoint is written, and every fsync of the driver waits for
+    the gate."""
     gate, reached, real = threading.Event(), threading.Event(), manifest.sync
     monkeypatch.setattr(manifest, "sync", lambda path: (reached.set(), gate.wait(PATIENCE_S), real(path))[-1])
     trainer = tiny_trainer()

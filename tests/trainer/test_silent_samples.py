@@ -1,4 +1,4 @@
-"""Samples without advantage are left out of the update where that changes nothing."""
+"""Samples without advantage are skipped in the update if that changes nothing."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.trainer.steps import (
 
 
 def test_leaving_silent_samples_out_changes_no_weight(make, monkeypatch):
-    """Rows below 3 score alike: whole groups, and whole mini-batches, have no advantage."""
+    """Rows below 3 have equal scores, so complete groups, and complete mini-batches, have no advantage."""
 
     def run(**extra):
         trainer = make(**NO_KL, **extra, twist=lambda row, score: 1.0 if row < 6 else score)
@@ -41,7 +41,7 @@ def test_leaving_silent_samples_out_changes_no_weight(make, monkeypatch):
 @pytest.mark.parametrize("kind", ["full", "k1", "k3"])
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
 def test_the_rounding_of_a_kl_in_the_reward_teaches_nothing(make, kind, estimator):
-    """The reference is the policy in the first step, so all rewards are equal, however the KL is rounded."""
+    """In the first step the reference is the policy, so all rewards are equal, however the KL is rounded."""
     keys = {"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": kind, "algorithm__adv_estimator": estimator}
     trainer = make(**NO_KL, **keys, twist=lambda row, score: 1.0)
     log_probs = trainer.worker.actor.ref_log_probs

@@ -1,4 +1,4 @@
-"""Whole steps of the real trainer in this process, for every algorithm."""
+"""Complete steps of the real trainer in this process, for every algorithm."""
 
 import math
 

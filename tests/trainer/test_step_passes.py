@@ -1,4 +1,4 @@
-"""Which passes a step makes, from the configuration and from what estimators and losses declare."""
+"""The passes of a step, from the configuration and the declarations of estimators and losses."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def steps_of(*overrides: str) -> str:
         (["algorithm.adv_estimator=gae"],
          "gen, reward, OLD (3 of 4 mini-batches), values, adv, update_critic, update_actor"),
         (["algorithm.adv_estimator=remax"],
-         "gen, reward, gen_max (greedy answers), OLD (3 of 4 mini-batches), adv, update_actor"),
+         "gen, reward, gen_max (greedy responses), OLD (3 of 4 mini-batches), adv, update_actor"),
         ([f"{CORRECTION}rollout_is=token", f"{CORRECTION}rollout_rs=token_k1", f"{CORRECTION}rollout_rs_threshold=2"],
          "gen, reward, OLD, adv, update_actor (importance weights, rejection)"),
     ],
@@ -106,7 +106,7 @@ def test_during_critic_warmup_the_pass_covers_every_sample():
 def test_a_comparing_plugin_refuses_a_single_answer_per_prompt(plugin):
     loaded = load_config([*BASE, f"algorithm.adv_estimator={plugin}:comparing", "actor_rollout_ref.rollout.n=1"])
     with pytest.raises(
-        ConfigError, match=r"compares answers to one prompt, so actor_rollout_ref.rollout.n must be >= 2"
+        ConfigError, match=r"compares responses to one prompt, so actor_rollout_ref.rollout.n must be >= 2"
     ):
         check(loaded)
 

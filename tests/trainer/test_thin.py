@@ -1,4 +1,4 @@
-"""What becomes of checkpoints: exported, thinned, verified."""
+"""Operations on checkpoints: export, thin, verify."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, tiny_model, arithmetic_files) -> Path:
-    """A run with a critic and two checkpoints, the second after a step."""
+    """A run with a critic and two checkpoints, the second after one step."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     words = small_run(tiny_model, arithmetic_files, folder, algorithm__adv_estimator="gae")
     trainer, run = local_trainer(words), RunFolder(str(folder))
@@ -46,7 +46,7 @@ def run(saved, tmp_path) -> Path:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All of a role's shards, by their names."""
+    """Return all of a role's shards by name."""
     described = read_metadata(folder).state_dict_metadata
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in described.items()}
     dcp.load(state, storage_reader=SafeReader(folder))
@@ -93,7 +93,7 @@ def test_the_newest_and_the_best_stay_until_they_are_named(run, capsys):
 
 @pytest.mark.parametrize("moment", ["committing", "between"])
 def test_a_checkpoint_stays_where_thinning_is_cut_short(run, monkeypatch, moment):
-    """By an error, and by a kill between the two renames."""
+    """The interruption is an error, or a kill between the two renames."""
 
     def fail(*arguments, **keys):
         raise DiskError("full")

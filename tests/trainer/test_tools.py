@@ -1,4 +1,4 @@
-"""Tools between the turns of an answer: what they say is context, and what is learnt from is the policy's."""
+"""Tools between the turns of a response: their texts are context, and only the policy's tokens are trained."""
 
 import json
 import pickle
@@ -19,7 +19,7 @@ R = "actor_rollout_ref__rollout__"
 
 @pytest.fixture
 def tools(tmp_path, calling):
-    """Settings of a run whose answers have room for several turns."""
+    """Settings of a run whose responses have room for several turns."""
     return tool_run(calling, tmp_path)
 
 
@@ -144,7 +144,7 @@ def test_an_answer_whose_tool_ends_the_process_is_left_out(process_group, tiny_t
 def test_a_stop_text_ends_a_turn_and_a_call_before_it_is_answered(
     process_group, tiny_trainer, calling, tools, tmp_path
 ):
-    """Where the call is no end token, a stop text that it holds ends the turn, and all goes on as if it were one."""
+    """If the call is not an end token, a stop text that it contains ends the turn, with the same result."""
     expected, _, numbers = generated(tiny_trainer(**tools))
     model = shutil.copytree(calling, tmp_path / "other")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [END_ID]}))

@@ -1,4 +1,4 @@
-"""Answers between whose turns verl's tools answer, and rows that ask for other tools than their neighbours."""
+"""Responses with verl's tools between their turns, and rows whose tools differ from their neighbours'."""
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +45,7 @@ tools:
 
 @pytest.fixture
 def answered(process_group, tiny_trainer, calling, tmp_path):
-    """answered(rows): the numbers and the texts of answers to rows, which are (agent_name, extra_info)."""
+    """answered(rows): return the numbers and texts of responses to rows, which are (agent_name, extra_info)."""
 
     def run(*asked):
         (tmp_path / "tools_of_verl.py").write_text(TOOLS)
@@ -71,7 +71,7 @@ def answered(process_group, tiny_trainer, calling, tmp_path):
 
 
 def test_a_tool_of_verls_keeps_its_sum_for_an_answer_and_starts_as_the_row_says(answered):
-    """A row without tools has one turn, also where its answer looks like a call."""
+    """A row without tools has one turn, even if its response looks like a call."""
     kwargs = [{"tools_kwargs": {"add": {"create_kwargs": {"start": 100 * number}}}} for number in range(4)]
     agents = ["tool_agent", "single_turn_agent"] * 2
     texts, numbers = answered(*zip(agents, kwargs, strict=True))

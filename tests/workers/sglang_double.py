@@ -1,6 +1,6 @@
-"""A stand-in for SGLang's engine: takes what the recorded API takes, keeps weights and caches as it does, computes with
-transformers. Over several devices it has a process for each, which takes over weights by its own handle and computes
-the logits of its own share of the vocabulary; where one dies, the process that started it does too.
+"""A double of SGLang's engine: it accepts the arguments of the recorded API, keeps weights and caches as the real one,
+and computes with transformers. Over several devices it has a process for each, which takes over weights by its own
+handle and computes the logits of its own share of the vocabulary; where one dies, the process that started it does too.
 """
 
 import asyncio
@@ -26,9 +26,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.models.vision import takes_images
+from rltrain.models.weights.names import CheckpointNames
 from rltrain.workers.rollout.contract import RolloutEngine, Sampling
 from rltrain.workers.rollout.sampling import choose, random_numbers
 from tests.clock import hang
@@ -47,7 +49,8 @@ _LISTED = {
 
 @contextmanager
 def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool) -> Iterator[RolloutEngine]:
-    """The adapter on the real engine, or on the double (which draws by seeds, as the real one on accelerators)."""
+    """Return the adapter on the real engine, or on the double (which samples by seeds, as the real one on
+    accelerators)."""
     if not double and not importlib.util.find_spec("sglang"):
         pytest.skip("SGLang is not installed (rltrain[sglang])")
     if double:
@@ -59,7 +62,7 @@ def sglang_engine(path: str, rollout: RolloutConfig, *, double: bool) -> Iterato
 
 
 def known(what: str, names) -> None:
-    """The real one would not take others."""
+    """Check the names, because the real engine would refuse others."""
     if what in _LISTED:
         takes = SGLANG.texts[_LISTED[what]].split()
     else:
@@ -69,7 +72,7 @@ def known(what: str, names) -> None:
 
 
 def as_recorded(method):
-    """All arguments by keyword, and no others than the real method has."""
+    """Require all arguments by keyword, and no others than the real method has."""
 
     @functools.wraps(method)
     def call(self, **arguments):
@@ -85,6 +88,7 @@ class Loader:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.weights = model, {name: weight.data for name, weight in model.named_parameters()}
+        self.weights |= CheckpointNames(model)(self.weights)
 
     def load_weights(self, weights) -> None:
         for name, weight in weights:
@@ -124,11 +128,13 @@ MODULES = dict.fromkeys(["sglang", "sglang.srt", *(f"sglang.srt.{part}" for part
 
 
 class Part:
-    """What one device has of an engine."""
+    """One device's part of an engine."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self.model = Loader(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).eval())
+        config = AutoConfig.from_pretrained(path)
+        kind = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+        self.model = Loader(kind.from_config(config).eval())
 
     def load(self, payload: bytes, loader: str) -> None:
         named = MultiprocessingSerializer.deserialize(payload)
@@ -143,14 +149,18 @@ class Part:
             weight.normal_()
 
     @torch.inference_mode()
-    def logits(self, ids: list[int]) -> np.ndarray:
-        """Of this device's share of the vocabulary: [position, token]."""
-        logits = self.model.model(torch.tensor([ids]), use_cache=False).logits[0]
+    def logits(self, ids: list[int], images: dict[str, torch.Tensor]) -> np.ndarray:
+        """Return the logits of this device's share of the vocabulary: [position, token]."""
+        model, tokens = self.model.model, torch.tensor([ids])
+        if images:
+            # Without an attention mask, transformers would take the positions of the request before.
+            images = images | {"mm_token_type_ids": (tokens == model.config.image_token_id).int()}
+        logits = model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **images).logits[0]
         return logits.tensor_split(self._size, -1)[self._rank].numpy()
 
 
 class Process:
-    """A part in a process of its own."""
+    """A part in a separate process."""
 
     def __init__(self, *settings) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -190,6 +200,15 @@ def _answer(pipe: Connection, *settings) -> None:
         pipe.send(getattr(part, name)(*args))
 
 
+def _inputs(image_data: list[dict] | None) -> dict[str, torch.Tensor]:
+    """The model's inputs. The real engine takes processed images as a single entry."""
+    if image_data is None:
+        return {}
+    (entry,) = image_data
+    assert entry["format"] == "processor_output"
+    return {name: values for name, values in entry.items() if name != "format"}
+
+
 class Engine:
     """``sglang.Engine``."""
 
@@ -210,7 +229,7 @@ class Engine:
         self._eos = config.eos_token_id
         self._released: set[str] = set()
         self._updating = False
-        self._cache: dict[tuple[int, ...], torch.Tensor] = {}
+        self._cache: dict[tuple, torch.Tensor] = {}
         self._running: set[object] = set()
         self._abort_before: set[object] = set()
         self.most_running = 0
@@ -272,19 +291,20 @@ class Engine:
 
     @as_recorded
     def generate(self, **arguments):
-        """Without an answer: the log-probs of the prompt."""
+        """Without a response, return the log-probs of the prompt."""
         assert arguments["sampling_params"]["max_new_tokens"] == arguments["logprob_start_len"] == 0
         ids = arguments["input_ids"]
-        log_probs = torch.log_softmax(self._forward(ids)[:-1], -1)
+        log_probs = torch.log_softmax(self._forward(ids, _inputs(arguments["image_data"]))[:-1], -1)
         values = [None, *log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
         return {
             "meta_info": {"input_token_logprobs": [(value, id, None) for value, id in zip(values, ids, strict=True)]}
         }
 
-    async def async_generate(self, *, input_ids, sampling_params, return_logprob):
+    async def async_generate(self, *, input_ids, image_data, sampling_params, return_logprob):
         known("SamplingParams", sampling_params)
-        known("Engine.async_generate", ["input_ids", "sampling_params", "return_logprob"])
+        known("Engine.async_generate", ["input_ids", "image_data", "sampling_params", "return_logprob"])
         assert return_logprob
+        images = _inputs(image_data)
         request = object()
         self._running.add(request)
         self.most_running = max(self.most_running, len(self._running))
@@ -296,7 +316,7 @@ class Engine:
             tick = self.loop.create_future()
             self.loop.call_soon(tick.set_result, None)
             await tick  # the others' turn
-            logits = self._logits((*input_ids, *(entry[1] for entry in found))).clone()
+            logits = self._logits((*input_ids, *(entry[1] for entry in found)), images).clone()
             for banned, bias in (sampling_params.get("logit_bias") or {}).items():
                 logits[..., int(banned)] += bias
             token, log_prob = self._draw(logits, len(input_ids) + len(found), sampling_params)
@@ -313,18 +333,19 @@ class Engine:
         assert arguments == {"abort_all": True}
         self._abort_before |= self._running
 
-    def _logits(self, ids: tuple[int, ...]) -> torch.Tensor:
-        """Kept until the cache is flushed, as the engine keeps what it computed of a prefix."""
-        if ids not in self._cache:
-            self._cache[ids] = self._forward([*ids])[-1]
-        return self._cache[ids]
+    def _logits(self, ids: tuple[int, ...], images: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return logits, cached until the cache is flushed, as the engine caches prefixes."""
+        key = (*ids, *(values.numpy().tobytes() for values in images.values()))
+        if key not in self._cache:
+            self._cache[key] = self._forward([*ids], images)[-1]
+        return self._cache[key]
 
-    def _forward(self, ids: list[int]) -> torch.Tensor:
+    def _forward(self, ids: list[int], images: dict[str, torch.Tensor]) -> torch.Tensor:
         assert not self._released
-        return torch.from_numpy(np.concatenate(self._all("logits", ids), -1))
+        return torch.from_numpy(np.concatenate(self._all("logits", ids, images), -1))
 
     def _draw(self, logits, number, params):
-        """number: the place of the token in the sequence, as SGLang's sampler counts."""
+        """number: the position of the token in the sequence, as SGLang's sampler counts."""
         greedy = params["temperature"] == 0
         seed = params["sampling_seed"] if not greedy and self.settings["enable_deterministic_inference"] else None
         assert seed is None or -(2**63) <= seed < 2**63

@@ -1,4 +1,4 @@
-"""The hybrid worker in this very process: no Ray, one rank."""
+"""The hybrid worker in this process: no Ray, one rank."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ CALLS = itertools.count(1)
 
 
 def make_worker(tiny_model, arithmetic_files, tmp_path, **changes):
-    """The actor, with ``generate`` of the rollout role beside it."""
+    """The actor, with ``generate`` of the rollout role."""
     config = load_config(small_run(tiny_model, arithmetic_files, tmp_path, **changes)).config
     store = encode_prompts(read_rows(str(arithmetic_files[0])), chat_encoder(config), 16, True)
     worker = HybridWorker(config, {"train": store, "val": store})
@@ -60,13 +60,13 @@ def denominators_of(batch: Batch) -> Denominators:
 
 
 def one_step(batch: Batch, learning_rate: float) -> UpdateTask:
-    """One optimizer step on the whole batch."""
+    """Make one optimizer step on the whole batch."""
     return UpdateTask((MiniBatch((len(batch),), denominators_of(batch)),), learning_rate)
 
 
 @pytest.mark.parametrize("sizes", [(16,), (5, 6, 5), (1,) * 16])
 def test_with_one_optimizer_step_the_importance_ratio_is_one(worker, sizes):
-    """The update's forward, in any micro-batches, gives the log-probs of the old_log_prob pass."""
+    """In any micro-batches, the update's forward gives the log-probs of the old_log_prob pass."""
     batch = scored(worker)
     worker.policy.train()
     for micro in batch.split(sizes):

@@ -1,4 +1,4 @@
-"""Adapters beside their weights (model.lora.merge=False): engines compute with them as the trainer does."""
+"""Separate adapters (model.lora.merge=False): engines compute the same as the trainer."""
 
 from dataclasses import replace
 from typing import get_args
@@ -39,7 +39,7 @@ ENGINES = ["hf", "vllm as on accelerators", pytest.param("vllm", marks=pytest.ma
 
 @pytest.fixture(scope="module", params=ENGINES)
 def parts(request, tiny_model):
-    """A policy whose adapters are not zero, and an engine that takes them beside its weights."""
+    """A policy whose adapters are not zero, and an engine that gets them separately."""
     name, _, accelerated = request.param.partition(" ")
     spec = ModelSpec(str(tiny_model), lora=LORA)
     adapted = ranks_of(empty_packed(PolicyModel, spec, spec.load_config()).model)
@@ -67,7 +67,7 @@ def engine(parts):
 @pytest.fixture
 def sync(policy, engine):
     def run() -> int:
-        """Bytes of one sync, which compares the canary."""
+        """Run one sync, which compares the canary. Return its bytes."""
         run.version += 1
         report = weight_sync.run(run.version, lambda: None)
         assert report.canary_gap < 1e-5
@@ -82,7 +82,7 @@ def sync(policy, engine):
 
 
 def move(policy, seed: int) -> None:
-    """Other adapters, as after an update."""
+    """Change the adapters, as an update does."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in policy.parameters():
         if parameter.requires_grad:
@@ -95,7 +95,7 @@ def num_bytes(policy, *, adapters: bool) -> int:
 
 
 def log_probs(policy, text: EncodedPrompt) -> torch.Tensor:
-    """By the trainer's packed forward."""
+    """Return the log-probs by the trainer's packed forward."""
     tokens = torch.from_numpy(text.tokens)
     answers = Ragged.from_rows([tokens[1:]])
     mask = answers.like(torch.ones_like(answers.values, dtype=torch.bool))
@@ -106,7 +106,7 @@ def log_probs(policy, text: EncodedPrompt) -> torch.Tensor:
 
 
 def gap(policy, engine) -> float:
-    """Of tokens that the engine draws, over what it may have kept of the prompt."""
+    """Return the gap on tokens that the engine samples, after prompts that it may have cached."""
     found = generate(engine, Sampling(8, greedy=True), [TEXT], 1)
     answer = found.tokens.values.numpy().astype(np.int32)
     own = log_probs(policy, EncodedPrompt(np.concatenate([TEXT, answer])))[-len(answer) :]
@@ -149,7 +149,7 @@ def test_old_or_wrong_weights_are_noticed_by_the_canary(policy, engine, sync, mo
 
 
 def test_a_cached_prefix_never_outlives_its_adapters(policy, engine, sync, monkeypatch):
-    """With the reset left out the answers are those of half-old adapters: the name of an adapter never changes."""
+    """Without the reset the responses are based on half-old adapters, because the name of an adapter never changes."""
     sync()
     assert gap(policy, engine) < 1e-5
     move(policy, 1)

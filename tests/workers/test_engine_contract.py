@@ -1,4 +1,4 @@
-"""What every rollout engine must do, run on each of them for real."""
+"""The contract of all rollout engines, tested on each of them."""
 
 import copy
 import importlib.util
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def weights_of(model):
-    """Every weight and buffer, the buffers as a checkpoint's reader would not have them."""
+    """Return every weight and buffer, with the buffers that a checkpoint reader does not have."""
     for name, weight in model.named_parameters():
         yield Weight(name, weight.detach())
     for name, buffer in model.named_buffers():
@@ -68,7 +68,7 @@ def plain(tiny_model):
 
 @pytest.fixture(scope="module")
 def other(plain):
-    """Other weights for the same model."""
+    """Return other weights for the same model."""
     changed = copy.deepcopy(plain)
     with torch.no_grad():
         for number, parameter in enumerate(changed.parameters()):
@@ -108,7 +108,7 @@ def seeded(request):
 
 
 def log_probs_of(model, prompt, answer, temperature=1.0):
-    """What the trainer would say of an answer."""
+    """Return the trainer's log-probs of a response."""
     ids = torch.tensor([*prompt.tolist(), *answer])
     with torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
@@ -160,7 +160,7 @@ def engine_name(request) -> str:
 
 
 def lacks(request, capability: str, needed: bool = True) -> None:
-    """Drafts know no penalty either (`tail=exact` refuses it)."""
+    """Drafts do not support a penalty (`tail=exact` refuses it)."""
     name = engine_name(request)
     if needed and (not getattr(engines.ENGINES[name.split()[0]], capability) or name == "vllm drafts"):
         pytest.skip(f"{name} is refused with it")
@@ -240,7 +240,7 @@ def test_samples_differ_and_repeat_however_they_are_spread(seeded, ready):
 
 
 def test_sampled_answers_are_those_of_the_embedded_engine(ready, plain, tiny_model, request):
-    """Whether prompts come in pieces, tokens are guessed or not: a seed says what is drawn."""
+    """Only the seed determines the sampled tokens, with or without prompts in pieces and speculative tokens."""
     if not engines.ENGINES[engine_name(request).split()[0]].counted_seeds:
         pytest.skip("this engine draws with its own random numbers")
     embedded = engine_of("hf", str(tiny_model), rollout_of(max_num_seqs=8))
@@ -270,7 +270,7 @@ def test_no_prompts_and_the_longest_prompt(ready, plain):
 
 
 def test_what_is_not_wanted_any_more_is_given_up(seeded, ready):
-    """One of four jobs is enough: the others come back as far as they are, and the engine goes on afterwards."""
+    """One of four jobs is enough: the others are returned unfinished, and the engine continues afterwards."""
     jobs = jobs_of(PROMPTS, 2)
     queue = queue_of(jobs, target_complete=1)
     found = serve(ready, queue, Sampling(40))
@@ -306,7 +306,7 @@ def test_a_begun_answer_continues_as_if_never_stopped(ready, sampling):
 
 
 def test_a_later_turn_sees_the_whole_conversation(ready, plain):
-    """The engine waits while nothing runs, and a next turn is what the model says after the whole text."""
+    """The engine waits while nothing runs. A later turn equals the model's output after the whole text."""
     source = Talk(jobs_of(PROMPTS, 4), 30)
     ready.generate(source, Sampling(30))
     assert sum(len(turns) > 1 for turns in source.turns.values()) > 4
@@ -331,7 +331,7 @@ def test_a_text_is_scored_as_by_the_trainer(ready, plain):
 
 
 def test_new_weights_count_from_the_next_token_on(ready, other):
-    """Nothing that was computed with the old ones is left: no weight, no packed copy of one, no cached prefix."""
+    """Nothing computed with the old weights is left: no weight, no packed copy of one, no cached prefix."""
     prompt = np.array([2 + number % 17 for number in range(40)], dtype=np.int32)
     before = answers(generate(ready, Sampling(8, greedy=True), [prompt], 1))
     ready.sleep()
@@ -342,7 +342,8 @@ def test_new_weights_count_from_the_next_token_on(ready, other):
 
 
 def test_a_cached_prefix_never_outlives_its_weights(ready, plain, other, request):
-    """With the reset left out, the answers are wrong and their log-probs say so: what the alarm on the gap is for."""
+    """Without the reset, responses are wrong and their log-probs show it, which is what the log-prob gap
+    alarm detects."""
     if "vllm" not in engine_name(request):
         return  # hf keeps no cache between calls
     prompt = np.array([2 + number % 17 for number in range(40)], dtype=np.int32)

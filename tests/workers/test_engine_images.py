@@ -1,4 +1,4 @@
-"""What every engine must do with images, for every family that it runs: measured against the trainer's forward."""
+"""The contract of all engines for images, for every family that they run, compared with the trainer's forward."""
 
 import importlib.util
 import os
@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from rltrain.common.errors import ConfigError
 from rltrain.common.seeds import sample_seeds
 from rltrain.models.vision import placeholder_ids, tower
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from rltrain.workers.rollout.contract import Job, Sampling
 
 if not importlib.util.find_spec("torchvision"):
@@ -28,8 +29,16 @@ from tests.workers.test_engine_contract import answers, load  # noqa: E402
 
 LONGEST = 128
 # vLLM takes seconds to start, and shows a model of Qwen2-VL to the same code as one of Qwen2.5-VL.
-ALWAYS = ["hf qwen2_vl", "hf internvl", "hf qwen3_vl in parts", "vllm qwen3_vl in place"]
-SOMETIMES = ["hf qwen2_5_vl", "hf qwen3_vl_moe", "vllm qwen2_5_vl in place", "vllm internvl", "vllm qwen3_vl_moe"]
+ALWAYS = ["hf qwen2_vl", "hf internvl", "hf qwen3_5", "hf glm4v", "hf qwen3_vl in parts", "vllm qwen3_vl in place"]
+SOMETIMES = [
+    "hf qwen2_5_vl",
+    "hf qwen3_vl_moe",
+    "vllm qwen2_5_vl in place",
+    "vllm internvl",
+    "vllm qwen3_vl_moe",
+    "hf qwen3_5_moe",
+    "vllm glm4v",
+]
 ENGINES = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.long) for name in SOMETIMES)]
 
 
@@ -50,8 +59,10 @@ def made(request, tmp_path_factory):
 
 
 def sent(policy, engine):
-    """As a sync sends them."""
-    return whole_weights(policy, torch.float32, names=None if engine.names_in_memory else CheckpointNames(policy.model))
+    """Send the weights as a sync does."""
+    return gathered_weights(
+        policy, torch.float32, names=None if engine.names_in_memory else CheckpointNames(policy.model)
+    )
 
 
 @pytest.fixture
@@ -78,7 +89,7 @@ def jobs_of(asked, num_samples: int, given=None) -> list[Job]:
 
 
 def longer(asked, tokens):
-    """The prompt with more text behind it."""
+    """Return the prompt with more text at the end."""
     images = asked.images
     if images is not None and images.positions is not None:
         rest = len(asked.tokens) + asked.position_shift + np.arange(len(tokens))
@@ -92,7 +103,7 @@ def run(engine, asked, sampling, num_samples=1):
 
 @torch.no_grad()
 def by_trainer(policy, asked, found: list[list[int]], temperature=1.0) -> torch.Tensor:
-    """log pi of all tokens of the answers, as many to each prompt."""
+    """Return log pi of all tokens of the responses, with equal numbers of responses per prompt."""
     index = torch.arange(len(asked)).repeat_interleave(len(found) // len(asked))
     return policy(pack(batch_of(asked, index, found), torch.device("cpu")), temperature).log_probs
 
@@ -103,7 +114,8 @@ def by_trainer(policy, asked, found: list[list[int]], temperature=1.0) -> torch.
     [Sampling(12), Sampling(12, temperature=1.7, ignore_eos=True), Sampling(12, greedy=True, ignore_eos=True)],
 )
 def test_log_probs_are_the_trainers_and_placeholders_never_drawn(ready, sampling):
-    """Several images to a prompt and none, in one batch; placeholders would win some draws, and stay in the softmax."""
+    """One batch has prompts with several images and none. Placeholders would be drawn sometimes, and stay in the
+    softmax."""
     engine, policy, asked = ready
     found = run(engine, asked, sampling, 4)
     assert not set(found.tokens.values.tolist()) & set(placeholder_ids(policy.model.config))
@@ -116,7 +128,7 @@ def test_answers_are_those_of_the_embedded_engine_however_spread(ready):
     engine, policy, asked = ready
     together = answers(run(engine, asked, Sampling(12), 4))
     embedded = engine_of("hf", policy.model.config, max_model_len=LONGEST)
-    load(embedded, whole_weights(policy, torch.float32))
+    load(embedded, gathered_weights(policy, torch.float32))
     assert together == answers(run(embedded, asked, Sampling(12), 4))
     # As two replicas would serve them: other neighbours, another order; half the answers to a prompt in each of two.
     jobs = jobs_of(asked, 4)
@@ -181,7 +193,7 @@ def test_a_prompt_with_images_is_scored_as_by_the_trainer(ready):
 
 
 def test_new_weights_count_from_the_next_token_on(ready):
-    """Those of the vision tower too: nothing that was computed of the same images is left."""
+    """This includes the vision tower's weights: no earlier result for the same images is reused."""
     engine, policy, asked = ready
     state = {name: weight.clone() for name, weight in policy.state_dict().items()}
     before = answers(run(engine, asked, Sampling(8), 2))
@@ -206,7 +218,7 @@ def test_placeholders_count_for_the_longest_sequence(ready):
 
 
 def test_an_image_that_vllm_has_no_room_for_is_named_with_the_keys(ready):
-    """Bounds are on pixels, and the edge of a picture a hundred times as long as wide is rounded up to a token."""
+    """Bounds are on pixels, and the short side of an image a hundred times as long as wide is rounded up to a token."""
     engine, _, asked = ready
     if engine.names_in_memory or "place" not in os.environ["PYTEST_CURRENT_TEST"]:
         return  # others have the room
@@ -216,3 +228,25 @@ def test_an_image_that_vllm_has_no_room_for_is_named_with_the_keys(ready):
     with pytest.raises(ConfigError, match=r"Lower data\.max_pixels, or raise"):
         run(engine, [thin], Sampling(2))
     assert answers(run(engine, asked, Sampling(2)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_vllm_answers_images_with_gated_delta_nets(family, tmp_path):
+    """vLLM's CPU kernel accepts only bfloat16, so blank images are the control."""
+    folder = make_folder(tmp_path, family)
+    encoder = ChatEncoder(folder)
+    asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in PROMPTS]
+    blank = [encoder.encode_prompt([{"role": "user", "content": text}], [Image.new("RGB", image.size) for image in of])
+             for text, of, _ in PROMPTS]  # fmt: skip
+    settings = settings_of(
+        folder, rollout_of(name="vllm", max_num_seqs=16), max_model_len=LONGEST, dtype=torch.bfloat16
+    )
+    with running_engine(settings) as engine:
+        policy = make(folder)
+        load(engine, gathered_weights(policy, torch.bfloat16, names=CheckpointNames(policy.model)))
+        found = run(engine, asked, Sampling(12, ignore_eos=True), 4)
+        policy.to(torch.bfloat16)
+        expected, control = (by_trainer(policy, prompts, answers(found)).float() for prompts in (asked, blank))
+    assert distance(found.log_probs.values, expected) < 0.03
+    assert distance(found.log_probs.values, control) > 0.09

@@ -1,4 +1,4 @@
-"""The table of engines and the one place that makes them."""
+"""The table of engines, and the only place that creates them."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""The correction bias of routers is that of one process on every rank, however weights and samples are spread."""
+"""The correction bias of routers equals that of one process on every rank, for any layout of weights and samples."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ LAYOUTS = [(1, 1, -1), (2, 1, -1), (1, 2, -1), (1, 1, 1)]
 
 
 def moved(policy: PolicyModel, batches: list[Batch]) -> torch.Tensor:
-    """The biases behind two mini-batches, of which this rank has ``batches``."""
+    """Return the biases after two mini-batches, of which this rank has ``batches``."""
     balance = ExpertBalance(policy, get_device("cpu"), make_step_passes(load_config([]).config), RATE)
     policy.train()
     policy.measure_load()

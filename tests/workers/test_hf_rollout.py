@@ -56,7 +56,7 @@ def plain():
 
 @dataclass(frozen=True)
 class Card(Device):
-    """A CPU with memory for so many rows of `SIZES` of 128 tokens and a block more."""
+    """A CPU with memory for this many rows of `SIZES` of 128 tokens and one more block."""
 
     rows: float = 1e6
 
@@ -65,7 +65,7 @@ class Card(Device):
 
 
 def make_engine(plain, *, block=64, ends=(EOS,), rows=1e6, dtype=torch.float32, max_model_len=128, **keys):
-    """block: columns of a block of the cache. rows: memory for so many."""
+    """block: columns of a block of the cache. rows: number of rows that fit into memory."""
     device = Card(**asdict(get_device("cpu")) | {"cache_columns": block, "rows": rows})
     rollout = rollout_of(**{"max_num_seqs": 64, **keys})
     config = plain.config.__class__(**plain.config.to_dict())
@@ -76,7 +76,7 @@ def make_engine(plain, *, block=64, ends=(EOS,), rows=1e6, dtype=torch.float32, 
 
 
 def count_tokens(engine):
-    """Sizes [rows, tokens] of the forward passes from now on."""
+    """Record the sizes [rows, tokens] of all later forward passes."""
     sizes = []
     engine.model.base_model.register_forward_pre_hook(
         lambda _, args, given: sizes.append(tuple(given["input_ids"].shape)), with_kwargs=True
@@ -85,7 +85,7 @@ def count_tokens(engine):
 
 
 def generate(engine, num_samples, sampling):
-    """Answers in the order of the prompts."""
+    """Return responses in the order of the prompts."""
     return generate_with(engine, sampling, PROMPTS, num_samples)
 
 
@@ -124,7 +124,8 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(family):
 )
 @pytest.mark.parametrize("family", ["qwen3", "mistral, a window of 5"])
 def test_an_answer_depends_on_its_seed_alone(family, limits):
-    """Not on how many are generated at once, when it entered, how prompts were cut, or how the cache is laid out."""
+    """It does not depend on the number of concurrent responses, its start, the chunks of prompts, or the
+    cache layout."""
     plain = plain_model(family)
     expected = generate(make_engine(plain), 4, Sampling(40))
     generated = generate(make_engine(plain, **limits), 4, Sampling(40))
@@ -152,7 +153,7 @@ def test_a_prompt_is_computed_once_for_all_its_answers(plain):
 
 
 def test_a_waiting_job_enters_as_soon_as_another_has_left(plain):
-    """Waves would take as long as the longest of each."""
+    """Waves would each take as long as their longest response."""
     jobs = jobs_of(PROMPTS * 4, 1)
     engine = make_engine(plain, max_num_seqs=2)
     sizes = count_tokens(engine)
@@ -186,7 +187,7 @@ def test_fewer_answers_run_at_once_where_memory_is_short(plain):
     generated = generate(engine, 4, Sampling(20))
     assert max(rows for rows, _ in sizes) == 7
     assert generated.tokens == generate(make_engine(plain), 4, Sampling(20)).tokens
-    with pytest.raises(ConfigError, match=r"holds 7 answers of up to 128 tokens .* 8 answers .*max_num_seqs=7,"):
+    with pytest.raises(ConfigError, match=r"holds 7 responses of up to 128 tokens .* 8 responses .*max_num_seqs=7,"):
         generate(engine, 8, Sampling(20))
 
 

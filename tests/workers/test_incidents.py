@@ -1,4 +1,4 @@
-"""A mini-batch that is not finite is kept, and the lines of docs/recovery.md load it and compute it again."""
+"""A non-finite mini-batch is saved, and the code of docs/recovery.md loads it and computes it again."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def stop(trainer, match, spoiled_weight=None):
-    """Make one advantage (or, with a critic, return) of every micro-batch NaN, and a weight infinite, in a step."""
+    """In a step, make one advantage (or, with a critic, return) of every micro-batch NaN, and a weight infinite."""
     role = trainer.worker.critic if trainer.critic else trainer.worker.actor
     loss, column = role._loss, "returns" if trainer.critic else "advantage"
 
@@ -34,14 +34,14 @@ def stop(trainer, match, spoiled_weight=None):
 
 
 def snippet(folder: Path) -> str:
-    """The lines of docs/recovery.md that load an incident, for ``folder``."""
+    """Return the code of docs/recovery.md that loads an incident, for ``folder``."""
     page = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
     (lines,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "incidents/" in block)
     return re.sub(r'Path\(".*?"\)', f"Path({str(folder)!r})", lines)
 
 
 def configured(folder: Path, model: Path) -> Path:
-    """Write the part of config.yaml that the lines read."""
+    """Write the part of config.yaml that the code reads."""
     (folder / "config.yaml").write_text(to_yaml(load_config([f"actor_rollout_ref.model.path={model}"]).config))
     return folder
 

@@ -1,5 +1,4 @@
-"""The judge in a worker: its own tokenizer, replies that follow from message and seed alone, and memory that it gives
-back."""
+"""The judge in a worker: its own tokenizer, replies that depend only on message and seed, and memory that it frees."""
 
 import pytest
 import torch

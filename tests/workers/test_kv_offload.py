@@ -1,4 +1,4 @@
-"""Keys and values that the embedded engine keeps of conversations that wait: no token knows of it."""
+"""Keys and values of waiting conversations that the embedded engine keeps: they change no token."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ SAMPLING = Sampling(60, temperature=1.2)
 
 
 def engine_of(plain, **limits):
-    """A third of the tokens end a turn."""
+    """Return an engine in which a third of the tokens end a turn."""
     return make_engine(plain, ends=range(0, plain.config.vocab_size, 3), **limits)
 
 
@@ -44,8 +44,8 @@ def assert_the_same(found: Talk, expected: Talk, most=2e-5) -> None:
 
 
 def computed_by_follow_ups(source: Talk) -> tuple[int, int]:
-    """Tokens that follow-up turns began with and that were computed for them; and those that had to be: what was said,
-    and the last token of the turn before."""
+    """Return the tokens at the start of follow-up turns that were computed for them, and the necessary ones: the new
+    text, and the last token of the turn before."""
     computed = needed = 0
     for (prompt_index, sample), turns in source.turns.items():
         begun = len(PROMPTS[prompt_index])
@@ -64,7 +64,7 @@ LIMITS = {"max_num_seqs": 7, "block": 4, "max_num_batched_tokens": 8}
 
 @pytest.mark.parametrize("family", EVERY)
 def test_a_next_turn_computes_what_is_new_alone_and_says_the_same(family):
-    """Next turns come together, beside new prompts, and some are computed in parts."""
+    """Later turns arrive together with new prompts, and some are computed in parts."""
     plain = plain_model(family)
     expected = talk(engine_of(plain), keeps=False)
     engine = engine_of(plain, **LIMITS)
@@ -99,7 +99,7 @@ def row_of(length: int) -> OffloadedRow:
 
 
 def parked_of(*samples: int) -> OffloadedRows:
-    """Rows of 10 tokens and 80 bytes each."""
+    """Make rows of 10 tokens and 80 bytes each."""
     offloaded = OffloadedRows()
     for sample in samples:
         offloaded.put(EndedTurn(0, (0, sample), np.arange(8, dtype=np.int32)), row_of(10))
@@ -134,7 +134,7 @@ def test_a_row_is_taken_once_and_for_its_own_text_alone():
 
 @pytest.mark.parametrize("family", [name for name in KINDS if "delta" in name])
 def test_a_copy_of_a_row_keeps_its_values_and_has_the_planned_size(family):
-    """Neither what the row computes next nor what takes its place changes the copy."""
+    """Later computation of the row, or a row in its place, does not change the copy."""
     engine = engine_of(plain_model(family))
     config, prefill, cache = engine.model.config, engine._prefill, KeyValues(torch.device("cpu"), 4)
     with torch.inference_mode():

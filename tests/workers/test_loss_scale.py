@@ -1,4 +1,4 @@
-"""Training in float16: the scale keeps small gradients, an overflow changes no weight, and no NaN hides behind it."""
+"""Training in float16: the scale preserves small gradients, an overflow changes no weight, and no NaN is hidden."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ DTYPES = ("actor_rollout_ref__actor__fsdp_config__compute_dtype", "critic__model
 
 
 def make(folder, dtype, **changes):
-    """Actor and critic, without prompts."""
+    """Make actor and critic, without prompts."""
     keys = GAE | {**dict.fromkeys(DTYPES, dtype), "actor_rollout_ref__rollout__dtype": dtype} | changes
     cfg = load_config(small_run(folder / "model", (folder / "none",) * 2, folder, **keys)).config
     worker = HybridWorker(cfg, {})
@@ -36,7 +36,7 @@ def make(folder, dtype, **changes):
 
 
 def update(worker, role, batch, learning_rate=0.01, steps=1):
-    """Optimizer steps on the whole batch."""
+    """Make optimizer steps on the whole batch."""
     minis = (MiniBatch((4, 3), denominators_of(batch)),) * steps
     batch = Batch.concat([batch] * steps)
     if role == "actor":
@@ -53,7 +53,7 @@ def model_of(worker, role):
 
 
 def gradient(folder, dtype, role, factor=1.0, scale=LossScale.FIRST):
-    """Of a loss that is ``factor`` times the usual one."""
+    """Return the gradient of a loss that is ``factor`` times the usual one."""
     worker, found = make(folder, dtype), []
     torch.manual_seed(0)
     with torch.no_grad():  # a head of zeros would hand no gradient on
@@ -85,7 +85,7 @@ def folder(tmp_path, process_group):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_gradients_in_float16_are_those_in_float32(folder, role):
-    """To a hundredth, also of a loss so small that without the scale many of them would be 0."""
+    """The tolerance is a hundredth, also for a loss so small that many gradients would be 0 without the scale."""
     exact = gradient(folder, "float32", role)
     for factor in (1.0, 3e-6):
         assert distance(gradient(folder, "float16", role, factor), exact) < 0.01
@@ -150,7 +150,7 @@ def test_the_scale_doubles_after_two_thousand_steps_and_has_a_bound():
 
 
 def one_overflows(rank: int, world: int, folder) -> None:
-    """The gradients of rank 1 alone overflow."""
+    """Only the gradients of rank 1 overflow."""
     worker = make(folder, "float16")
     if rank == 1:
         scale_loss(worker.actor, 1e30)

@@ -1,4 +1,4 @@
-"""Every model is tried on a small copy: numbers that would be wrong are refused in a sentence, and right ones pass."""
+"""Every model is tried on a small copy: wrong numbers are refused with a sentence, and right ones pass."""
 
 import copy
 import pkgutil
@@ -68,7 +68,7 @@ def test_a_family_that_is_computed_rightly_passes(case):
 def test_a_family_that_is_not_is_refused_with_a_remedy(family):
     with pytest.raises(ConfigError, match=REFUSED[family]) as error:
         check_numbers(PolicyModel, SPEC, config_of(family), decodes=True)
-    assert "Use a model" in str(error.value) or "Set " in str(error.value)
+    assert "Use a " in str(error.value) or "Set " in str(error.value)
 
 
 KV = "rltrain.workers.rollout.embedded.kv.KeyValues."
@@ -77,7 +77,7 @@ WRONG = {
     "samples see each other": (
         "rltrain.models.attention.packed.attend",
         lambda right: lambda q, k, v, plan, *more: right(q, k, v, plan.of_lengths([plan.num_tokens]), *more),
-        "takes a packed row for one text",
+        "treats a packed row as one text",
     ),
     "noise in training": (
         "rltrain.models.forward.PackedModel.train",

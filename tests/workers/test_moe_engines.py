@@ -1,4 +1,4 @@
-"""Experts and latent attention in vLLM: after every sync it has the trainer's weights, or says what it lacks."""
+"""Experts and latent attention in vLLM: after every sync it has the trainer's weights, or reports the missing ones."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 from rltrain.common.errors import SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.routing import Routing
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.conversations import Conversations, routed_experts_of
 from rltrain.workers.rollout.vllm.weights import derived_weights
@@ -79,7 +79,7 @@ def gap(engine, model) -> float:
 
 def bring(engine, model, keep=lambda weight: True) -> None:
     engine.wake_weights()
-    weights = whole_weights(Policy(model), torch.float32, 1 << 14, CheckpointNames(model))
+    weights = gathered_weights(Policy(model), torch.float32, 1 << 14, CheckpointNames(model))
     engine.load_weights(weight for weight in weights if keep(weight))
     engine.wake_cache()
 

@@ -1,4 +1,4 @@
-"""A phase under the profiler: its trace, its table, and who begins and ends it."""
+"""A profiled phase: its trace, its table, and its start and end."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def test_a_profile_is_a_trace_that_a_viewer_reads_and_a_table(tmp_path):
 
 
 class Group:
-    """Notes what workers are asked."""
+    """Records the calls of workers."""
 
     def __init__(self):
         self.asked = []

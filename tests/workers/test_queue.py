@@ -71,7 +71,7 @@ def test_a_job_with_a_turn_that_was_given_up_is_not_reported():
 
 
 def test_a_conversation_goes_on_behind_the_tokens_that_it_has():
-    """Context that the policy did not sample is among them, so log-probs are fewer than tokens."""
+    """They include context that the policy did not sample, so there are fewer log-probs than tokens."""
     begun = Batch(
         {
             c.RESPONSE: Ragged.from_rows([torch.tensor([4, 9, 6], dtype=torch.int32)]),
@@ -95,7 +95,7 @@ def test_a_conversation_goes_on_behind_the_tokens_that_it_has():
 
 
 class Answers:
-    """Every turn gets words of one token."""
+    """Replies to every turn with one-token texts."""
 
     max_model_len = 32
 

@@ -103,7 +103,7 @@ def sample_batch() -> Batch:
 
 
 def run_variant(folder: Path, name: str, group: int) -> tuple[dict, list[torch.Tensor]]:
-    """(metrics, gradients of every optimizer step) of actor and critic. group: ranks that share sequences."""
+    """Return (metrics, gradients of every optimizer step) of actor and critic. group: ranks that share sequences."""
     estimator, changes = "grpo" if name in ACTOR_ALONE else "gae", VARIANTS[name]
     changes = {A + "ulysses_sequence_parallel_size": group, "critic.ulysses_sequence_parallel_size": group} | changes
     if any(key.startswith(TEACHER) for key in changes):
@@ -146,7 +146,7 @@ def run_variant(folder: Path, name: str, group: int) -> tuple[dict, list[torch.T
 
 
 def record_gradients(updater, model, gradients: list[torch.Tensor]) -> None:
-    """Instead of a step of AdamW, which would blow up rounding: write down the gradient, and move along it."""
+    """Record the gradient and move along it, instead of a step of AdamW, which would amplify rounding."""
 
     def step():
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -165,7 +165,7 @@ def rank_main(rank: int, world: int, folder: Path, cases: list[tuple[int, int, s
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request):
-    """By number of processes, of those that share sequences, and variant: what came of it, for the tests that run."""
+    """Results by number of processes, number of ranks that share sequences, and variant, for the collected tests."""
     # Other files have a fixture of this name too.
     own = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
     asked = [item.callspec.params["case"] for item in own]

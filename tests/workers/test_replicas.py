@@ -1,4 +1,4 @@
-"""Engine replicas over several processes: the same answers and the same weights, whoever serves what."""
+"""Engine replicas over several processes: the same responses and weights, whichever replica serves a prompt."""
 
 import itertools
 import os
@@ -62,8 +62,8 @@ LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "lora": "lora, hf 1
 
 
 def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
-    """For three policy versions and every rank: ids and answers of its samples, gap of engine and trainer, gap of the
-    canary.
+    """Return, for three policy versions and every rank: ids and responses of its samples, gap of engine and trainer,
+    gap of the canary.
     """
     files = (folder / "train.parquet", folder / "train.parquet")
     cfg = load_config(small_run(folder / "model", files, folder, **changes)).config
@@ -88,7 +88,7 @@ def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
 
 
 def move(actor, seed: int) -> None:
-    """In the place of an update: the same change of what learns on any number of ranks."""
+    """Replace an update: apply the same change of the trained weights on any number of ranks."""
     torch.manual_seed(seed)
     for parameter in (each for each in actor.policy.parameters() if each.requires_grad):
         mesh = parameter.device_mesh
@@ -112,7 +112,7 @@ def rank_main(rank: int, world: int, folder: Path, names: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
-    """By cut: what `run` gave."""
+    """The results of `run` by layout."""
     asked = {getattr(item, "callspec", None) and item.callspec.params.get("cut") for item in request.session.items}
     cuts = {name: cut for name, cut in CUTS.items() if name in asked or name in LIKE.values()}
     folder = tmp_path_factory.mktemp("replicas")

@@ -1,4 +1,5 @@
-"""An engine's share of memory is compared with what the optimizers will leave, not with what is free at the start."""
+"""An engine's memory share is compared with the memory that the optimizers will leave, not with the free memory at the
+start."""
 
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ class Card:
 
 
 def room(free: int, *, offload: bool = False) -> OffloadManager:
-    """With an optimizer over 4 MiB of weights, which will need 8."""
+    """Return the memory with an optimizer over 4 MiB of weights, which will need 8."""
     found = OffloadManager(Card())
     found.device.free = free
     weights = torch.nn.Parameter(torch.zeros(1 << 20))

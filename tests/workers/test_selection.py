@@ -1,4 +1,4 @@
-"""Tokens that are chosen over the whole mini-batch, however it lies on the ranks."""
+"""Tokens that are selected over the whole mini-batch, for any layout over the ranks."""
 
 import math
 
@@ -62,7 +62,7 @@ def weights(copies=1, rows=slice(None)):
 
 
 def expected_weights():
-    """1 / tau * 6 answers / 2 groups * e^x / (1 + sum of e^x in the same class), x = -y s / tau."""
+    """Return 1 / tau * 6 responses / 2 groups * e^x / (1 + sum of e^x in the same class), x = -y s / tau."""
     good, bad, other_good, other_bad = ([math.exp(-y * s / 0.5) for s, y in rows] for rows in (
         [(0.1, 1), (0.3, 1)], [(-0.2, -1)], [(0.0, 1)], [(0.2, -1)],
     ))  # fmt: skip

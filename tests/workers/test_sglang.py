@@ -1,5 +1,6 @@
-"""The SGLang adapter beyond the contract of all engines: what it passes exists in the real API, and how it fails."""
+"""The SGLang adapter beyond the contract of all engines: its arguments exist in the real API, and its failures."""
 
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -8,19 +9,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from rltrain.common.clock import SYSTEM
 from rltrain.common.device import Device, get_device
 from rltrain.common.errors import ConfigError, SyncError
-from rltrain.models.weights.names import Weight
+from rltrain.config.schema.engines import ENGINES
+from rltrain.data.chat import ChatEncoder
+from rltrain.models.vision import placeholder_ids
+from rltrain.models.weights.names import CheckpointNames, Weight, gathered_weights
 from rltrain.workers.rollout.contract import Sampling
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import make_engine
 from rltrain.workers.rollout.sglang.engine import SGLangRollout
 from tests.clock import VirtualClock
+from tests.distance import distance
+from tests.models.test_vision_packed import PROMPTS as SEEN
+from tests.models.test_vision_packed import batch_of, make_folder, one_by_one
+from tests.models.test_vision_packed import make as make_policy
 from tests.workers import sglang_double
-from tests.workers.engines import generate, rollout_of, settings_of
-from tests.workers.test_engine_contract import PROMPTS, load, plain, weights_of  # noqa: F401
+from tests.workers.engines import generate, queue_of, rollout_of, serve, settings_of
+from tests.workers.sglang_double import sglang_engine
+from tests.workers.test_engine_contract import PROMPTS, answers, load, plain, weights_of  # noqa: F401
+from tests.workers.test_engine_images import jobs_of
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -111,8 +122,38 @@ def test_tokens_of_images_are_never_drawn(make, plain, monkeypatch):  # noqa: F8
     assert not often & drawn()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("engine", ["double", *(["sglang"] if importlib.util.find_spec("sglang") else [])])
+@pytest.mark.parametrize("family", ENGINES["sglang"].images)
+def test_images_are_computed_as_by_the_trainer(family, engine, tmp_path):
+    """The scores of the text after an image, which the canary compares, and the log-probs of answers. Placeholders are
+    left out of the latter, because SGLang gets a bias against them."""
+    folder = make_folder(tmp_path, family)
+    encoder, policy = ChatEncoder(folder), make_policy(folder)
+    asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in SEEN]
+    reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with sglang_engine(folder, rollout_of(max_num_seqs=6), double=engine == "double") as rollout:
+        load(rollout, gathered_weights(policy, torch.float32, names=CheckpointNames(policy.model)))
+        found = serve(rollout, queue_of(jobs_of(asked, 2)), Sampling(12, ignore_eos=True))
+        scores = [rollout.log_probs(each) for each in asked]
+    rows = zip(asked, scores, one_by_one(batch_of(asked, torch.arange(len(asked)), [[7]] * len(asked))), strict=True)
+    for text, score, (inputs, length, _) in rows:
+        with torch.no_grad():
+            log_pi = reference(**inputs, use_cache=False).logits[0, : length - 1].log_softmax(-1)
+        of_all = log_pi.gather(-1, inputs["input_ids"][0, 1:length, None])[:, 0]
+        assert distance(score[text.image_end :], of_all[text.image_end :]) < 1e-5
+    expected, index = [], torch.arange(len(asked)).repeat_interleave(2)
+    for inputs, length, answer in one_by_one(batch_of(asked, index, answers(found))):
+        with torch.no_grad():
+            logits = reference(**inputs, use_cache=False).logits[0, length - 1 : length - 1 + len(answer)]
+        logits[:, placeholder_ids(reference.config)] = -torch.inf
+        expected.append(logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0])
+    assert distance(found.log_probs.values, torch.cat(expected)) < 1e-5
+
+
 def test_weights_travel_in_buckets(make, plain):  # noqa: F811
-    """One call for each weight with a bucket of nothing; the last call asks for the weights that were refused."""
+    """With a bucket of size 0 each weight needs a call; the last call requests the weights that were refused."""
     for megabytes, expected in ((1 << 10, 2), (0, len(list(plain.parameters())) + 1)):
         engine = make(update_weights_bucket_megabytes=megabytes)
         load(engine, weights_of(plain))
@@ -121,7 +162,7 @@ def test_weights_travel_in_buckets(make, plain):  # noqa: F811
 
 
 class Pair(Replica):
-    """A replica of two members that stand still: the other's device is the one before."""
+    """A replica of two members that do not run; the other member's device is the one before."""
 
     def agree(self, found):
         return found

@@ -1,4 +1,4 @@
-"""Texts that end a turn, in tokens of any kind; and what is refused of them."""
+"""Texts that end a turn, in tokens of any kind, and the refused ones."""
 
 from types import SimpleNamespace
 
@@ -93,7 +93,7 @@ def test_validation_has_its_own_limit_and_the_run_s_stop_texts(tmp_path):
 
 
 def test_a_run_ends_answers_and_validates_longer_ones(process_group, tiny_trainer):
-    """A text of a character that a policy of random weights soon writes."""
+    """The stop text is one character that a policy with random weights soon generates."""
     plain = tiny_trainer(data__seed=3).step(1).samples
     changes = {R + "stop": "['1','2','3','4','5','6','7','8','9','0']", R + "val_kwargs__max_tokens": 20}
     trainer = tiny_trainer(data__seed=3, **changes)

@@ -1,4 +1,4 @@
-"""What goes wrong between trainer and engine is noticed: after the sync, or on the answers."""
+"""Differences between trainer and engine are detected after the sync, or on the responses."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def make(tiny_trainer):
 
 @pytest.fixture
 def make_seeing(make, tmp_path):
-    """The same over prompts with pictures."""
+    """The same with prompts that have images."""
     pytest.importorskip("torchvision", reason="torchvision is not installed (scripts/test.sh installs it)")
     from tests.tiny_vision import save_tiny_vision_model, write_pictures
 
@@ -33,7 +33,8 @@ def make_seeing(make, tmp_path):
 
 
 def own_weights(trainer, change=lambda weight: weight._replace(values=weight.values.clone())):
-    """Let the engine have weights of its own, as with several processes. change: of each, None where it is lost."""
+    """Give the engine separate weights, as with several processes. change: returns the new weight, or None to
+    lose it."""
     sync = trainer.worker.rollout.weight_sync
     load = sync.engine.load_weights
     sync.engine.load_weights = lambda found: load(filter(None, map(change, found)))
@@ -64,7 +65,7 @@ def test_a_second_sync_of_a_version_is_refused(make):
 
 
 def test_a_skipped_sync_is_noticed_by_the_canary(make):
-    """The weights are announced and do not arrive: the engine computes with the old ones."""
+    """The weights are announced and do not arrive, so the engine computes with the old ones."""
     trainer = make()
     sync = own_weights(trainer)
     sync.engine.sleep = lambda: None
@@ -91,7 +92,7 @@ def test_weights_of_the_trainer_that_are_not_finite_are_not_blamed_on_the_sync(m
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
 def test_a_damaged_tower_is_noticed_by_the_canary(make_seeing, family):
-    """The decoder is right: only an image can tell."""
+    """The decoder is right, so only an image shows the error."""
     trainer = make_seeing(family)
     projection = ("visual.merger", "projector")
     own_weights(trainer, lambda w: w._replace(values=-w.values) if any(name in w.name for name in projection) else w)
@@ -111,7 +112,7 @@ def test_a_forgotten_tower_is_noticed_by_the_canary(make_seeing):
 
 @pytest.mark.parametrize(("action", "stops"), [({}, False), (STOP, True)])
 def test_old_answers_are_noticed_in_the_gap(make, action, stops, caplog):
-    """As from a stale cache: the weights are right, what was generated is not."""
+    """As with a stale cache, the weights are right but the generated tokens are not."""
     trainer = make(**action)
     trainer.step(1)
     rollout, before = trainer.worker.rollout, trainer.worker.rollout.generate

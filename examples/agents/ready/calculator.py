@@ -96,7 +96,7 @@ def _value(node: ast.expr, text: str) -> Number:
 
 def _constant(node: ast.Constant, text: str) -> Number:
     if isinstance(node.value, float):
-        # From its text, so that 0.1 is a tenth. 1e999999999 as a fraction would fill the memory.
+        # Convert from the text, so that 0.1 is a tenth. 1e999999999 as a fraction would exhaust the memory.
         written = Decimal((ast.get_source_segment(text, node) or "").replace("_", ""))
         if abs(written.adjusted()) > _MAX_EXPONENT:
             raise _CannotCalculate("the result is too large.")
@@ -134,7 +134,7 @@ def _power(base: Number, exponent: Number) -> Number:
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if size > 1 and (size - 1) * abs(times) > _MAX_BITS:
         raise _CannotCalculate("the result is too large.")
-    if size <= 1:  # 0, 1 and -1 would be multiplied as often, but only sign and parity of the exponent matter
+    if size <= 1:  # for 0, 1 and -1 only sign and parity of the exponent matter
         times = ((times > 0) - (times < 0)) * (2 - times % 2)
     return base**times
 

@@ -66,7 +66,7 @@ class TextEnv:
         """Return the first observation of a row as text, for its prompt."""
         self.close()
         extra = row.get("extra_info") or {}
-        # Parquet fills missing fields of a row with nulls.
+        # Parquet adds nulls for fields that a row lacks.
         row_arguments = {name: value for name, value in (extra.get("make") or {}).items() if value is not None}
         if refused := row_arguments.keys() - set(self._from_row):
             allow = f"{_KEY}.make_from_row=[{sorted(refused)[0]}]"

@@ -44,7 +44,8 @@ _NOT_BUILT = (
     "corpus={0} is large and has no index yet. Build it before the run, which takes a while: "
     "python -m rltrain.agents.ready.search {0} --tokenizer '{1}' --folder {2}"
 )
-# Nearly all passages contain them, so they distinguish nothing, and ranking all passages takes time.
+# Stop words are removed from a query, because nearly all passages contain them: they do not distinguish passages, and
+# ranking all passages takes time.
 _COMMON = frozenset(
     _WORD.findall(
         "a an and are as at be been by did do does for from had has have he her his how i in is it its of on or she "
@@ -107,7 +108,7 @@ def index_of(
     return _index_of(path, (status.st_size, status.st_mtime_ns), tokenizer, folder, may_build)
 
 
-# A process creates many instances.
+# The index is cached, because a process creates many instances.
 @cache
 def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str | None, may_build: bool) -> Path:
     indexes = Path(folder).expanduser() if folder else path.parent / ".rltrain"
@@ -118,7 +119,7 @@ def _index_of(path: Path, changed: tuple[int, int], tokenizer: str, folder: str 
     try:
         indexes.mkdir(parents=True, exist_ok=True)
         with (indexes / "search.lock").open("a", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released at the end of the process that holds it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process that holds the lock ends
             digest = _stored_digest(record_file, changed) or _digest(path, tokenizer)
             record_file.write_text(json.dumps([*changed, digest]), "utf-8")
             if not _index(indexes, digest).exists():
@@ -164,7 +165,7 @@ def _build(path: Path, index: Path, tokenizer: str) -> None:
 
 def _write(path: Path, index: Path, tokenizer: str) -> None:
     with closing(sqlite3.connect(index)) as database:
-        # A crash can only lose an unfinished index.
+        # The database is written without syncs, because a crash can only lose an unfinished index.
         database.execute("PRAGMA journal_mode=OFF")
         database.execute("PRAGMA synchronous=OFF")
         try:
@@ -231,8 +232,8 @@ def _words(query: str) -> list[str]:
 
 
 def _search(index: Path, words: list[str], most: int, tokenizer: str) -> list[tuple[str, str]]:
-    # Inside quotes, nothing in a query is parsed as FTS5 syntax. Each search opens a connection, because methods of an
-    # instance may run in several threads, and opening takes a fraction of a millisecond.
+    # Inside quotes, FTS5 parses no syntax. Each search opens a connection, because methods of an instance may run in
+    # several threads, and opening takes a fraction of a millisecond.
     deadline = time.monotonic() + _SHARE_OF_DEADLINE * current_limits().timeout_s
     with closing(sqlite3.connect(f"{index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
         database.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
@@ -244,7 +245,7 @@ def _search(index: Path, words: list[str], most: int, tokenizer: str) -> list[tu
 
 def _rarest_words(database: sqlite3.Connection, words: list[str], tokenizer: str) -> list[str]:
     """Return the rarest words of a query, as many as can be ranked in time."""
-    # Only FTS5 can tokenise words for its index, so they are inserted into a temporary table.
+    # The words are inserted into a temporary table, because only FTS5 can tokenise them as in its index.
     database.execute(f"CREATE VIRTUAL TABLE temp.words USING fts5(word, {_option(tokenizer)})")
     database.executemany("INSERT INTO temp.words(rowid, word) VALUES (?, ?)", enumerate(words))
     database.execute("CREATE VIRTUAL TABLE temp.terms USING fts5vocab(temp, words, instance)")

@@ -127,8 +127,8 @@ class Batch:
         parts = [Batch() for _ in counts]
         for name, column in self._columns.items():
             for part, piece in zip(parts, _split(column, counts), strict=True):
-                # Set directly, because `update` would check every part again, and parts with the same counts have equal
-                # lengths.
+                # The fields are set directly. `update` would check the columns of every part, but parts with the same
+                # counts have equal lengths.
                 part._columns[name] = piece
         return parts
 
@@ -180,9 +180,9 @@ def _concat(columns: Sequence[Any]) -> Column:
     if isinstance(first, Tensor):
         return torch.cat(list(columns))
     if isinstance(first, DictionaryColumn):
-        # Values are concatenated without comparison, so a prompt in two parts is stored twice until `by_group`.
+        # Values of the parts are not compared, so a prompt in two parts is stored twice until `by_group`.
         starts = np.cumsum([0, *(len(column.values) for column in columns)]).tolist()
-        # The last start is the end of all values and has no column, so the zip is not strict.
+        # zip is not strict, because the last start is the end of all values and has no column.
         index = torch.cat([column.index + start for column, start in zip(columns, starts, strict=False)])
         return DictionaryColumn(_concat([column.values for column in columns]), index)  # type: ignore[arg-type]
     return [item for column in columns for item in column]

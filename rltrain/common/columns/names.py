@@ -23,7 +23,7 @@ PER_PROMPT_TOKEN = "[prompts, prompt_length]"
 PER_PROMPT = "[prompts]"
 PER_ANSWER_TOKEN = "[n, response_length]"
 PER_POLICY_TOKEN = "[n, policy_tokens]"
-# All computed tokens: without the last token of a response, which predicts nothing.
+# All computed tokens: the response without its last token, which predicts nothing.
 PER_COMPUTED_TOKEN = "[n, prompt_length + response_length - 1]"
 
 
@@ -61,16 +61,16 @@ RESPONSE_LENGTH = _add("response_length", PER_SAMPLE, "int64", "rollout", "balan
 POLICY_TOKENS = _add("policy_tokens", PER_SAMPLE, "int64", "rollout: sum of the mask", "advantages, metrics")
 LOSS_TOKENS = _add("loss_tokens", PER_SAMPLE, "int64", "rollout; less rejected, left out", "denominators, estimators")
 TRUNCATED = _add("truncated", PER_SAMPLE, "bool", "rollout", "metrics, files")
-# Only with tools. num_turns: turns of the policy; the other columns count calls.
+# These columns exist only with tools. num_turns counts turns of the policy, the others count calls.
 NUM_TURNS, TOOL_CALLS, TOOL_ERRORS, TOOL_TIMEOUTS, UNREADABLE_CALLS, CALLS_NOT_RUN = OF_TURNS = tuple(
     _add(name, PER_SAMPLE, "int64", "rollout", "metrics, files")
     for name in ("num_turns", "tool_calls", "tool_errors", "tool_timeouts", "unreadable_calls", "calls_not_run")
 )
-# The trajectory failed, but not because of the policy: it is excluded from losses and baselines.
+# True if the trajectory failed for a reason other than the policy. It is then excluded from losses and baselines.
 AGENT_FAILED = _add("agent_failed", PER_SAMPLE, "bool", "rollout", "advantages, update, metrics, files")
 TOOL_S = _add("tool_s", PER_SAMPLE, "float32", "rollout: seconds in which it waited for tools", "metrics, files")
-# An array per sample, with one entry per turn of the policy (at least one): the reward from tools and environment, its
-# number of tokens, and a hash of the policy's input before it.
+# Arrays with one entry per turn of the policy (at least one): the reward from tools and environment, the number of
+# tokens, and a hash of the policy's input before the turn.
 TURN_REWARDS, TURN_TOKENS, TURN_STATES = PER_TURN = tuple(
     _add(name, PER_SAMPLE, "object", "rollout", "estimators over turns")
     for name in ("turn_rewards", "turn_tokens", "turn_states")
@@ -111,11 +111,12 @@ OVERLONG = _add("overlong", PER_SAMPLE, "float64", "rewards", "metrics, files")
 REWARD_FAILED = _add("reward_failed", PER_SAMPLE, "float64", "scorers: 1 = failed", "rewards, metrics")
 REWARD_TIMEOUT = _add("reward_timeout", PER_SAMPLE, "float64", "scorers: 1 = timeout", "metrics")
 REWARD_ERROR = _add("reward_error", PER_SAMPLE, "str", "scorers, where one failed", "files")
-# Messages to a judge on the run's devices, and its replies (`rewards.judge.reply.Reply`). Here, samples are requests.
+# Messages to a judge on the run's devices, and its replies (`rewards.judge.reply.Reply`). In these batches a sample is
+# a request.
 JUDGE_MESSAGE = _add("judge_message", PER_SAMPLE, "str", "scorers", "judge")
 MESSAGE_LENGTH = _add("message_length", PER_SAMPLE, "int64", "scorers: characters", "driver: who judges what")
 JUDGE_REPLY = _add("judge_reply", PER_SAMPLE, "object", "judge", "scorers")
-BASELINE = _add("baseline", PER_SAMPLE, "float64", "greedy answer (remax)", "advantages")
+BASELINE = _add("baseline", PER_SAMPLE, "float64", "greedy response (remax)", "advantages")
 # Prefix of numbers and texts that a scorer returns in addition to the score.
 SCORER = "scorer/"
 
@@ -139,14 +140,14 @@ IS_WEIGHTS = _add("is_weights", PER_POLICY_TOKEN, "float32", "correction", "acto
 LOSS_MASK = _add("loss_mask", PER_POLICY_TOKEN, "bool", "correction: 0 = rejected", "losses, advantages")
 REF_LOG_PROBS = _add("ref_log_probs", PER_POLICY_TOKEN, "float32", "ref pass", "KL in the loss")
 REF_KL = _add("ref_kl", PER_POLICY_TOKEN, "float32", "ref pass, KL in the reward", "token advantages")
-KL_SUM = _add("kl_sum", PER_SAMPLE, "float64", "ref pass, KL in the reward", "reward of the answer")
+KL_SUM = _add("kl_sum", PER_SAMPLE, "float64", "ref pass, KL in the reward", "reward of the response")
 TEACHER_LOG_PROBS = _add("teacher_log_probs", PER_POLICY_TOKEN, "float32", "teacher pass", "teacher's part of the loss")
 LOG_PROB_SUM = _add("log_prob_sum", PER_SAMPLE, "float64", "old_log_prob pass of supervised validation", "validation")
 VALUES = _add("values", PER_POLICY_TOKEN, "float32", "values pass", "token advantages, critic loss")
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
-# Float32 when sent to a device, because not every accelerator supports float64.
+# The number is sent to devices as float32, because not every accelerator supports float64.
 ADVANTAGE = _add(
     "advantage", PER_SAMPLE, "float64 or float32", "estimators (of tokens: the mean)", "actor loss, metrics"
 )
@@ -164,7 +165,7 @@ SELECTED = _add("selected", PER_POLICY_TOKEN, "bool", "update: tokens a loss tre
 GROUP_WEIGHT = _add("group_weight", PER_SAMPLE, "float32", "update: weight by the others of the group", "actor loss")
 HIGH_ENTROPY = _add("uncertain", PER_POLICY_TOKEN, "bool", "update: tokens of high entropy", "actor loss")
 
-# Inputs of passes, and outputs of a rollout.
+# Columns that passes read, and columns that a rollout writes.
 PROMPT_AND_ANSWER = (PROMPT, RESPONSE, RESPONSE_MASK)
 ANSWER = (RESPONSE, RESPONSE_MASK, ROLLOUT_LOG_PROBS)
 GENERATED = (PROMPT, *ANSWER)

@@ -39,7 +39,7 @@ class _Rows:
 
     def ids_on(self, device: torch.device) -> Tensor:
         if device not in self.ids:
-            # Computed on the host, because on a device a sync would be needed to know the length of the result.
+            # Compute the ids on the host. A device would have to synchronise to know the length of the result.
             self.ids[device] = send(torch.arange(len(self.lengths)).repeat_interleave(self.lengths), device)
         return self.ids[device]
 
@@ -99,7 +99,7 @@ class Ragged:
         return self.lengths.shape[0]
 
     def __getitem__(self, row: int) -> Tensor:
-        # Indexing a range resolves negative indices, and raises IndexError where a slice would be empty.
+        # Indexing a range resolves negative indices. It also raises IndexError where a slice would be empty.
         row = range(len(self))[row]
         start = int(self.lengths[:row].sum())
         return self.values[start : start + int(self.lengths[row])]

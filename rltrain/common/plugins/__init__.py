@@ -1,7 +1,7 @@
 """Package of user files: the file at path NAME is the module rltrain.common.plugins.NAME.
 
-A fresh process of `multiprocessing` or Ray finds a function only by its module's name. There the name can be imported,
-because that first imports this package.
+A fresh process of `multiprocessing` or Ray finds a function only by its module's name. In such a process the name can
+be imported, because Python imports this package first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 __path__ = []  # no file in this folder is a plug-in
-# Loggers of user files must not have rltrain's logger as parent, because it logs more than warnings. Its logger is
-# created first, because a new logger becomes the parent of existing ones below it.
+# Loggers of user files must not have rltrain's logger as parent, because it logs more than warnings. The package's
+# logger is created first, because a new logger becomes the parent of existing ones below it.
 logging.getLogger("rltrain")
 logging.getLogger(__name__).parent = logging.getLogger()
 

@@ -73,8 +73,9 @@ class DataConfig:
             "algorithm.filter_groups.enable or trainer.verl_version!=0.9": "in verl 0.9 it is the size of a fetch"
         },
     )
-    """Prompts per round of generation with algorithm.filter_groups. Without it: prompts per step, instead of
-    train_batch_size (verl 0.5 to 0.8). null: train_batch_size."""
+    """Prompts per round of generation with algorithm.filter_groups. Without filter_groups: prompts per step, instead of
+    train_batch_size (verl 0.5 to 0.8). null: train_batch_size.
+    """
     max_prompt_length: int = key(512, least=1)
     """Longest prompt in tokens, including the chat template."""
     max_response_length: int = key(512, least=1)
@@ -82,8 +83,9 @@ class DataConfig:
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than max_prompt_length."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """Treatment of a prompt that is still too long: error, left (keep the end), right (keep the start), middle (keep
-    both ends)."""
+    """Treatment of a prompt that is too long and not dropped: error, left (keep the end), right (keep the start),
+    middle (keep both ends).
+    """
     prompt_key: str = "prompt"
     """Column with the chat messages."""
     image_key: str = "images"
@@ -97,8 +99,9 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the prompts again in every epoch. Batch k depends only on data.seed and k."""
     custom_cls: str | None = key(None, plugin=True)
-    """A user's dataset class that makes the rows: FILE.py:NAME (verl's data.custom_cls.path and name); null: data files
-    are read as they are."""
+    """A user's dataset class that makes the rows: FILE.py:NAME (verl's data.custom_cls.path and name); null: rows are
+    read from the data files.
+    """
     own_keys: dict[str, Any] = key({})
     """Free-form: additional keys of data for the user's classes (custom_cls, sampler), passed in their config. Unknown
     keys of data are put here."""
@@ -170,7 +173,7 @@ class ActorConfig(SharesSequences):
     longest sequences if it is set, else by ppo_max_token_len_per_gpu. Other passes follow the same rule, and without
     sizes of their section they use the actor's."""
     ppo_max_token_len_per_gpu: int = key(16384, least=1)
-    """Tokens per forward and backward on one device; a sequence-parallel group has this times its size."""
+    """Tokens per forward and backward on one device; the budget of a sequence-parallel group is this times its size."""
     ppo_epochs: int = key(1, least=1)
     """Passes over each batch."""
     recompute_old_log_prob: Literal["auto", "always"] = "auto"
@@ -225,10 +228,11 @@ class ActorConfig(SharesSequences):
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = key(0.001, least=0, only_with="use_kl_loss")
-    """Weight of that KL."""
+    """Weight of the KL in the loss."""
     kl_loss_type: KLKind = key("low_var_kl", only_with="use_kl_loss")
-    """Estimator: kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the gradient of k2; full: the
-    exact KL over the vocabulary."""
+    """Estimator of the KL in the loss: kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the
+    gradient of k2; full: the exact KL over the vocabulary.
+    """
     use_bias_correction_kl: bool = key(
         False,
         only_with={
@@ -340,7 +344,9 @@ class SFTConfig:
     """Learn the assistant's turns of conversations in the data (rltrain sft sets it)."""
     messages_key: str = key("messages", only_with="enabled")
     """Column with conversations: messages of the roles system, user, assistant and tool. Rows without it need
-    data.prompt_key and response_key. A dot selects a field of a column, in every key of a column here."""
+    data.prompt_key and response_key. In sft.messages_key, response_key and tools_key, a dot selects a field of a
+    column.
+    """
     response_key: str = key("response", only_with="enabled")
     """Column with the response as text, for rows without messages_key."""
     tools_key: str = key("tools", only_with="enabled")

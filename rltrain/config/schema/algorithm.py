@@ -48,7 +48,7 @@ class KLControlConfig:
 class FilterGroupsConfig:
     """DAPO's dynamic sampling."""
 
-    enable: bool = key(False, only_with={"actor_rollout_ref.rollout.n>1": "a prompt has one answer, and all are kept"})
+    enable: bool = key(False, only_with={"actor_rollout_ref.rollout.n>1": "a prompt has one response, which is kept"})
     """Replace groups whose responses all have the same score by new generations."""
     metric: str = key("acc", only_with="enable")
     """Metric that is compared: acc (else the scorer's score), score (the scorer's, without penalties), seq_reward and
@@ -176,7 +176,7 @@ class AlgorithmConfig:
     gdpo_reward_keys: list[str] = key([])
     """gdpo: numbers of the scorer that are compared one by one."""
     gdpo_reward_weights: list[float] | None = None
-    """gdpo: weight of each; null: 1 each."""
+    """gdpo: weight of each number in gdpo_reward_keys; null: 1 each."""
     gigpo: GiGPOConfig = section(GiGPOConfig)
     """Comparison of turns."""
     adv_norm: AdvNormConfig = section(AdvNormConfig)
@@ -184,13 +184,13 @@ class AlgorithmConfig:
     reward_scaling: float = key(1.0, over=0)
     """Advantages come from (score + reward_bias) * reward_scaling."""
     reward_bias: float = 0.0
-    """See reward_scaling."""
+    """Added to the score before reward_scaling."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward, token by token."""
     kl_penalty: KLKind = key("kl", only_with="use_kl_in_reward")
-    """Estimator of that KL, as in actor.kl_loss_type."""
+    """Estimator of the KL in the reward, as in actor.kl_loss_type."""
     kl_ctrl: KLControlConfig = section(KLControlConfig, only_with="use_kl_in_reward")
-    """Weight of that KL."""
+    """Weight of the KL in the reward."""
     mask_truncated: bool = False
     """DAPO's overlong filtering: exclude responses cut at the limit from the loss (of critic, KL and entropy too) and
     from its denominators, which count tokens and responses. Their rewards stay in the baseline of their group."""

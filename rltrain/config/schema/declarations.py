@@ -116,13 +116,13 @@ POLICY_LOSSES = {
     "sapo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("tau_pos", "tau_neg")),
     # Every token of a response has the loss of the response, so this is GMPO's mean over responses.
     "geo_mean": LossTraits(silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=_CLIP),
-    # Not `silent_at_zero`, because a token with zero advantage may be selected. Without it, another token would be
-    # selected.
+    # The loss is not `silent_at_zero`, because a token with zero advantage may be selected. Without it, another token
+    # would be selected.
     "clip_cov": LossTraits(selects=True, reads=(*_CLIP, *_CLIP_COV)),
     "kl_cov": LossTraits(selects=True, reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
     "dppo_tv": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
     "dppo_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c")),
-    # Not `silent_at_zero`, because a token with zero advantage is pulled back to the old policy.
+    # The loss is not `silent_at_zero`, because a token with zero advantage is pulled back to the old policy.
     "dro": LossTraits(reads=("policy_loss.dro_beta",)),
     "luspo": LossTraits(silent_at_zero=True, aggregation=_ANSWER_SUM, reads=_CLIP),
     "vespo": LossTraits(silent_at_zero=True, reads=_VESPO),
@@ -130,7 +130,7 @@ POLICY_LOSSES = {
     "real": LossTraits(
         weighs_groups=True, silent_at_zero=True, aggregation=_ANSWER_MEAN, reads=("policy_loss.real_tau",)
     ),
-    # Not `silent_at_zero`, because tokens with zero advantage are counted too.
+    # The loss is not `silent_at_zero`, because tokens with zero advantage are counted too.
     "m2po": LossTraits(selects=True, reads=("policy_loss.m2_threshold",)),
     "future_kl": LossTraits(silent_at_zero=True, reads=(*_CLIP, "clip_ratio_c", *_FUTURE_KL)),
 }

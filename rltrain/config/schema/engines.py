@@ -33,8 +33,8 @@ class Engine:
     """True if it may span several nodes."""
     leader_serves: bool = False
     """True if only the first process of a replica serves prompts, and the others pass weights."""
-    images: bool = False
-    """True if prompts may have images."""
+    images: tuple[str, ...] | None = ()
+    """Families whose images it was compared on; None: every family whose images can be trained on."""
     fp32_head: bool = False
     """True if it can multiply with the head in float32."""
     adapters: bool = False
@@ -83,7 +83,7 @@ ENGINES = {
     "hf": Engine(
         factory="rltrain.workers.rollout.embedded.engine:HFRollout",
         embedded=True,
-        images=True,
+        images=None,
         fp32_head=True,
         adapters=True,
         tells_experts=True,
@@ -104,7 +104,7 @@ ENGINES = {
         tensor_parallel=True,
         expert_parallel=True,
         over_nodes=True,
-        images=True,
+        images=None,
         fp32_head=True,
         adapters=True,
         tells_experts=True,
@@ -146,6 +146,7 @@ ENGINES = {
         install="rltrain[sglang]",
         tensor_parallel=True,
         leader_serves=True,
+        images=("qwen2_5_vl", "qwen3_vl"),
         arguments="srt/server_args.py:ServerArgs",
         refused_arguments={"quantization": FULL_PRECISION, "tp_size": _SPANS, "pp_size": _SPANS, "dp_size": _SPANS},
     ),

@@ -7,7 +7,7 @@ not show. A new special case is a new field.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Family:
     """True if positions of prompts with images have three rows (time, height, width)."""
     takes_max_pixels: bool = False
     """True if its processor shrinks images by ``max_pixels``."""
+    frames_per_image: int = 1
+    """Frames as which its processor counts an image when it compares pixels with its bounds."""
     gated_delta_nets: bool = False
     """True if its layers of type "linear_attention" are gated delta nets (`models/attention/recurrent.py`)."""
     multiplies_logits: bool = False
@@ -41,6 +43,9 @@ FAMILIES = {
     "qwen2_5_vl": _MROPE,
     "qwen3_vl": _MROPE,
     "qwen3_vl_moe": _MROPE,
+    "qwen3_5": _MROPE,
+    "qwen3_5_moe": _MROPE,
+    "glm4v": replace(_MROPE, frames_per_image=2),
     "internvl": Family(images=True),
     "gemma3": _BOTH_WAYS,
     "gemma3n": _BOTH_WAYS,

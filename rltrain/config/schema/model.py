@@ -28,10 +28,10 @@ _SCORED = "reward_model.enable"
 _CLASSIFIES = {
     _SCORED: "",
     "reward_model.model.type=discriminative": "a generative reward model is a judge: reward.judge.rule and "
-    "reward.weights put its number beside the scorer's, and it writes as reward_model.rollout says",
+    "reward.weights combine its score with the scorer's, and reward_model.rollout configures its replies",
 }
-_GENERATES = {_SCORED: "", "reward_model.model.type=generative": "the reward model is a classifier: no text"}
-_RECOMPUTED = {"enable_gradient_checkpointing": "what rests on the host is what a layer is recomputed from"}
+_GENERATES = {_SCORED: "", "reward_model.model.type=generative": "the reward model is a classifier, without text"}
+_RECOMPUTED = {"enable_gradient_checkpointing": "only the inputs of recomputed layers are offloaded"}
 
 
 class SharesSequences:
@@ -75,7 +75,7 @@ class OptimConfig:
 
 @dataclass
 class OffloadConfig:
-    """Offloading and division of a frozen model."""
+    """Offloading and sharding of a frozen model."""
 
     param_offload: bool = key(False, only_with=_ON_DEVICE)
     """Keep the parameters in host memory while they are unused."""
@@ -180,7 +180,7 @@ class ModelConfig(TrainedModelConfig):
     external_lib: list[str] = key([])
     """Modules, or files FILE.py, that driver and workers import before they load a model, such as one that registers a
     family with transformers."""
-    use_liger: bool = key(False, only_with={"trainer.device!=cpu": "fused kernels are those of accelerators"})
+    use_liger: bool = key(False, only_with={"trainer.device!=cpu": "fused kernels exist only for accelerators"})
     """Compute RMSNorm, SwiGLU and rotary embeddings of all models except the engine's with fused kernels: Liger's on
     CUDA (pip install 'rltrain[liger]'), torch_npu's on NPU."""
     fp32_head: bool = False
@@ -214,7 +214,7 @@ class CriticModelConfig(TrainedModelConfig):
     path: str | None = None
     """Hugging Face folder or hub name; null: the actor's. A classification head with one label is kept; otherwise the
     head starts at 0."""
-    # Follows the actor's key, because the critic usually is the actor's model, with the same code.
+    # The default follows the actor's key, because the critic usually is the actor's model, with the same code.
     trust_remote_code: bool = key("${actor_rollout_ref.model.trust_remote_code}")
     """Run Python code of the model's repository."""
     fsdp_config: FSDPConfig = section(FSDPConfig)
@@ -254,7 +254,9 @@ class CriticConfig(SharesSequences):
     shuffle: bool = key(ACTOR + "shuffle}")
     """Shuffle the prompts of a batch before it is cut into mini-batches."""
     cliprange_value: float = key(0.5, least=0)
-    """Clip range of the value loss: a value gains nothing by moving further than this from that of the values pass."""
+    """Clip range of the value loss: moving a value further than this from the result of the values pass does not reduce
+    the loss.
+    """
     loss_agg_mode: Aggregation | None = key(ACTOR + "loss_agg_mode}")
     """As actor.loss_agg_mode; null: token-mean."""
     ulysses_sequence_parallel_size: int = key(1, least=1)
@@ -313,7 +315,7 @@ class OverlongBufferConfig:
     enable: bool = False
     """Subtract a penalty that grows linearly over the last tokens before the limit."""
     len: int = key(0, only_with="enable")
-    """Number of those last tokens."""
+    """Number of last tokens before the limit over which the penalty grows."""
     max_resp_len: int | None = key(None, least=1, only_with="enable")
     """The limit in tokens; null: data.max_response_length. The penalty keeps growing beyond it."""
     penalty_factor: float = key(1.0, least=0, only_with="enable")

@@ -24,13 +24,13 @@ class VespoConfig:
     """
 
     k_pos: float = key(2.0, least=0)
-    """vespo: k of responses with an advantage of 0 or more."""
+    """vespo: k for responses with an advantage of 0 or more."""
     lambda_pos: float = key(3.0, least=0)
-    """vespo: lambda of these responses."""
+    """vespo: lambda for responses with an advantage of 0 or more."""
     k_neg: float = key(3.0, least=0)
-    """vespo: k of the other responses."""
+    """vespo: k for responses with a negative advantage."""
     lambda_neg: float = key(2.0, least=0)
-    """vespo: lambda of the other responses."""
+    """vespo: lambda for responses with a negative advantage."""
 
 
 @dataclass
@@ -45,13 +45,13 @@ class PolicyLossConfig:
     clip_cov_lb: float = 1.0
     """clip_cov: smallest covariance of such a token."""
     clip_cov_ub: float = 5.0
-    """clip_cov: largest covariance of such a token."""
+    """clip_cov: smallest covariance of a token without a gradient."""
     kl_cov_ratio: float = key(0.0002, least=0, most=1)
-    """kl_cov: share of tokens with a KL penalty."""
+    """clip_cov: largest covariance of a token without a gradient."""
     ppo_kl_coef: float = key(0.1, least=0)
     """kl_cov: weight of that KL."""
     dro_beta: float = key(0.1, over=0)
-    """dro: weight of the pull towards the old policy."""
+    """kl_cov: weight of the KL penalty."""
     real_tau: float = key(0.5, over=0)
     """real: temperature of the classification."""
     m2_threshold: float = key(0.04, over=0)
@@ -59,14 +59,14 @@ class PolicyLossConfig:
     vespo: VespoConfig = section(VespoConfig)
     """VESPO's weight."""
     topr_negative_ratio_lower: float = key(0.0, least=0)
-    """topr: smallest weight of a bad response."""
+    """topr: smallest weight of a response with a negative advantage."""
     topr_negative_ratio_upper: float = key(1.0, least=0)
-    """topr: largest weight of a bad response."""
+    """topr: largest weight of a response with a negative advantage."""
     decay_rate: float = key(32.0, over=0)
     """future_kl: number of tokens after which later tokens count half."""
     future_kl_clip_ratio: float = key(0.2, least=0)
-    """future_kl: largest deviation of a token's influence from 1."""
+    """future_kl: the factor of a token's advantage is clipped to 1 +- this."""
     future_kl_clip_high_only: bool = True
-    """future_kl: the influence is never below 1."""
+    """future_kl: the factor is never below 1."""
     safety_thresh: float = key(4.0, over=0)
-    """future_kl: a bad token with a larger ratio has an influence of 0.8 to 1."""
+    """future_kl: if the ratio of a token with a negative advantage is larger than this, its factor is 0.8 to 1."""

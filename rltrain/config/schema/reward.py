@@ -51,11 +51,13 @@ class RewardConfig:
     allow_code_execution: bool = False
     """Allow scorers to run programs that the model wrote. rewards.md of the documentation lists the limits."""
     allow_unsandboxed_code: bool = False
-    """Run them even on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
+    """Run such programs even on a kernel without user namespaces and Landlock, where only checks inside Python limit
+    them.
+    """
     url: str | None = None
     """Address of a remote scorer (http://host:port/path), which scores the responses instead of local processes."""
     url_concurrency: int = key(8, least=1, only_with=_REMOTE)
-    """Concurrent requests to reward.url of each of num_workers (null: one per node), in responses."""
+    """Number of responses that each of num_workers (null: one per node) sends to reward.url at once."""
     url_headers: dict[str, Any] = key({}, only_with=_REMOTE)
     """Free-form: headers for reward.url, such as url_headers.Authorization='Bearer ${oc.env:TOKEN}'; masked in
     config.yaml."""
@@ -138,7 +140,7 @@ def _reward_model(config: ScoringConfig, max_response_length: int) -> Iterator[s
         # HTTP.
         yield (
             f"reward_model.enable=True and custom_reward_function.path={config.custom_reward_function.path} both score "
-            "answers, and verl's versions differ in which one counts. Set reward_model.rule_weight=0 for the model "
+            "responses, and verl's versions differ in which one counts. Set reward_model.rule_weight=0 for the model "
             "only, reward_model.rule_weight=1 for the sum, or leave reward_model.enable out for the function. A "
             "function that asks the model to judge in words becomes reward_model.model.type=generative with "
             "reward.judge.prompt and reward.judge.parse."
@@ -194,8 +196,8 @@ def _judge(config: ScoringConfig) -> Iterator[str]:
         )
     if judge.rule == "first" and "judge" in config.reward.weights:
         yield (
-            "reward.weights.judge needs a judge score for every answer, but with reward.judge.rule=first the judge "
-            "skips answers that the scorer accepts. Set reward.judge.rule=beside, or leave the weight out."
+            "reward.weights.judge needs a judge score for every response, but with reward.judge.rule=first the judge "
+            "skips responses that the scorer accepts. Set reward.judge.rule=beside, or leave the weight out."
         )
 
 

@@ -35,7 +35,7 @@ class ValKwargs:
     )
     """False: greedy, whatever the temperature. Otherwise only the temperature decides."""
     n: int = key(
-        1, least=1, only_with={f"n=1 or {when}": f"one answer is enough: {why}" for when, why in _SAMPLES.items()}
+        1, least=1, only_with={f"n=1 or {when}": f"one response is enough: {why}" for when, why in _SAMPLES.items()}
     )
     """Responses per validation prompt; one if they are greedy."""
     temperature: float = key(0.0, least=0, only_with={"temperature=0.0 or do_sample!=False": _NO_SAMPLING})
@@ -83,7 +83,9 @@ class MultiTurnConfig:
     max_tool_response_length: int = key(256, least=1, only_with=TOOLS)
     """Characters of a result that the policy reads."""
     tool_response_truncate_side: str = key("middle", among=("left", "middle", "right"), only_with=TOOLS)
-    """Treatment of a longer result: keep its end (left), its beginning (right), or both without the middle (middle)."""
+    """Treatment of a result longer than max_tool_response_length: keep its end (left), its beginning (right), or both
+    without the middle (middle).
+    """
     images: bool | None = key(None, only_with=TOOLS)
     """Allow images in results of tools and in messages of environments and agents; null: if training prompts have
     images."""
@@ -99,7 +101,9 @@ class MultiTurnConfig:
     allow_code_execution: bool = key(False, only_with=TOOLS)
     """Allow tools to run programs that the policy wrote (docs/security.md)."""
     allow_unsandboxed_code: bool = key(False, only_with=TOOLS)
-    """Run them even on a kernel without user namespaces and Landlock, where only checks inside Python limit them."""
+    """Run such programs even on a kernel without user namespaces and Landlock, where only checks inside Python limit
+    them.
+    """
 
     @property
     def place(self) -> str:
@@ -214,8 +218,9 @@ class RolloutConfig:
     """Limit of the difference of log-probs between engine and trainer per token, above which there is an alarm; null:
     1e-3 if both compute in float32, else 0.1."""
     on_log_prob_gap: Literal["warn", "stop"] = "warn"
-    """Reaction to this alarm in a step: warn, or stop before the update (with bypass_mode: after the update, without
-    saving). After a weight sync the alarm always stops the run."""
+    """Reaction to the alarm of log_prob_gap_limit in a step: warn, or stop before the update (with bypass_mode: after
+    the update, without saving). After a weight sync the alarm always stops the run.
+    """
     engine_kwargs: dict[str, Any] = key({})
     """Free-form arguments of the engine, under its name: engine_kwargs.vllm.block_size=32."""
     log_prob_micro_batch_size_per_gpu: int | None = key(None, least=1, only_with=_OLD_LOG_PROB_PASS)

@@ -56,8 +56,9 @@ class TrainerConfig:
     total_epochs: int = key(30, least=1, only_with=TRAINS)
     """Passes over the training prompts; the run may end earlier, see total_training_steps."""
     total_training_steps: int | None = key(None, least=1, only_with=TRAINS)
-    """Number of steps; null: that of total_epochs. The run ends with the earlier of the two. The learning rate schedule
-    has this length if it is set."""
+    """Number of steps; null: the steps of total_epochs. The run ends with the earlier of the two. The learning rate
+    schedule has this length if it is set.
+    """
     critic_warmup: float = key(
         0,
         only_with={
@@ -73,12 +74,13 @@ class TrainerConfig:
     val_before_train: bool = key(
         True, only_with={"val_before_train or val_only=False": "trainer.val_only=True validates"}
     )
-    """Validate before the first step; without a test_freq after the last one too."""
+    """Validate before the first step, and without a test_freq also after the last one."""
     val_only: bool = False
-    """Stop after this validation."""
+    """Stop after the validation before the first step."""
     test_freq: int | str = key(-1, only_with={"data.val_files or test_freq<1": "data.val_files is not set"} | TRAINS)
-    """Validate every so many steps, or after every epoch (epoch), and after the last step; -1: after the last, and with
-    val_before_train=False never."""
+    """Validate every so many steps, or after every epoch (epoch), and after the last step; -1: only after the last
+    step, and with val_before_train=False never.
+    """
     save_freq: int | str = key(-1, only_with=TRAINS)
     """Save every so many steps, or after every epoch (epoch); -1: by save_every_s and at the end."""
     save_every_s: float | None = key(1800.0, least=-1, only_with=_SAVES | TRAINS)
@@ -134,17 +136,18 @@ class TrainerConfig:
     """End the run if a call to the workers takes longer than this and than hang_factor times the longest call of its
     kind so far; null: never."""
     hang_factor: float = key(5.0, least=1, only_with=_OWN_HISTORY | _TIMED)
-    """See hang_floor_s, which is also used as the longest call of a kind that is called for the first time."""
+    """See hang_floor_s. A kind of call without an earlier call counts as having taken hang_floor_s."""
     samples_freq: int = 1
     """Save the responses of every so many steps, and of every validation, in RUN/samples (python -m rltrain.view RUN);
     -1: never."""
     samples_max_prompts: int = key(100, least=1, only_with="samples_freq>0")
-    """Prompts per step, and per validation, whose responses are all saved there."""
+    """Number of prompts per step, and per validation, whose responses are saved in RUN/samples."""
     profile_steps: list[int] | None = key(None, only_with=TRAINS)
     """Steps whose phases are profiled into RUN/profile; null: none (docs/profiling.md)."""
     profile_phases: list[str] = key([], only_with="profile_steps")
-    """These phases, such as [gen,update_actor]; []: all phases in which models run except gen, whose trace may
-    be huge."""
+    """Phases to profile, such as [gen,update_actor]; []: all phases in which models run except gen, whose trace may be
+    huge.
+    """
     profile_ranks: list[int] = key([0], only_with="profile_steps")
     """The ranks that are profiled."""
     report: bool = True
@@ -253,7 +256,7 @@ def folder_problems(trainer: TrainerConfig, validates: bool) -> Iterator[str]:
         return
     run = _real(trainer.default_local_dir)
     for setting, name in named.items():
-        # The first path component below the run folder, because all files in a checkpoint are removed with it.
+        # Compare the first path component below the run folder, because removing a checkpoint removes all files in it.
         inside = os.path.relpath(_real(name), run).split(os.sep)[0]
         if any(fnmatch(inside, pattern) for pattern in _OF_THE_RUN):
             yield (

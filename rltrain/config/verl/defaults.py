@@ -1,8 +1,8 @@
 """Extraction of the user's settings from a configuration saved by a run of verl.
 
-A saved tree has 300 to 900 keys, but the user wrote about thirty. All others would be reported as without effect, or
-count as chosen. So values equal to verl's defaults count as not written. The tables hold the defaults of verl 0.5 to
-main that differ from rltrain's.
+A saved tree has 300 to 900 keys, but the user wrote about thirty. All other keys would be reported as without effect
+or would count as chosen. So values equal to verl's defaults count as not written. The tables hold the defaults of verl
+0.5 to main that differ from rltrain's.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Verdict:
 
     @property
     def forbids(self) -> bool:
-        """True if the row is an error; others are notes."""
+        """True if the row makes the key an error. Other rows only add a note."""
         return self.row.action != "no effect"
 
     @property

@@ -47,7 +47,7 @@ def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> I
     yield from _importance_of_06(old)
     if _MODE[0] in old:
         if value(_TAIL) == "off":
-            note = f"{'='.join(_MODE)} is {_TAIL}=carry_over here: unfinished answers are continued in the next step"
+            note = f"{'='.join(_MODE)} is {_TAIL}=carry_over here: unfinished responses are continued in the next step"
             yield _TAIL, "carry_over", note
         if not value(_C + "bypass_mode") and not value(_C + "rollout_is"):
             note = f"{_C}rollout_is=token: tokens are weighted against the policy that sampled them, maybe an older one"
@@ -72,7 +72,7 @@ def translate_old_keys(old: Mapping[str, Any], value: Callable[[str], Any]) -> I
         limit = f"{math.log(veto) ** 2 / 2:.6g}"
         rules, limits = [*rules, "seq_max_k2"], f"{limits},{limit}" if rules else limit
     note = f"{_C}rollout_rs={','.join(rules)} with rollout_rs_threshold={limits} defines the rejection here"
-    note += f"; an answer is also rejected for a token whose ratio is over {1 / veto:g}" if veto else ""
+    note += f"; a response is also rejected for a token whose ratio is over {1 / veto:g}" if veto else ""
     yield _C + "rollout_rs", ",".join(rules), note
     yield _C + "rollout_rs_threshold", limits, ""
 
@@ -139,7 +139,7 @@ def read_by_version(
     the value of a key.
     """
     version, filters, batch, drawn = map(value, ("trainer.verl_version", _FILTER + "enable", _BATCH, _DRAWN))
-    if not filters and version != "0.9" and _are_whole(batch, drawn) and drawn not in (0, batch):
+    if not filters and version != "0.9" and _are_integers(batch, drawn) and drawn not in (0, batch):
         note = f"{_DRAWN}={drawn} is the number of prompts in a step, as in verl 0.5 to 0.8 without {_FILTER}enable"
         yield _BATCH, _DRAWN, drawn, f"{note}; verl 0.9 trains on {_BATCH}={batch} (trainer.verl_version=0.9)"
     if filters and version == "0.9" and _FILTER + "metric" not in explicit:
@@ -157,7 +157,7 @@ def sizes_not_written(explicit: Collection[str], value: Callable[[str], Any]) ->
     explicit: keys that were written. value: returns the value of a key.
     """
     batch, mini = value(_BATCH), value(_MINI)
-    if _MINI not in explicit and _are_whole(batch, mini) and 0 < batch < mini:
+    if _MINI not in explicit and _are_integers(batch, mini) and 0 < batch < mini:
         # As in older versions of verl, which split a batch into parts of at most this size; newer versions assert.
         note = f"{_MINI} is not set and {_BATCH}={batch} is below its default, {mini}: one mini-batch a step"
         yield _MINI, batch, note
@@ -166,11 +166,11 @@ def sizes_not_written(explicit: Collection[str], value: Callable[[str], Any]) ->
     if _BUDGET in explicit or not unchunked:
         return
     lengths = value("data.max_prompt_length"), value("data.max_response_length")
-    longest = value(_R + "max_model_len") or (sum(lengths) if _are_whole(*lengths) else 0)
-    if _are_whole(longest, budget) and longest > budget:
+    longest = value(_R + "max_model_len") or (sum(lengths) if _are_integers(*lengths) else 0)
+    if _are_integers(longest, budget) and longest > budget:
         note = f"{_BUDGET} is not set: {longest}, the longest sequence, as enable_chunked_prefill=False"
         yield _BUDGET, longest, note
 
 
-def _are_whole(*values: Any) -> bool:
+def _are_integers(*values: Any) -> bool:
     return all(isinstance(value, int) for value in values)

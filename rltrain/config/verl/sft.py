@@ -101,7 +101,7 @@ def translated(settings: Mapping[str, str]) -> dict[str, str]:
         if key == "data.max_length":
             if not text.isdecimal() or int(text) < 2:
                 raise ConfigError(f"data.max_length={text}: give a number of tokens, at least 2.")
-            # verl's key limits prompt and response together, and so does the sum of these two keys.
+            # verl's key limits prompt and response together, and here the sum of these two keys does so.
             found |= {"data.max_prompt_length": "1", "data.max_response_length": str(int(text) - 1)}
             continue
         if key in _DICT_KEYS:

@@ -6,7 +6,8 @@ from rltrain.data.turns.formats.reading import Call, CallFormat, Parsed
 
 __all__ = ["FORMATS", "Call", "CallFormat", "Parsed"]
 
-# Llama's format is first, because others also read JSON without marks (`detect.detect_format`).
+# Llama's format is first, so that `detect.detect_format` prefers it: parsers of other formats also read JSON without
+# marks.
 _ALL = (
     of.LLAMA3_JSON, of.HERMES, of.QWEN3_CODER, of.GLM, of.DEEPSEEK_V3, of.DEEPSEEK_V4, of.KIMI, of.MISTRAL, of.GEMMA4,
     of.SEED, of.MINIMAX,

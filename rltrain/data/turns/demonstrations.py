@@ -184,7 +184,7 @@ def _tried(rows: Rows, encoder: ChatEncoder) -> Iterator[tuple[Any, int]]:
 
 
 def _ending_with_policy(tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Drop tokens after the last token of the assistant, as in a rollout."""
+    """Drop the tokens after the assistant's last token, because a rollout ends there too."""
     end = int(np.flatnonzero(mask).max(initial=-1)) + 1
     return tokens[:end], mask[:end]
 
@@ -236,8 +236,8 @@ class _TurnWriter:
         return ids[: ends[-1] + 1] if ends else [*ids, self._encoder.tokenizer.eos_token_id]
 
     def _tail(self, text: str) -> str:
-        """Return the end of a text from its last added token on. Earlier text has no influence, because tokenizers
-        split there.
+        """Return the end of a text from its last added token on. Earlier text does not change the tokens of this part,
+        because tokenizers split the text at added tokens.
         """
         return text[max((text.rfind(token.content) for token in self._added.values()), default=-1) :] if text else ""
 

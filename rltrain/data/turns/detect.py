@@ -55,8 +55,8 @@ def detect_format(encoder: ChatEncoder, schemas: Sequence[dict[str, Any]]) -> Ca
         for start in (shared(before, text), shared(bare, text)):
             for call_format in FORMATS.values():
                 parsed = call_format.parse(text[start:], probe)
-                # The rest must be text that the template writes in any turn, such as the role; otherwise it contains
-                # marks of other formats.
+                # The rest must be text that the template writes in any turn, such as the role. If it is not, it
+                # contains marks of another format.
                 rest = call_format.parse(answer[start:], probe).text.replace("Yes.", "").strip()
                 if parsed.calls == [known] and not parsed.problems and parsed.text == rest:
                     return call_format

@@ -23,8 +23,8 @@ from rltrain.data.turns.calls import Call, CallFormat
 
 ASK: Message = {"role": "user", "content": "What is 3 + 4?"}
 _SENTINEL = "qzSENTINELzq"
-# Variants of the stub: with arguments as dict or as text, with only the first call if the template supports one per
-# turn, and with the sentinel in the content if the template drops calls. The first variant that works is used.
+# Variants of the stub, of which the first that works is used. Arguments are a dict or text. There is one call if the
+# template supports only one per turn. The sentinel is in the content if the template drops calls.
 _STUBS = (("dict", "all"), ("text", "all"), ("dict", "first"), ("text", "first"), ("dict", "dropped"), ("none", "none"))
 
 
@@ -34,7 +34,7 @@ class _Context:
     end: str
     """Token that precedes the context."""
     stops: bool
-    """True if that token ends turns. Otherwise the template ends past turns differently than the policy."""
+    """True if that token ends turns. If it does not, the template ends past turns differently than the policy."""
 
 
 class TurnDelta:
@@ -49,7 +49,7 @@ class TurnDelta:
         stops = {*encoder.eos_token_ids, *(added[text] for text in call_format.stop_tokens if text in added)}
         self.stop_token_ids = sorted(stops)
         self._stop = _any_of(tokenizer.convert_ids_to_tokens(self.stop_token_ids))
-        # Added non-special tokens may also open a role, if the template writes them.
+        # Added tokens that are not special may also open a role, if the template writes them.
         template = str(tokenizer.chat_template)
         self._ids = {
             text: number
@@ -90,7 +90,7 @@ class TurnDelta:
         joined = "\n".join([*contents, *(str(message.get("name")) for message in messages)])
         if not self._ids or not self._mark.search(joined):
             return list(messages), {}
-        # Private-use characters, which fonts and templates do not use.
+        # Characters of Unicode's private use area, which texts and templates do not contain.
         border = next(chr(number) for number in range(0xE000, 0xF900) if chr(number) not in joined)
         texts: dict[str, str] = {}
 
@@ -275,7 +275,7 @@ class TurnDelta:
 
     def _token_difference(self, history: Sequence[Message], whole: str, context: _Context) -> str:
         ids = self._tokens(context, {})
-        # A history with images is not encoded, because the encoder requires the file of every image.
+        # A history with images is not encoded as a whole, because the encoder requires the file of every image.
         has_images = any(not isinstance(message["content"], str) for message in history)
         expected = self._plain_ids(whole) if has_images else self._encoder.encode(history, tools=self._schemas)
         actual = self._plain_ids(whole[: len(whole) - len(context.text)]) + ids

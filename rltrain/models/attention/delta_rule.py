@@ -88,7 +88,7 @@ def _one_step(
 
 
 @lru_cache(8)
-# The first call may be in inference mode, and autograd cannot save tensors that were created there.
+# The first call may be in inference mode, and autograd cannot save tensors created in that mode.
 @torch.inference_mode(False)
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[int, Tensor, Tensor, list[int], Tensor, Tensor]:
     """Return the chunk layout: chunk size; token index of each chunk slot (``total`` for padding); slot of each token;

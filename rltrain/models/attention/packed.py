@@ -210,7 +210,7 @@ def _band(num_queries: int, before: int, groups: int, window: int | None, like: 
 
 
 @lru_cache(8)
-# The first call may be in inference mode, and autograd cannot save tensors that were created there.
+# The first call may be in inference mode, and autograd cannot save tensors created in that mode.
 @torch.inference_mode(False)
 def _template(
     block: int, before: int, groups: int, window: int | None, dtype: torch.dtype, device: torch.device

@@ -74,7 +74,7 @@ class PackedImages:
             return None
         is_kept = torch.zeros(len(self.num_tokens), dtype=torch.bool)
         is_kept[image_numbers] = True
-        # Features keep their order, so a feature's new index is the number of kept features before it.
+        # The features keep their order. The new index of a feature is therefore the number of kept features before it.
         number = is_kept[owner].cumsum(0) - 1
         return replace(
             self,

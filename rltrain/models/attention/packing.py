@@ -96,7 +96,7 @@ class AttentionPlan:
 
     def on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return cumulative query and key lengths [segments + 1] (int32), and the row indices of all segments' keys
-        [keys], empty without prefixes. They are cached, so that the layers of a device share one copy.
+        [keys], empty without prefixes. The tensors are cached, so that the layers of a device share one copy.
         """
         if device not in self._on_devices:
             queries, where = send(torch.tensor((0, *self.query_ends), dtype=torch.int32), device), torch.zeros(0)
@@ -108,8 +108,8 @@ class AttentionPlan:
             self._on_devices[device] = queries, keys, where
         return self._on_devices[device]
 
-    # Cached in the plan itself. A separate cache object that refers to the plan would keep device memory until garbage
-    # collection.
+    # Cache the tensors in the plan itself. A separate cache object that refers to the plan would keep device memory
+    # until garbage collection.
     @cached_property
     def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor, Tensor]]:
         return {}
@@ -172,7 +172,8 @@ class PackedInputs:
     host_predictors: Tensor
     """Copy of ``predictors`` on the host, for Ulysses."""
     images: PackedImages | None = None
-    """Images of prompts and responses, on the host. With them, positions may be [3, total]: time, height and width."""
+    """Images of prompts and responses, on the host. With images, positions may be [3, total]: time, height and width.
+    """
     experts: Tensor | None = None
     """[total, layers, experts per token]: replayed experts of each token. None: the router decides."""
     spans: tuple[tuple[range, range], ...] = ()
@@ -209,7 +210,8 @@ def pack(batch: Batch, device: torch.device, *, share: bool = True) -> PackedInp
     ``routed_experts``, if present, follow the same layout. A shared prompt uses the rows of its first sample.
     """
     if not len(batch):
-        # A rank without samples computes one token, because FSDP's gathers in the forward need every rank.
+        # A rank without samples computes one token, because FSDP gathers weights in the forward pass, which needs every
+        # rank.
         dummy_token = torch.zeros(1, dtype=torch.long, device=device)
         return PackedInputs(
             dummy_token,
@@ -270,11 +272,11 @@ def _experts(batch: Batch, spans: Sequence[tuple[range, range]], total: int, dev
     """Return `PackedInputs.experts`."""
     if c.ROUTED_EXPERTS not in batch or not len(given := batch.ragged(c.ROUTED_EXPERTS).values):
         return None
-    # Either all samples of a mini-batch have experts or none has; otherwise rows would be assigned to the wrong
-    # samples.
+    # Either all samples of a mini-batch have recorded experts or none has. Otherwise rows would be assigned to the
+    # wrong samples.
     assert torch.equal(batch.ragged(c.ROUTED_EXPERTS).lengths, computed_tokens(batch))
     packed = given.new_zeros(total, *given.shape[1:])
-    # In reverse order, so that the rows of a shared prompt are last written by its first sample.
+    # Iterate in reverse order, so that the first sample of a shared prompt writes its rows last.
     ends = batch.ragged(c.ROUTED_EXPERTS).offsets.tolist()[1:]
     for (prompt, answer), end in zip(reversed(spans), reversed(ends), strict=True):
         of_answer = end - len(answer)
@@ -364,7 +366,7 @@ def computed_tokens(batch: Batch) -> Tensor:
     return prompts.values.lengths[prompts.index] + (batch.ragged(c.RESPONSE).lengths - 1).clamp(min=0)
 
 
-def pack_whole(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
+def pack_rows(rows: Sequence[Sequence[int]], device: torch.device) -> PackedInputs:
     """Pack rows of token ids. The predictor of a row is its last token. If there are no rows, one dummy token is
     packed."""
     if not rows:

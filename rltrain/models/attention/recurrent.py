@@ -157,7 +157,7 @@ def _by_plan(advance: Advance, projected: Projected, weights: Weights, plan: Att
 
 
 @lru_cache(4)
-# The first call may be in inference mode, and autograd cannot save tensors that were created there.
+# The first call may be in inference mode, and autograd cannot save tensors created in that mode.
 @torch.inference_mode(False)
 def _rounds(
     plan: AttentionPlan, device: torch.device
@@ -251,14 +251,14 @@ def _filtered(row: Tensor, weights: Weights, activation: str) -> Tensor:
     as in kernels."""
     filters = weights.filters.float().mT
     length = row.shape[-2] - len(filters) + 1
-    # Computed by explicit products, because not every device has a depthwise convolution.
+    # Compute explicit products, because not every device has a depthwise convolution.
     convolved = sum(row.narrow(-2, first, length).float() * tap for first, tap in enumerate(filters))
     convolved = convolved if weights.bias is None else convolved + weights.bias
     return ACT2FN[activation](convolved.to(row.dtype))
 
 
 @lru_cache(8)
-# The first call may be in inference mode, and autograd cannot save tensors that were created there.
+# The first call may be in inference mode, and autograd cannot save tensors created in that mode.
 @torch.inference_mode(False)
 def _laid(lengths: tuple[int, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return three index tensors. The first selects from (pasts, tokens) a row in which each segment follows its past.

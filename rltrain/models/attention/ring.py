@@ -83,7 +83,7 @@ def parts_of(plan: AttentionPlan, length: int, queries: int, keys: int) -> tuple
         prefix, own = within(*segment.prefix, keys), within(segment.start, queries * length + here.stop, keys)
         seen = tuple(each for each in (prefix, own) if each.start < each.stop)
         if here.start < here.stop and seen:
-            # Positions count as if the prefix were directly before the segment.
+            # Positions count as if the prefix were directly before the segment (no gap between both).
             shift = segment.start - segment.prefix[1] if seen[0] is prefix else 0
             parts.append(Part(here, seen, here.start + (queries - keys) * length - seen[0].start - shift))
     return tuple(parts)
@@ -206,7 +206,7 @@ class Rounds:
             value = self._gathered(values, part)
             for block, within, scores in self._scores(query, keys, part):
                 total = scores.logsumexp(-1, keepdim=True)
-                # A window may hide the whole slice, and the total is then -inf.
+                # A window may hide the whole slice. The softmax sum is then 0 and its logarithm -inf.
                 weights = (scores - total.clamp(min=torch.finfo(self._dtype).min)).exp()
                 output[block] = _by_token(weights @ value[:, None, within])
                 sums[block] = _by_token(total)[..., 0]
@@ -316,7 +316,7 @@ def _by_token(rows: Tensor) -> Tensor:
 def _passed_on(rows: Tensor, group: ProcessGroup) -> tuple[Tensor, Any]:
     """Send ``rows`` to the next rank of the ring. Returns the rows of the previous one, and the work to wait for."""
     size, rank = group.size(), group.rank()
-    # Sent by an all-to-all, because every backend has it for any group.
+    # The transfer is an all-to-all, because every backend supports it for any group.
     sent, received = ([len(rows) * (other == (rank + step) % size) for other in range(size)] for step in (1, -1))
     arriving, rows = torch.empty_like(rows), rows.contiguous()
     return arriving, dist.all_to_all_single(arriving, rows, received, sent, group=group, async_op=True)

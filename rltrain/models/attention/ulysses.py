@@ -158,9 +158,9 @@ def share_of_row(inputs: PackedInputs, group: ProcessGroup | None) -> tuple[Pack
         for tensor in (inputs.tokens, inputs.positions)
     )
     images = None if inputs.images is None else inputs.images.within(start, length)
-    # Padding tokens are routed to expert 0.
+    # Padding tokens are routed to expert 0, because they need some expert.
     experts = None if inputs.experts is None else slice_of_row(inputs.experts, group)
-    # Make the indices relative to the slice. Predictors of other ranks are outside of it.
+    # Make the indices relative to the slice. Indices of predictors on other ranks are out of range.
     predictors = inputs.host_predictors - start
     own_places = ((predictors >= 0) & (predictors < length)).nonzero()[:, 0]
     places = send(own_places, tokens.device)
@@ -188,7 +188,7 @@ def slice_of_row(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return pad(values, (0, 0) * (values.dim() - 1) + (0, missing))[start : start + length]
 
 
-def whole_sum(part: Tensor, group: ProcessGroup | None) -> Tensor:
+def sum_over_group(part: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum ``part`` over the group. Only this rank's part has a gradient."""
     if group is None:
         return part
@@ -197,11 +197,12 @@ def whole_sum(part: Tensor, group: ProcessGroup | None) -> Tensor:
     return part + (total - part.detach())
 
 
-def whole_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
+def gather_row(values: Tensor, total: int, group: ProcessGroup | None) -> Tensor:
     """Gather values [total, ...] of all tokens of the row from the slices of the ranks, without a gradient."""
     if group is None:
         return values
-    # Gathered as bytes, because indices of more than 256 experts are int16, which neither gloo nor NCCL supports.
+    # The values are gathered as bytes, because indices of more than 256 experts are int16, which neither gloo nor NCCL
+    # supports.
     own = values.contiguous().view(torch.uint8)
     slices = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(slices, own, group=group)

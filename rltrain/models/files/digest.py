@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-# Files that the run itself writes.
+# File names that a run itself writes.
 _WRITTEN = ("reward.judge.cache",)
 # Files of at least this size are sampled, because hashing all of a large model would take minutes.
 _LARGE_BYTES, _PIECES, _PIECE_BYTES = 1 << 22, 16, 1 << 16

@@ -127,7 +127,7 @@ def _empty(part: Any) -> Tensor:
 
 
 def _open(file: Path) -> Any:
-    # Memory-mapped, so an open file takes only address space.
+    # The file is memory-mapped, so keeping it open takes only address space.
     return safe_open(file, "pt")
 
 

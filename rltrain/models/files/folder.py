@@ -19,7 +19,7 @@ from rltrain.models.files.hashed import Digests, write_weights
 # The files of tokenizers, processors, chat templates and generation configs.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 AVERAGE = "average.json"
-# These describe the weights, so they are written again instead of copied.
+# These files describe the weights, so they are written anew instead of copied.
 WRITTEN_ANEW = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json", AVERAGE)
 _PATTERN = "model{suffix}.safetensors"
 

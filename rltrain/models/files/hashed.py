@@ -55,7 +55,7 @@ class HashedFile(io.IOBase):
             for start in range(0, len(view), _PIECE):
                 self._put(view[start : start + _PIECE])
         except OSError as error:
-            # torch raises a different error and drops this one, which reports the full disk.
+            # Keep this error, which reports the full disk, because torch replaces it by another one.
             self.error = self.error or error
             raise
         return len(view)
@@ -132,8 +132,7 @@ class Planner(DefaultSavePlanner):
         return self._copied
 
     def drop(self) -> None:
-        """Free the memory of the last copy, which has been written by now. If it had not, its write would raise an
-        error."""
+        """Free the memory of the last copy. It has been written by now; DCP raises an error if a write fails."""
         self._copied.untyped_storage().resize_(0)
 
 

@@ -32,7 +32,7 @@ class Shards(Entries):
         super().__init__(str(folder), paths=shard_files(folder))
         self._ranks = [_read(file) for file in self.paths]
         self._last: tuple[str, Tensor] | None = None
-        self._whole: set[str] = set()
+        self._replicated: set[str] = set()
         for file, weights in zip(self.paths, self._ranks, strict=True):
             if odd := sorted(weights.keys() ^ self._ranks[0].keys()):
                 raise CheckpointError(f"{file} and {self.paths[0].name} differ in {odd[0]}. Copy the checkpoint again.")
@@ -47,7 +47,7 @@ class Shards(Entries):
         for name, shape in shapes.items():
             first = self._ranks[0][name]
             if not isinstance(first, DTensor) and tuple(first.shape) == tuple(shape):
-                self._whole.add(name)
+                self._replicated.add(name)
                 self.empty[name] = torch.empty(shape, dtype=first.dtype, device="meta")
 
     def read(self, name: str) -> Tensor:
@@ -67,7 +67,7 @@ class Shards(Entries):
             ranks, dim = _cut(self.path, name, first)
             parts = [_local(self.path, name, self._ranks[rank][name]) for rank in ranks]
         else:
-            having = self._ranks[:1] if name in self._whole or not first.dim() else self._ranks
+            having = self._ranks[:1] if name in self._replicated or not first.dim() else self._ranks
             dim, parts = 0, [weights[name] for weights in having]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         if whole.shape != self.empty[name].shape:

@@ -109,7 +109,7 @@ def _names(key_mapping: KeyMapping) -> dict[str, str]:
     again = {second for _, second in key_mapping.twice()}
     names = {entry: entry for entry in key_mapping.left}
     for name, parts in key_mapping.parts.items():
-        # If a rule merges several entries into one weight, each entry is averaged separately.
+        # If a conversion rule merges several entries into one weight, each entry is averaged separately.
         own = {(tied.get(name, name) if rule is None else entry): entry for entry, rule in parts if entry not in again}
         names |= own
     return names

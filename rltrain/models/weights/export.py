@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from rltrain.common.device import host_memory
+from rltrain.config.schema.families import family
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import SLOT
 from rltrain.models.files.folder import COPIED_SUFFIXES, copy_small_files, write_shards
@@ -31,11 +32,11 @@ from rltrain.models.files.hashed import Digests, alone
 from rltrain.models.forward import PolicyModel
 from rltrain.models.load import empty_model, load_config, source_dtype
 from rltrain.models.vision import takes_images
-from rltrain.models.weights.names import CheckpointNames, whole_weights
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = "generation_config.json"
-_PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # transformers 5 writes the second
+_PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"  # the second: since transformers 5
 _OLDER_BOUNDS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 # Test image for both processors. Its size fits no family's tile ratio.
 _PROBE = (640, 480)
@@ -54,7 +55,7 @@ class Export:
         self._dtype = source_dtype(config, encoder.path)
         self._weights: dict[str, torch.Tensor] = {}
         self._hosts: dict[str, torch.Tensor] = {}
-        self._fine: list[Any] = []  # the files of the last check without problems
+        self._fine: list[Any] = []  # files that had no problems in the last check
         if dist.get_rank() == 0:
             # Every family supports eager attention, and families with attention sinks support only this. Created here,
             # because transformers has global state that the writing thread would share.
@@ -73,13 +74,13 @@ class Export:
         is kept for later copies.
         """
         # All ranks iterate, because every weight is a collective; only rank 0 keeps the weights.
-        for name, values, in_checkpoint in whole_weights(self._policy, self._dtype):
+        for name, values, in_checkpoint in gathered_weights(self._policy, self._dtype):
             if in_checkpoint and dist.get_rank() == 0:
                 self._weights[name] = self._copy(name, values) if copies else values.cpu()
 
     def _copy(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if not self._hosts:
-            # As in `whole_weights`, tied weights appear once, under their first name.
+            # As in `gathered_weights`, tied weights appear once, under their first name.
             whole = dict(self._model.named_parameters())
             memory = host_memory([tensor.to(self._dtype) for tensor in whole.values()], locked=not values.is_cpu)
             self._hosts = dict(zip(whole, memory, strict=True))
@@ -96,7 +97,7 @@ class Export:
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         _write(self._model, weights, encoder, source_folder(encoder.path, self._config), folder, digests)
         if sees and (encoder.min_pixels or encoder.max_pixels):
-            _write_bounds(encoder, folder)
+            _write_bounds(encoder, family(self._config.model_type).frames_per_image, folder)
         if card:
             task = "image-text-to-text" if takes_images(self._config) else "text-generation"
             head = f"---\nlibrary_name: transformers\npipeline_tag: {task}\n"
@@ -120,7 +121,7 @@ def _write(
     if not (source / _GENERATION).is_file() and model.generation_config is not None:
         # The model's config may name an end token other than the one used in training.
         model.generation_config.eos_token_id = encoder.eos_token_ids
-    disable_progress_bar()  # invisible here, and its thread hangs forever when memory runs out
+    disable_progress_bar()  # the progress bar is invisible here, and its thread hangs forever when memory runs out
     model.save_pretrained(folder, state_dict={})  # writes everything except the weights
     write_shards(CheckpointNames(model)(weights), folder, digests)
     copy_small_files(source, folder)
@@ -149,18 +150,19 @@ def _write_template(text: str, folder: Path) -> None:
                 content["chat_template"] = text
 
 
-def _write_bounds(encoder: ChatEncoder, folder: Path) -> None:
+def _write_bounds(encoder: ChatEncoder, frames: int, folder: Path) -> None:
     """Write the pixel bounds of training into the processor config, within the processor's own bounds.
 
-    A tile processor has no bounds. `find_problems` reports it if the number of image tokens then differs.
+    frames: see `Family.frames_per_image`. A tile processor has no bounds. `find_problems` reports it if the number of
+    image tokens then differs.
     """
     size = encoder.processor.image_processor.size
     least, most = size.get("shortest_edge"), size.get("longest_edge")
     if not least or not most:
         return
     bounds = {
-        "shortest_edge": min(max(least, encoder.min_pixels or least), most),
-        "longest_edge": max(min(most, encoder.max_pixels or most), least),
+        "shortest_edge": min(max(least, frames * (encoder.min_pixels or 0)), most),
+        "longest_edge": max(min(most, frames * encoder.max_pixels if encoder.max_pixels else most), least),
     }
     for name in (_PROCESSOR, _PROCESSORS):
         with _changed(folder / name) as content:
@@ -192,15 +194,15 @@ def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: b
     images.
     """
     exported = ChatEncoder(str(folder), encoder.trust_remote_code, template_kwargs=encoder.template_kwargs)
-    # Each file is checked separately, so that one that does not load does not hide problems in others.
+    # Each file is checked separately, so that a file that does not load does not hide problems in others.
     looks: dict[str, Callable[[], Iterable[str]]] = {
         "config.json": lambda: load_config(str(folder), trust_remote_code=encoder.trust_remote_code) and (),
-        "tokenizer_config.json": lambda: _look_at_tokenizer(exported, encoder),
-        _GENERATION: lambda: _look_at_ends(exported, encoder),
-        "model.safetensors": lambda: _look_at_weights(folder, shapes),
+        "tokenizer_config.json": lambda: _check_tokenizer(exported, encoder),
+        _GENERATION: lambda: _check_ends(exported, encoder),
+        "model.safetensors": lambda: _check_weights(folder, shapes),
     }
     if sees:
-        looks[_PROCESSOR] = lambda: _look_at_images(exported, encoder)
+        looks[_PROCESSOR] = lambda: _check_images(exported, encoder)
     problems: list[str] = []
     for name, look in looks.items():
         try:
@@ -210,19 +212,19 @@ def find_problems(folder: Path, encoder: ChatEncoder, shapes: Shapes, *, sees: b
     return problems
 
 
-def _look_at_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+def _check_tokenizer(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
     if exported.vocab_size != encoder.vocab_size:
         yield f"tokenizer.json has {exported.vocab_size} tokens instead of {encoder.vocab_size}"
     if exported.tokenizer.chat_template != encoder.tokenizer.chat_template:
         yield f"{_TEMPLATE} is not the template of the training prompts"
 
 
-def _look_at_ends(served: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+def _check_ends(served: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
     if served.eos_token_ids != encoder.eos_token_ids:
-        yield f"{_GENERATION} ends answers at tokens {served.eos_token_ids}; in training it was {encoder.eos_token_ids}"
+        yield f"{_GENERATION} ends responses at tokens {served.eos_token_ids}, in training at {encoder.eos_token_ids}"
 
 
-def _look_at_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
+def _check_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str]:
     from PIL import Image
 
     conversation, image = [{"role": "user", "content": SLOT}], Image.new("RGB", _PROBE)
@@ -237,7 +239,7 @@ def _look_at_images(exported: ChatEncoder, encoder: ChatEncoder) -> Iterator[str
         )
 
 
-def _look_at_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
+def _check_weights(folder: Path, shapes: Shapes) -> Iterator[str]:
     stored_shapes: Shapes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:

@@ -62,7 +62,7 @@ class Lora:
     path: str | None
     dtype: torch.dtype
     seed: int
-    """dtype and seed of the adapters."""
+    """dtype and seed of the adapters' initial weights."""
 
 
 def lora_of(cfg: ModelConfig | CriticModelConfig, section: str, dtype: torch.dtype, seed: int) -> Lora | None:
@@ -104,7 +104,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     for _, layer in lora_layers(model):
         layer.lora_A.to(lora.dtype)
         layer.lora_B.to(lora.dtype)
-    # peft must find the layers of the saved adapter in a model without our "held" prefix.
+    # peft must find the layers of the saved adapter in a model whose names lack our prefix "held".
     config.target_modules = in_short(names, model)
     config.target_parameters = sorted({".".join(name.split(".")[-2:]) for name in experts}) or None
     model.peft_config = {_NAME: config}
@@ -150,14 +150,14 @@ def first_adapters(model: nn.Module, lora: Lora) -> dict[str, Tensor]:
 @torch.no_grad()
 def merged(layer: Any, weight: Tensor) -> Tensor:
     """Merge the adapters of a layer into ``weight``: W + scale B A, in float32 and sharded like it (a collective)."""
-    # A is small and gathered in full; B stays sharded, so that each rank computes its rows of W.
+    # A is small, so it is gathered in full. B stays sharded, so that each rank computes its rows of W.
     first, second = _full(layer.lora_A[_NAME].weight).float(), layer.lora_B[_NAME].weight
     scale = layer.scaling[_NAME]
     if weight.dim() == 3:
         return _merged_experts(layer, weight, first, _full(second).float())
     if not isinstance(weight, DTensor):
         return weight.float() + scale * (second.float() @ first)
-    # B and W have the same rows on the same ranks. Under tensor parallelism a rank may have some columns of W.
+    # The same rank holds the same rows of B and W. Under tensor parallelism a rank may have only some columns of W.
     rows = second.to_local().float()
     sizes, starts = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     assert len(rows) == sizes[0]

@@ -56,13 +56,13 @@ def notes(key: str, entries: Entries, key_mapping: KeyMapping) -> Iterator[str]:
 
 def unknown_rule(key_mapping: KeyMapping) -> str | None:
     """Return why the shape of a weight cannot be determined although its entries exist, or None."""
-    return next((why for why in (_shape(key_mapping, name)[1] for name in _there(key_mapping)) if why), None)
+    return next((why for why in (_shape(key_mapping, name)[1] for name in _with_entries(key_mapping)) if why), None)
 
 
 def _missing(entries: Entries, key_mapping: KeyMapping) -> str | None:
     short = key_mapping.missing
     missing = key_mapping.in_files(short) if short else []
-    for name in [] if short else _there(key_mapping):
+    for name in [] if short else _with_entries(key_mapping):
         shape, why = _shape(key_mapping, name)
         if why or shape != key_mapping.shapes[name]:  # an incomplete stack
             missing += [entry for entry in key_mapping.in_files([name]) if entry not in entries.empty]
@@ -121,7 +121,7 @@ def _without_all(prefix: str, name: str) -> str:
 
 
 def _misfit(entries: Entries, key_mapping: KeyMapping) -> str | None:
-    shapes = ((name, _shape(key_mapping, name)[0]) for name in _there(key_mapping))
+    shapes = ((name, _shape(key_mapping, name)[0]) for name in _with_entries(key_mapping))
     wrong = {name: shape for name, shape in shapes if shape not in (None, key_mapping.shapes[name])}
     if not wrong:
         return None
@@ -167,7 +167,7 @@ def _same(entries: Entries, first: str, second: str) -> bool:
     return all(torch.allclose(rows, rows_of_second, 0.0, 0.0, equal_nan=True) for rows, rows_of_second in pairs)
 
 
-def _there(key_mapping: KeyMapping) -> Iterator[str]:
+def _with_entries(key_mapping: KeyMapping) -> Iterator[str]:
     """Return the weights that have an entry."""
     return (name for name in key_mapping.shapes if key_mapping.home.get(name, name) in key_mapping.parts)
 

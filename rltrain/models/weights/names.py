@@ -76,7 +76,7 @@ class CheckpointNames:
             conversions = [copy.deepcopy(each) for each in rules if type(each).__name__ != "PrefixChange"]
             _undo_turns(model, conversions)
             vars(model)["_weight_conversions"] = conversions
-        # Since transformers 5.6, conversions are undone in reverse order.
+        # Since transformers 5.6, save_pretrained undoes conversions in reverse order.
         self._order: dict[str, Any] = (
             {"reverse": True} if "reverse" in inspect.signature(rename_source_key).parameters else {}
         )
@@ -109,7 +109,7 @@ def _undo_turns(model: PreTrainedModel, conversions: Iterable[Any]) -> None:
                 step.check_dims = any(weight.shape[step.dim0] == weight.shape[step.dim1] for weight in turned)
 
 
-def whole_weights(
+def gathered_weights(
     packed: nn.Module,
     dtype: torch.dtype,
     bucket_bytes: int = _BUCKET_BYTES,
@@ -188,7 +188,7 @@ def _handed_over(
         return f"{layer}{ADAPTER}{kind[0]}.weight", times_scale(layers[path], weight) if kind[0] == "B" else weight
     if part == "merged" and name in layers:
         weight = merged(layers[name], weight)
-    # A model in memory that gets base weights and adapters separately has peft's layers, so peft's names are kept.
+    # A model in memory that gets base weights and adapters separately contains peft's layers, so peft's names are kept.
     return name.removeprefix(_PREFIX) if part == "base" and not names else huggingface_name(name), weight.detach()
 
 
@@ -216,7 +216,8 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
     del send
     parts = []
     for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
-        # Padding is at the end, because only the last shards can be shorter. A single weight is returned as a view.
+        # Padding is at the end, because only the last shards can be shorter than the others. A single weight is
+        # returned as a view.
         shape = _part_shape(weight)
         parts.append((name, weight, shards.reshape(-1)[: math.prod(shape)].view(shape)))
     yield from _joined(parts)

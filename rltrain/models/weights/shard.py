@@ -91,7 +91,8 @@ def make_mesh(
 def _mesh(device: Device, ranks: Tensor, names: list[str]) -> DeviceMesh:
     if len(names) == 1:
         return init_device_mesh(device.kind, (len(ranks),), mesh_dim_names=tuple(names))
-    # Groups that a mesh creates itself have a timeout of minutes, much shorter than a call's deadline.
+    # Create the groups here: groups that a mesh creates itself have a timeout of minutes, much shorter than a call's
+    # deadline.
     groups = [
         dist.new_subgroups_by_enumeration(ranks.movedim(dim, -1).flatten(0, -2).tolist(), COLLECTIVE_TIMEOUT)[0]
         for dim in range(ranks.dim())
@@ -124,8 +125,8 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
     return packed
 
 
-def look_at_weights(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> list[str]:
-    """Return notes on the files' weights, from headers. Raises ConfigError if one is missing or wrong.
+def check_weight_files(kind: type[PackedModel], spec: ModelSpec, config: PretrainedConfig) -> list[str]:
+    """Check the headers of the weight files. Returns notes. Raises ConfigError if one is missing or wrong.
 
     config: from ``spec.load_config``. Hub models are checked only if they are downloaded.
     """
@@ -135,7 +136,7 @@ def look_at_weights(kind: type[PackedModel], spec: ModelSpec, config: Pretrained
     try:
         entries = read_entries(spec.path)
     except NoEntries as error:
-        return [f"{key}={spec.path}: not looked at ({error})"] if Path(spec.path).is_dir() else []
+        return [f"{key}={spec.path}: not checked ({error})"] if Path(spec.path).is_dir() else []
     key_mapping = KeyMapping(entries.empty, _plain(kind, spec, without_dropout(config)))
     refuse(key, entries, key_mapping)
     return list(notes(key, entries, key_mapping))
@@ -161,7 +162,7 @@ def sharded_model(kind: type[Model], spec: ModelSpec, device: Device) -> Model:
     spread(packed, spec, make_mesh(device, spec.fsdp.fsdp_size, *sizes))
     # The model was sharded on the meta device, so memory is allocated only for its shards.
     packed.to_empty(device=device.torch_device)
-    # to_empty allocates tied weights separately.
+    # to_empty allocates separate memory for tied weights, so they are tied again.
     model.tie_weights()
     _load(packed, spec, config)
     return packed
@@ -190,7 +191,7 @@ def _load(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> Non
         checkpoint, why = SlicedCheckpoint(spec.path, plain, f"{spec.section}.path"), ""
     except NotSliceable as error:
         checkpoint, why = None, str(error)
-    # All ranks use the same method, even if one node has different files.
+    # All ranks use the same method, even if the files of one node differ.
     whole = torch.tensor(int(bool(why)))
     dist.all_reduce(whole, dist.ReduceOp.MAX)
     if checkpoint and not whole:
@@ -230,7 +231,9 @@ def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: Slic
 
 
 def join_sequences(packed: PackedModel, spec: ModelSpec, config: PretrainedConfig) -> None:
-    """Set the groups of ranks that share sequences. A collective. Raises ConfigError if the model cannot be split."""
+    """Set the groups of ranks that share sequences in ``packed``. A collective. Raises ConfigError if the model cannot
+    be split.
+    """
     size, ring = spec.sequence_parallel_size, spec.ring_size
     packed.group = sequence_group(config, size, spec.ulysses_key, ring, spec.tensor_size)
     if ring > 1:
@@ -243,8 +246,8 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
     held: dict[str, Any] = {"mp_policy": precision, "reshard_after_forward": spec.fsdp.reshard_after_forward}
     if mesh.experts:
         _spread_experts(packed, mesh, held)
-    # Called after the expert exchange is set up: `split` then wraps the exchange, so that only this rank's share of the
-    # tokens is sent to the experts.
+    # Call `split` after the expert exchange is set up. It then wraps the exchange, so that only this rank's share of
+    # the tokens is sent to the experts.
     shared = split(packed.model, mesh.tensor) if mesh.tensor else []
     packed.tensor_size = mesh.tensor.size() if mesh.tensor else 1
     for part in shared if not mesh.experts else ():
@@ -252,7 +255,7 @@ def spread(packed: PackedModel, spec: ModelSpec, mesh: Mesh) -> None:
         # Each rank has only the gradient of its share of the tokens, but the loss is scaled for whole gradients.
         # (`models.experts` divides gradients itself, because FSDP divides twice on a mesh of one rank.)
         group.set_gradient_divide_factor(dist.get_world_size() / packed.tensor_size)
-        # Otherwise FSDP would ask for a reduction that multiplies, which only NCCL has.
+        # Otherwise FSDP would reduce with a factor (PREMUL_SUM), which only NCCL supports.
         group.set_force_sum_reduction_for_comms(True)
     # A tower is not split by tensor parallelism, so it is sharded over all ranks.
     whole = {id(module) for part in tower(packed.model) for module in part.modules()} if mesh.tensor else set()

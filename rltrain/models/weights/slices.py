@@ -56,7 +56,7 @@ class SlicedCheckpoint:
         stacks = _stacks_rows(self._key_mapping.converter(pattern))
         if stacks and first == last:
             return torch.empty(0, *self._key_mapping.shapes[name][1:])
-        # The n-th entry of a pattern is row n of the stack.
+        # The n-th entry that matches a pattern is row n of the stack.
         weight = self._key_mapping.make(
             name, lambda piece: self._slice(piece)[:].to(dtype), lambda number: stacks and not first <= number < last
         )
@@ -72,7 +72,7 @@ class SlicedCheckpoint:
         """All buffers, on the CPU: from the files, or computed from the configuration, such as rotary frequencies."""
         plain, parts = self._key_mapping.plain, self._key_mapping.parts
         for module in plain.modules():
-            # The flag was set when the model was built on the meta device, although no buffer was computed there.
+            # The flag was set when the model was built on the meta device, although no buffer was computed then.
             module._is_hf_initialized = False  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -187,7 +187,7 @@ def _trained(
         path=model.path or cfg.actor_rollout_ref.model.path,
         role=role,
         trust_remote_code=model.trust_remote_code,
-        # The attention implementation is always rltrain's (see `effects`).
+        # The attention implementation is always ours (see `effects`).
         override={key: value for key, value in model.override_config.items() if key != "attn_implementation"},
         fsdp=fsdp,
         master_dtype=compute_dtype if lora else dtype,  # the weights under adapters are frozen too

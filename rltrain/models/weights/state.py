@@ -103,8 +103,8 @@ def training_state(
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     state: dict[str, Any] = {"model": weights | _biases(packed)}
     if optimizer is not None:
-        # The optimizer does not keep new moments, because in a save a weight and its new moments may be on different
-        # devices.
+        # Newly created moments are not stored in the optimizer, because during a save a weight and its moments may be
+        # on different devices.
         state["optimizer"] = {name: moments(optimizer, parameter, keep=False) for name, parameter in parameters.items()}
         if loss_scale:
             state[_SCALE] = loss_scale.state

@@ -75,11 +75,11 @@ def closing_sentence(solution: str) -> str | None:
         return None
     sentences = [part.strip() for part in _SENTENCE_END.split(lines[-1]) if part.strip()]
     sentence, is_alone = sentences[-1], len(lines) == len(sentences) == 1
-    is_item = len(lines) > 1 and _ITEM.match(lines[-2]) is not None  # of a list that may continue
+    is_item = len(lines) > 1 and _ITEM.match(lines[-2]) is not None  # an item of a list that may continue
     most = _MOST_WHOLE_CHARS if is_alone else _MOST_LINE_CHARS
     is_short = len(sentences) == 1 and len(sentence) <= most and not is_item
-    is_whole = sentence[-1] in _ENDS and (is_alone or bool(_CONCLUSION.search(sentence) or _NAMES.search(sentence)))
-    return sentence if is_short or is_whole else None
+    is_complete = sentence[-1] in _ENDS and (is_alone or bool(_CONCLUSION.search(sentence) or _NAMES.search(sentence)))
+    return sentence if is_short or is_complete else None
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -135,7 +135,8 @@ def _begins(text: str) -> str | None:
     if not named:
         return None
     rest = text[position:].lstrip(" .:)）、-").partition(". ")[0]
-    is_beside = _BESIDE.search(rest) and not _NOT.search(rest)  # unless it states that the others are wrong
+    # unless the text states that the other choices are wrong
+    is_beside = _BESIDE.search(rest) and not _NOT.search(rest)
     return "" if undecided or is_beside else "".join(dict.fromkeys(named))
 
 

@@ -15,14 +15,14 @@ from rltrain.rewards.grading.latex import normalise, tidy
 from rltrain.rewards.grading.numbers import Value, near, same_number
 from rltrain.rewards.grading.units import contradict, quantity
 
-# Longer texts are not answers to these questions; the limit keeps all steps cheap.
+# Longer texts are not answers to these questions. The limit also bounds the time of all steps.
 MAX_CHARS = 512
 _MAX_NUMBER_CHARS = 64
 _MAX_PARTS = 32
 _MAX_DEPTH = 4
 
 _LETTER = re.compile(r"[A-J]")
-# Sets of numbers: as a command, and in fonts that replace blackboard bold.
+# Sets of numbers, written as a command or in a font that replaces blackboard bold.
 _R = re.compile(r"\\([NZQR])(?![A-Za-z])")
 _SET = re.compile(r"\\(?:mathbf|mathrm|boldsymbol|bm|bf|text)\s?\{\s?([NZQRC])\s?\}")
 _CHOICE = re.compile(
@@ -59,7 +59,7 @@ def equal(answer: str, truth: str, tolerance: Fraction = Fraction(0), symbolic: 
     if len(answer) > MAX_CHARS:
         return False
     ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in (answer, truth[:MAX_CHARS]))
-    if "\\mathbb" in ours + theirs:  # elsewhere a bold letter is just the letter
+    if "\\mathbb" in ours + theirs:  # in other texts a bold letter means the letter
         fonts = [_SET.sub(r"\\mathbb{\1}", text) for text in (answer, truth[:MAX_CHARS])]
         ours, theirs = (tidy(_R.sub(r"\\mathbb{\1}", text)) for text in fonts)
     grouped = [ungrouped(text) for text in (ours, theirs)]
@@ -136,7 +136,7 @@ def _same_numbers(answer: str, truth: str, plain: str, right: str, tolerance: Fr
         formula.value(_no_percent(text)) if exact is None else exact
         for exact, text in zip(literal, (answer, truth), strict=True)
     ]
-    # "60^\circ" may be 60 or a third of pi; both are tried if the values are not literally numbers.
+    # "60^\circ" may be 60 or a third of pi. Both are tried, unless both values are literally numbers.
     if values[0] is None or values[1] is None:
         return None
     is_same = _close(values[0], values[1], "%" in answer, "%" in truth, tolerance)
@@ -211,7 +211,7 @@ def _names_a_value(left: str, value: str) -> bool:
     if _UNKNOWN.fullmatch(left) or _FUNCTION.fullmatch(left) or _ANGLE.fullmatch(left):
         return True
     letters = formula.names(left)
-    if letters is None:  # words, angles, segments; a tuple of names
+    if letters is None:  # words, angles or segments; or a tuple of names
         return not left[:1].isdigit() and not left.startswith("-") and not _REACHED.search(left)
     return len(letters) > 1 or (not letters and formula.same_formula(left, value))
 
@@ -335,7 +335,7 @@ def _split(text: str) -> list[str]:
     parts, start, depth = [], 0, 0
     for position, character in enumerate(text):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
-        if depth < 0:  # "1,2)\\cup(3,4": the outer brackets belonged to two groups
+        if depth < 0:  # "1,2)\\cup(3,4": the outer brackets belong to two groups
             return [text]
         if depth == 0 and character == ",":
             parts.append(text[start:position].strip())

@@ -17,6 +17,7 @@ from rltrain.rewards.grading.numbers import (
     Undefined,
     Unreadable,
     Value,
+    bounded_integer,
     digits,
     inverse,
     is_complex,
@@ -25,7 +26,6 @@ from rltrain.rewards.grading.numbers import (
     power,
     same_number,
     times,
-    whole_number,
 )  # fmt: skip
 
 _MAX_CHARS = 512
@@ -95,7 +95,7 @@ def _agree(one: str, other: str, log_base: int | None, proportional: bool) -> bo
         pairs: list[tuple[Value, Value]] = []
         for point in range(len(_POINTS)):
             if point >= _NUM_FRACTIONAL and len(pairs) > 1:
-                break  # integer points are only for formulas that need them: factorials, (-1)^n
+                break  # integer points are only for formulas that need them, such as factorials and (-1)^n
             try:
                 ours, theirs = (_Reading(text, point, allow_complex, log_base) for text in (one, other))
             except Undefined:
@@ -192,7 +192,7 @@ class _Reading:
         base = self._atom()
         while True:
             if self._take("!"):
-                base = Fraction(math.factorial(whole_number(base, _MAX_FACTORIAL)))
+                base = Fraction(math.factorial(bounded_integer(base, _MAX_FACTORIAL)))
             elif self._take("%"):
                 base = times(base, Fraction(1, 100))
             elif self._peek() == "^":
@@ -247,7 +247,8 @@ class _Reading:
         if token == "sqrt":
             index = self._group("[", "]") if self._peek() == "[" else Fraction(2)
             return self._root(self._argument(), index)
-        if token in ("overline", "bar"):  # over a number: its conjugate; over letters: a name, compared as text
+        # over a number this means its conjugate; over letters it is a name, which is compared as text
+        if token in ("overline", "bar"):
             letters = len(self.names)
             number = self._argument()
             if len(self.names) > letters or isinstance(number, Fraction):
@@ -255,7 +256,7 @@ class _Reading:
             return digits().conj(number)
         if token == "binom":
             upper, lower = self._argument(), self._argument()
-            return Fraction(math.comb(whole_number(upper, _MAX_FACTORIAL), whole_number(lower, _MAX_FACTORIAL)))
+            return Fraction(math.comb(bounded_integer(upper, _MAX_FACTORIAL), bounded_integer(lower, _MAX_FACTORIAL)))
         if token in _FUNCTIONS:
             return self._function(token)
         if token == "pi":

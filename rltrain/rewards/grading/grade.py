@@ -6,7 +6,7 @@ from typing import Any
 from rltrain.rewards.grading.equivalence import MAX_CHARS, number, ungrouped
 from rltrain.rewards.grading.latex import normalise, tidy
 
-# Limited, because a category becomes part of a metric's name.
+# The length is limited, because a category becomes part of a metric's name.
 _MAX_NAME_CHARS = 40
 _MAX_PRED_CHARS = 200
 _OTHER = re.compile(r"[^a-z0-9]+")

@@ -99,7 +99,7 @@ def last_boxed(solution: str) -> str | None:
         return None
     # Both commands have a single x: \boxed continues with "ed", \fbox ends.
     opening = solution.find("x", start + 3) + (len("ed") if solution[start + 1] == "b" else 0) + 1
-    # Only this many characters are searched, so that a box that never closes costs little.
+    # Only this many characters are searched, so that an unclosed box costs little.
     content = solution[opening : opening + _MAX_BOX_CHARS + 2]
     if content.startswith(" ") and not content.lstrip().startswith("{"):  # "\boxed 5$": up to the end of the formula
         return re.split(r"[$\n]", content)[0].strip() or None

@@ -10,8 +10,8 @@ from typing import Any
 # A fraction, or an mpmath number (mpmath has no type annotations).
 Value = Any
 
-MAX_EXPONENT = 1 << 18  # of two, for a number of 150 digits
-_MAX_BITS = 1 << 15  # of a fraction
+MAX_EXPONENT = 1 << 18  # of the exponent of two, for a number of 150 digits
+_MAX_BITS = 1 << 15  # of numerator and denominator of a fraction
 _DIGITS = 150
 TOLERANCE = Fraction(1, 10**100)
 
@@ -30,7 +30,7 @@ def same_number(one: Value, other: Value) -> bool:
         return one == other
     one, other = lift(one), lift(other)
     size = max(abs(one), abs(other))
-    # The second condition is for values that cancel to zero, such as the sine of pi.
+    # The second condition accepts values that cancel to zero, such as the sine of pi.
     return bool(abs(one - other) <= size * lift(TOLERANCE) or size <= lift(TOLERANCE) ** 1.3)
 
 
@@ -92,7 +92,7 @@ def inverse(number: Value) -> Value:
     return 1 / number
 
 
-def whole_number(number: Value, largest: int) -> int:
+def bounded_integer(number: Value, largest: int) -> int:
     """Return an integer from 0 to ``largest``. Raises `Undefined` or `Unreadable` for other values."""
     if not isinstance(number, Fraction) or number > largest:
         raise Unreadable

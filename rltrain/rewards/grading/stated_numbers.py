@@ -39,7 +39,7 @@ def number_of(text: str) -> float | None:
         return float(numbers.pop().replace(",", "")) if len(numbers) == 1 else None
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):  # complex, or beyond floats
+    except (TypeError, ValueError, OverflowError):  # the value is complex, or beyond floats
         return None
 
 

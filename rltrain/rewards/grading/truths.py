@@ -11,7 +11,7 @@ from typing import Any
 from rltrain.rewards.grading.equivalence import MAX_CHARS
 from rltrain.rewards.grading.latex import last_boxed
 
-# A list as text; but "[2,3]" may be an interval.
+# A list as text. A text such as "[2,3]" may also be an interval.
 _LISTED = re.compile(r"\s*(?:\[\s*[\"']|\[\s*-?[0-9.]+\s*\]|\".*\")", re.DOTALL)
 
 
@@ -19,7 +19,7 @@ def solutions(truth: Any) -> list[str]:
     """Return the texts of a ground truth; an answer must match one of them."""
     if isinstance(truth, str) and _LISTED.match(truth):
         truth = _read(truth)
-    if hasattr(truth, "tolist"):  # numpy
+    if hasattr(truth, "tolist"):  # a numpy array
         truth = truth.tolist()
     several = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else [truth]
     return [_text(solution) for solution in several]

@@ -77,7 +77,7 @@ def quantity(text: str) -> Quantity:
     temperature = _TEMPERATURE.fullmatch(text)
     if temperature:
         return Quantity(temperature[1], f"°{temperature[2]}")
-    value, words, spaced = _behind(text)
+    value, words, spaced = _split_words(text)
     understood = _understood(value, words, spaced) if words else None
     return understood or Quantity(undressed(text, words=" {} ").strip())
 
@@ -88,11 +88,11 @@ def contradict(answer: Quantity, truth: Quantity) -> bool:
         return True
     if not answer.unit or not truth.unit or answer.unit == truth.unit:
         return False
-    # "12 cubes" and "12 red cubes" may be the same.
+    # One side may have additional words: "12 cubes" and "12 red cubes" may be the same.
     return not (answer.words and truth.words and (answer.words <= truth.words or truth.words <= answer.words))
 
 
-def _behind(text: str) -> tuple[str, str, bool]:
+def _split_words(text: str) -> tuple[str, str, bool]:
     """Return the value, the words after it, and True if a space separates them."""
     value, words = text, ""
     while (start := value.rfind("\\text{")) > 0 and (match := _WRAPPED.fullmatch(value, start)):

@@ -102,7 +102,7 @@ def _word(text: str) -> str:
     return text.strip().strip("*$`\"' .").casefold()
 
 
-def is_whole_verdict(reply: str) -> bool:
+def is_complete_verdict(reply: str) -> bool:
     """Return True if a reply is a verdict and nothing else."""
     return _value(reply) is not None
 

@@ -27,7 +27,7 @@ _BACKOFF = Backoff(0.5, 30.0, jitter=0.25)
 _SHOWN_BYTES = 500
 # Shorter keys are not treated as secrets.
 _SECRET_CHARS = 8
-# Names of the counters, here and in the code that parses replies.
+# Names of the counters that this module and the code that parses replies increase.
 JUDGE_COUNTS = ("calls", "cache_hits", "retries", "parse_failures", "tokens", "seconds")
 
 
@@ -43,7 +43,7 @@ class JudgeUnavailable(Exception):
 def api_key(judge: JudgeConfig) -> str:
     """Return the server's key; "" without one. Raises ConfigError if its variable is unset or its value cannot be a
     key."""
-    # Stripped, because files of secrets end with a line break, which a header must not contain.
+    # Strip the key, because files of secrets end with a line break, which a header must not contain.
     key = first_set(judge.api_key_env).strip() if judge.api_key_env else ""
     if judge.api_key_env and not key:
         raise ConfigError(
@@ -143,13 +143,14 @@ class JudgeServer:
         """Fetch a response and its content, with the key masked in it. Raises TimeoutError, TransportError."""
         response_of = fetch(self._client, f"{str(self._judge.url).rstrip('/')}/{path}", body)
         response, content = await self._clock.within(response_of, self._judge.timeout_s)
-        # Short keys are not masked: a dummy key such as "none", for servers without keys, may be part of a verdict.
+        # Short keys are not masked: a dummy key such as "none", which servers without keys accept, may be part of a
+        # verdict.
         is_secret = len(self._key) >= _SECRET_CHARS
         return response, content.replace(self._key.encode(), b"***") if is_secret else content
 
     async def _wait_for_turn(self) -> None:
         """Wait until one more request may begin."""
-        async with self._turns:  # serialized, because a request cancelled while waiting must not use up a turn
+        async with self._turns:  # in order, because a request that is cancelled while it waits must not use up its turn
             begin = max(self._clock.monotonic(), self._next)
             while (wait_s := max(begin, self._open) - self._clock.monotonic()) > 0:
                 await self._clock.pause(wait_s)

@@ -35,5 +35,5 @@ def columns_of(scores: Sequence[Score], on_error: float) -> Columns:
         columns[c.REWARD_ERROR] = np.array([score.error or "" for score in scores], dtype=object)
     num_timeouts = sum(score.status == "timeout" and score.kind != JUDGE for score in scores)
     if num_timeouts > _TIMEOUT_ALARM * len(scores):
-        logger.warning("%d of %d answers ran out of reward.timeout_s", num_timeouts, len(scores))
+        logger.warning("%d of %d responses ran out of reward.timeout_s", num_timeouts, len(scores))
     return columns

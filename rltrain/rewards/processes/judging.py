@@ -20,7 +20,7 @@ from rltrain.data.stored_images import StoredImages
 from rltrain.rewards.custom import CustomReward, custom_reward
 from rltrain.rewards.grading.latex import last_boxed
 from rltrain.rewards.judge.message import Question, Template
-from rltrain.rewards.judge.reply import Reply, Unreadable, is_whole_verdict, reader, without_thinking
+from rltrain.rewards.judge.reply import Reply, Unreadable, is_complete_verdict, reader, without_thinking
 from rltrain.rewards.judge.server import api_key
 from rltrain.rewards.processes.score import JUDGE, Score, ScorerCall
 from rltrain.rewards.processes.slot import ScoringSlot
@@ -107,7 +107,7 @@ class Judging:
             return _unreadable(f"it sends {reply.about}")
         # A truncated reply counts only if it is a verdict and nothing else, because it may only have quoted the
         # response so far.
-        if reply.is_cut and self._judge.parse in (None, BY_RULE) and not is_whole_verdict(reply.text):
+        if reply.is_cut and self._judge.parse in (None, BY_RULE) and not is_complete_verdict(reply.text):
             limits = "reward.judge.request.max_tokens, or the server's"
             limits = limits if self._judge.url is not None else "reward_model.rollout.response_length"
             return _unreadable(f"it was cut at a limit of tokens ({limits})")

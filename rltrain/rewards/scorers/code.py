@@ -18,12 +18,13 @@ from rltrain.runtime.slots.program import check_isolation, run_program
 _MAX_CODE_CHARS = 65_536
 _MAX_TOKEN_CHARS = 64
 _TEST_S = 4.0
-# The rest of the deadline is for ending processes and replying, because at the deadline the slot is killed and passed
-# tests would be lost.
+# The rest of the deadline is reserved for ending processes and replying. At the deadline the slot is killed, and the
+# results of passed tests would be lost.
 _SHARE_OF_DEADLINE = 0.8
-# Minimum seconds reserved for this, which it takes on a busy machine. At most half of a short deadline is reserved.
+# Minimum seconds reserved for ending processes and replying, which take this long on a busy machine. At most half of a
+# short deadline is reserved.
 _LEAST_REST_S = 1.5
-# Approximate start time of an interpreter; with less time left a test cannot pass.
+# Approximate start time of an interpreter in seconds. With less time left, a test cannot pass.
 _LEAST_S = 0.05
 
 
@@ -81,7 +82,7 @@ def _output(program: str, inputs: Any, function: str | None, seconds: float) -> 
 
 
 def _arguments(inputs: Any) -> list:
-    """Return one JSON value per line, or the list itself."""
+    """Return the arguments of a call: one JSON value per line, or the list itself."""
     return [json.loads(line) for line in inputs.splitlines()] if isinstance(inputs, str) else list(inputs)
 
 

@@ -15,7 +15,7 @@ _ARTICLES = frozenset(("a", "an", "the"))
 def extract_answer(solution: str) -> str:
     """Return the text in the last pair of answer tags, at most its last 4,096 characters; "" without such a pair."""
     end = solution.rfind("</answer>")
-    # A closing tag that is written twice still closes one pair.
+    # A closing tag that occurs twice still closes one pair.
     inner = solution[:end].removesuffix("</answer>") if end >= 0 else ""
     start = inner.rfind("<answer>")
     return inner[start + len("<answer>") :][-_MAX_ANSWER_CHARS:] if start >= 0 else ""

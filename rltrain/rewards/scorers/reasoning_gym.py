@@ -15,7 +15,7 @@ from rltrain.rewards.scorers.registry import scorer
 PREFIX = "reasoning_gym/"
 _MAX_ANSWER_CHARS = 4096
 
-# Tasks whose graders call eval or sympy's parse_expr on the answer, and so run code that a model writes.
+# Tasks whose graders call eval or sympy's parse_expr on the answer, so that they would run code that a model writes.
 TASKS_THAT_EXECUTE_ANSWERS = frozenset(
     {
         "binary_matrix",

@@ -56,7 +56,7 @@ def scorer(
 def known_sources() -> list[str]:
     """Return all data sources that have a scorer."""
     for module in pkgutil.iter_modules(scorers.__path__, f"{scorers.__name__}."):
-        # The import registers the module's scorer.
+        # Importing the module registers its scorer.
         importlib.import_module(module.name)
     return sorted(_scorers)
 

@@ -64,9 +64,9 @@ class Notice(Callback):
         # A step whose updates have started is finished, because half-updated weights do not belong to any step.
         if notice_s is None or not self._in_step or self._updates_began is not None:
             return ""
-        leaves = f"and trainer.stop_notice_s={notice_s:g} leaves {max(left_s, 0):.0f} s: it was left"
+        leaves = f"and trainer.stop_notice_s={notice_s:g} leaves {max(left_s, 0):.0f} s, so it was abandoned"
         if not self._took:
-            return f"how long step {self._step} takes is not known yet, {leaves}"
+            return f"the duration of step {self._step} is not known yet, {leaves}"
         whole, updates = (max(seconds) for seconds in zip(*self._took, strict=True))
         # Even if the step already takes longer than usual, its updates still have to run.
         needs_s = max(whole - (self._clock.monotonic() - self._began), updates)

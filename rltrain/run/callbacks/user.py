@@ -85,8 +85,8 @@ class UserCallbacks(Callback):
                 kind = (name, hook, type(error))
                 if kind not in self._logged_errors:
                     log.warning(
-                        "trainer.callbacks=%s: %s failed; the run continues, and further %ss of it are only counted "
-                        "(callbacks/errors).\n%s",
+                        "trainer.callbacks=%s: %s failed; the run continues, and further errors (%s) of it are only "
+                        "counted (callbacks/errors).\n%s",
                         name, hook, type(error).__name__, traceback.format_exc(limit=-3).rstrip(),
                     )  # fmt: skip
                 self._logged_errors.add(kind)
@@ -95,7 +95,7 @@ class UserCallbacks(Callback):
 
 def _hooks_of(callback: Any) -> dict[str, Callable[..., Any]]:
     """Return the hooks of an object or a class. A plain function is an on_step."""
-    # Not `callable`, because an object with `__call__` may also have hooks, and these take precedence.
+    # Do not test `callable`, because an object with `__call__` may also have hooks, and these take precedence.
     if inspect.isfunction(callback):
         return {"on_step": callback}
     return {name: getattr(callback, name) for name in dir(callback) if name.startswith("on_")}
@@ -107,11 +107,11 @@ def _misfits(callback: Any) -> Iterator[str]:
     if not hooks:
         yield f"it has none of the methods {', '.join(HOOKS)}."
     if is_class and not _takes(callback, 0):
-        yield f"the class must be made without arguments; it takes {inspect.signature(callback)}."
+        yield f"the class is created without arguments, but it takes {inspect.signature(callback)}."
     for name, function in hooks.items():
         if name not in HOOKS:
             near = difflib.get_close_matches(name, HOOKS, n=1)
-            yield f"nothing calls a method {name}." + (
+            yield f"rltrain calls no method {name}." + (
                 f" Did you mean {near[0]}?" if near else f" There are {', '.join(HOOKS)}."
             )
             continue

@@ -39,11 +39,11 @@ def model_card(cfg: Config, step: int, sources: Sequence[str] = ()) -> str:
         "algorithm": f"{algorithm.adv_estimator}, {cfg.actor_rollout_ref.actor.policy_loss.loss_mode} loss",
         "prompts": ", ".join(as_list(cfg.data.train_files)),
         "data sources": ", ".join(sources),
-        "answers": f"{rollout.n} a prompt at temperature {rollout.temperature}, "
+        "answers": f"{rollout.n} per prompt at temperature {rollout.temperature}, "
         f"up to {cfg.data.max_response_length} tokens",
         "chat template": "of the base model"
         if model.custom_chat_template is None
-        else "replaced; this folder has the one in use",
+        else "replaced; this folder contains the replacement",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
     }
     if arguments := dict(cfg.data.apply_chat_template_kwargs):

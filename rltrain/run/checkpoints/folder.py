@@ -59,7 +59,7 @@ class Checkpoints:
 
         Returns None if there is no checkpoint. Raises CheckpointError if there are checkpoints but none is usable.
         """
-        # Found by listing the folder, because a file that points to the newest checkpoint could be wrong.
+        # List the folder, because a file that points to the newest checkpoint could be wrong.
         problems = []
         for step in reversed(self.steps()):
             if not (problem := self.damage(self.step_folder(step))):
@@ -93,7 +93,7 @@ class Checkpoints:
         except BlockingIOError:
             return _in_use(self.path, (self.path / _LOCK).read_text("utf-8"))
         except IsADirectoryError:
-            return f"{self.path / _LOCK} is a folder, and a run keeps its lock there. Remove it."
+            return f"{self.path / _LOCK} is a folder, but a run needs a lock file of this name. Remove it."
         except OSError:  # the lock file does not exist, or the storage has no locks
             return None
         return None
@@ -130,7 +130,7 @@ class RunFolder(Checkpoints):
             if final.exists():
                 shutil.rmtree(old, ignore_errors=True)
             else:
-                log.warning("%s gets its name back: a command was interrupted that would have replaced it", final)
+                log.warning("%s is restored: a command that would have replaced it was interrupted", final)
                 os.rename(old, final)
 
     def _take_lock(self) -> IO[str]:
@@ -173,8 +173,8 @@ class RunFolder(Checkpoints):
             if deadline is None:
                 deadline = now + _FREED_S
                 log.warning(
-                    "%s is locked by %s: tried again for %.0f s, as network storage keeps the lock of a host that is "
-                    "gone for a while",
+                    "%s is locked by %s: retrying for %.0f s, because network storage keeps the lock of a host that is "
+                    "lost for a while",
                     self.path,
                     owner,
                     _FREED_S,
@@ -209,7 +209,8 @@ class RunFolder(Checkpoints):
         if existing.exists():
             if not self.damage(existing):
                 raise CheckpointError(f"{existing} already exists; a checkpoint is never overwritten.")
-            # Moved aside instead of removed, because it may be an interrupted copy whose weights are still useful.
+            # Move the folder aside instead of removing it, because it may be an interrupted copy whose weights are
+            # still useful.
             os.rename(existing, existing.with_name(f"damaged_{existing.name}_{int(time.time())}"))
         folder = self.under_way(step)
         folder.mkdir()
@@ -252,7 +253,7 @@ class RunFolder(Checkpoints):
         spared = {Path(path).expanduser().resolve() for path in spare if path}
         # Checkpoints are only checked if one of them is to be removed.
         may_go = self.steps() if goes(self.steps()) else []
-        for step in goes([step for step in may_go if self._is_whole(self.step_folder(step))]):
+        for step in goes([step for step in may_go if self._is_complete(self.step_folder(step))]):
             if (folder := self.step_folder(step)) not in spared:
                 self.pruned_at = self._clock.monotonic()
                 # A kill during the removal leaves part of it, which must not have the name of a checkpoint.
@@ -263,7 +264,7 @@ class RunFolder(Checkpoints):
             if old.exists():
                 log.warning("%s cannot be removed completely (is one of its files in use?): retried later", old)
 
-    def _is_whole(self, folder: Path) -> bool:
+    def _is_complete(self, folder: Path) -> bool:
         """Return whether a checkpoint is complete. If it was complete before, check only the sizes again."""
         place = folder.resolve()
         problem = self._known.get(place) or find_damage(folder, contents=place not in self._known)

@@ -18,7 +18,7 @@ def describe_verl_checkpoint(folder: Path) -> str:
     if (folder / "actor" / "dist_ckpt").is_dir():
         command = f"python -m verl.model_merger merge --backend megatron --local_dir {folder}/actor --target_dir FOLDER"
     return (
-        f"this is a checkpoint of verl's, of which only the weights can be read: {command}, then "
+        f"this is a checkpoint of verl. Only its weights can be read: {command}, then "
         "actor_rollout_ref.model.path=FOLDER and a new trainer.default_local_dir"
     )
 

@@ -125,7 +125,7 @@ def _digests(folder: Path, files: dict[str, dict[str, Any]], *, large: bool) -> 
 def large_files(folder: Path) -> list[tuple[Path, str]]:
     """Return the large files of a checkpoint and their digests, in the order of the ranks that wrote them."""
     files = _digests(folder, _manifest(folder), large=True)
-    # Sorted by rank (shorter names have smaller numbers), so that a rank can read the file that it wrote itself, which
+    # Sort by rank (shorter names have smaller numbers), so that a rank can read the file that it wrote itself, which
     # may still be in the page cache.
     return sorted(files, key=lambda entry: (entry[0].parent, len(entry[0].name), entry[0].name))
 

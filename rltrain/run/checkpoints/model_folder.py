@@ -38,7 +38,7 @@ def find_model(name: str, key: str = "MODEL") -> Named:
         return Named(name, str(folder), is_adapter=True)
     step = find_step(folder)
     if step:
-        return Named(name, str(whole_export(step)))
+        return Named(name, str(complete_export(step)))
     if problem := model_problem(key, str(folder) if folder.is_dir() else name):
         raise ConfigError(problem)
     return Named(name, str(folder) if folder.is_dir() else name)
@@ -54,10 +54,10 @@ def find_step(folder: Path) -> Path | None:
     if foreign := describe_verl_checkpoint(folder):
         raise CheckpointError(f"{folder}: {foreign}.")
     run = Checkpoints(str(folder))
-    return newest_whole(run, EXPORT) if run.steps() else None
+    return newest_complete(run, EXPORT) if run.steps() else None
 
 
-def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
+def newest_complete(run: Checkpoints, part: str = "") -> Path | None:
     """Return the newest checkpoint, checking the digests of its large files too.
 
     part: check only the large files in this folder of the checkpoint.
@@ -72,7 +72,7 @@ def newest_whole(run: Checkpoints, part: str = "") -> Path | None:
     return step
 
 
-def whole_export(step: Path) -> Path:
+def complete_export(step: Path) -> Path:
     """Return the model folder in a checkpoint, after checking its files. Raises CheckpointError."""
     if problem := find_damage(step):
         raise CheckpointError(f"{step} is damaged: {problem}. Use another step, or copy this one again.")

@@ -133,11 +133,11 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
             _refuse_other_run(cfg, folder, record, dataset, images)
             if problem := other_weights(record, cfg):
                 raise CheckpointError(f"{folder} cannot be resumed from: {problem}")
-        # Checked here, because the workers would notice it only after the models are loaded.
+        # Check here, because the workers would detect the problem only after the models are loaded.
         needs_critic = has_critic(cfg) and not cfg.trainer.val_only
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):
             raise CheckpointError(
-                f"{folder} has no critic: it was saved by a run without one. Set algorithm.adv_estimator as it was, "
+                f"{folder} has no critic: it was saved by a run without one. Restore algorithm.adv_estimator, "
                 "or choose another trainer.default_local_dir."
             )
     if not trainer.val_only:
@@ -156,7 +156,7 @@ def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:
     if THINNED in record and not cfg.trainer.val_only:
         raise CheckpointError(
             f"{folder} has no optimizer state (rltrain checkpoint thin), so it cannot be resumed. "
-            "Start one from its weights, under another trainer.default_local_dir: trainer.resume_mode=resume_path "
+            "Start a new run from its weights with another trainer.default_local_dir: trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={folder} trainer.resume_weights_only=True."
         )
 
@@ -252,10 +252,8 @@ def _refuse_other_version(folder: Path, record: dict[str, Any], dataset: str | N
     lacking = [name for name, kind in kinds.items() if name not in record or not isinstance(record[name], kind)]
     why = f"its progress.json lacks {', '.join(lacking)}" if lacking else ""
     if not why and dataset and (then := _digest_kind(record["dataset"])) != (now := _digest_kind(dataset)):
-        why = (
-            f"it knows its training data by a digest of {then}, and this version by one of {now}, so that nothing says "
-        )
-        why += "whether the data is the same"
+        why = f"it identifies its training data by a digest of {then}, and this version by one of {now}, so it is "
+        why += "unknown whether the data is the same"
     if why:
         raise CheckpointError(
             f"{folder} was saved by another version of rltrain ({_version(record)}; this is {__version__}): {why}. "
@@ -284,7 +282,7 @@ def _refuse_other_run(cfg: Config, folder: Path, record: dict[str, Any], dataset
     if changed:
         saved_by = f", saved by rltrain {_version(record)}" if _version(record) != __version__ else ""
         raise CheckpointError(
-            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Put the values back, or name a new "
+            f"{folder} belongs to another run{saved_by} ({'; '.join(changed)}). Restore the values, or name a new "
             "run with trainer.experiment_name (or another trainer.default_local_dir); a new run starts from these "
             "weights "
             f"with trainer.resume_mode=resume_path trainer.resume_from_path={folder} trainer.resume_weights_only=True."

@@ -45,18 +45,18 @@ def steps_saved(cfg: TrainerConfig, first_step: int, total_steps: int, steps_per
     return [*steps, total_steps] if at_end else steps
 
 
-def superfluous(cfg: TrainerConfig, whole: Sequence[int], by_time: Callable[[int], bool]) -> list[int]:
-    """Return the checkpoints to remove. whole: steps of the complete checkpoints, ascending.
+def superfluous(cfg: TrainerConfig, complete: Sequence[int], by_time: Callable[[int], bool]) -> list[int]:
+    """Return the checkpoints to remove. complete: steps of the complete checkpoints, ascending.
 
     by_time(step): whether it was saved by time only.
     """
     keep = max(cfg.max_actor_ckpt_to_keep or 0, 0)
     if keep and not cfg.saves_regularly:  # then checkpoints saved by time count as regular ones
-        return list(whole[:-keep])
-    newest = whole[-min(_BY_TIME, keep or _BY_TIME) :]
-    by_steps = [step for step in whole if not by_time(step)]
+        return list(complete[:-keep])
+    newest = complete[-min(_BY_TIME, keep or _BY_TIME) :]
+    by_steps = [step for step in complete if not by_time(step)]
     stay = by_steps[-keep:]  # all if keep is 0
-    return [step for step in whole if step not in (newest if by_time(step) else stay)]
+    return [step for step in complete if step not in (newest if by_time(step) else stay)]
 
 
 def missing_room(
@@ -79,9 +79,9 @@ def missing_room(
         return f"there is no disk space for the checkpoint of step {steps[0]}. {describe_room(folder, size)}", ""
     if steps and free < more * size:
         best = ", trainer.keep_best" if cfg.keep_best else ""
-        rule = f"as trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best} keeps and one while it is written"
+        rule = f"(trainer.max_actor_ckpt_to_keep={cfg.max_actor_ckpt_to_keep}{best}, and one being written)"
         lower = ", or lower trainer.max_actor_ckpt_to_keep" if (cfg.max_actor_ckpt_to_keep or 0) > 1 else ""
-        return f"there is no room for {more} more checkpoints, {rule}. {describe_room(folder, size, lower)}", ""
+        return f"there is no room for {more} more checkpoints {rule}. {describe_room(folder, size, lower)}", ""
     if keep < 1 and free < len(steps) * size:
         rule = f"(trainer.save_freq={cfg.save_freq}, and all of them unless trainer.max_actor_ckpt_to_keep is set)"
         lacking = f"the {len(steps)} checkpoints that this run keeps {rule}"

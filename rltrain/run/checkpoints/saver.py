@@ -98,7 +98,7 @@ class Saver(Callback):
         named: dict[str, Any] = {"actor": actor, "critic": critic, "ref": reference}
         self._roles: dict[str, Policy | Critic | Reference] = {name: role for name, role in named.items() if role}
         self._fingerprint = dataset_fingerprint
-        self._bytes_needed = num_bytes  # estimated first, then the size of the last one
+        self._bytes_needed = num_bytes  # an estimate at first, later the size of the last checkpoint
         self.last_step = 0
         self.best = Best(cfg.trainer)
         self._saved_at = self._clock.monotonic()  # start of the last save, or of training
@@ -123,7 +123,7 @@ class Saver(Callback):
         late = trainer.saves_by_time and self._clock.monotonic() - self._saved_at >= (trainer.save_every_s or 0)
         if not late or self._pending:
             return False
-        # Checked in the background, because the disk may not respond. Then it is checked again after the next step.
+        # Check in the background, because the disk may not respond. Then it is checked again after the next step.
         self._room = self._room or BackgroundJob("room", partial(self._has_room_for_two, step))
         if not self._room.ready(_LOOK_S):
             return False
@@ -145,9 +145,9 @@ class Saver(Callback):
         goes, free = self._superfluous([*self._folder.steps(), step]), free_bytes(self._folder.path)
         return free < self._bytes_needed or free >= self._bytes_needed * (1 if goes else 2)
 
-    def _superfluous(self, whole: list[int]) -> list[int]:
-        best = self.best.of(whole)
-        return [step for step in superfluous(self._cfg.trainer, whole, self._timed) if step != best]
+    def _superfluous(self, complete: list[int]) -> list[int]:
+        best = self.best.of(complete)
+        return [step for step in superfluous(self._cfg.trainer, complete, self._timed) if step != best]
 
     def _timed(self, step: int) -> bool:
         """Return whether the checkpoint of ``step`` was saved by time only."""
@@ -206,7 +206,7 @@ class Saver(Callback):
         self._go_on(waits=True)
 
     def _go_on(self, waits: bool) -> None:
-        # Cleared first, because this method is called again while it waits for workers.
+        # Clear the field first, because this method is called again while it waits for workers.
         pending, self._pending = self._pending, None
         if not pending:
             return
@@ -309,8 +309,8 @@ class Saver(Callback):
         if asynchronous and not all(part.copied for part in parts) and not self._told:
             self._told = True
             log.warning(
-                "note: checkpoints are written while training waits (trainer.async_save): the memory that is free on "
-                "the hosts has no room for a copy of weights and optimizer state."
+                "note: checkpoints are written while training waits (trainer.async_save), because the free memory of "
+                "the hosts is too small for a copy of weights and optimizer state."
             )
         self._pending, self._looked = _Pending(step, folder, parts, began, opening), -math.inf
         return bool(parts) and all(part.copied for part in parts)
@@ -346,6 +346,6 @@ class Saver(Callback):
         # A run that starts from another run's checkpoint has no metrics yet; older files in its folder are moved aside.
         file = self._folder.path / "metrics.jsonl" if start.is_of(self._folder.path) else None
         self.best = Best(self._cfg.trainer, file, start.step)
-        # The step that the run starts from is already saved, also for `save_emergency`.
+        # The step that the run starts from is already saved, so `save_emergency` does not save it again.
         self.last_step = start.step
         self._saved_at = self._clock.monotonic()

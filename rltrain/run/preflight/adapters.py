@@ -22,8 +22,8 @@ def adapter_problems(spec: ModelSpec, model: Any, compiled_by: str) -> Iterator[
     assert spec.lora
     if spec.compiled and any(".experts." in name for name in adapted_weights(model)):
         yield (
-            f"{spec.lora.section}.target_modules={as_text(spec.lora.target_modules)}: adapters of experts make weights "
-            f"in every forward, which is not compiled. Leave {compiled_by} out, or name no experts."
+            f"{spec.lora.section}.target_modules={as_text(spec.lora.target_modules)}: adapters of experts compute "
+            f"weights in every forward pass, which cannot be compiled. Remove {compiled_by}, or remove the experts."
         )
     if spec.lora.path:
         first_adapters(model, spec.lora)
@@ -39,8 +39,8 @@ def adapters_of_engine(roles: ActorRolloutRefConfig, device: Device, model: Any,
         # weight.
         if engine.adapters and dtype != torch.float32:
             yield (
-                f"adapters are merged into {str(dtype).removeprefix('torch.')} weights on the way to the engine, which "
-                "rounds them; with actor_rollout_ref.model.lora.merge=False they stay as they are (docs/lora.md)"
+                f"adapters are merged into {str(dtype).removeprefix('torch.')} weights before they are sent, which "
+                "rounds them; actor_rollout_ref.model.lora.merge=False avoids this (docs/lora.md)"
             )
     elif any(".experts." in name for name in adapted_weights(model)):
         raise ConfigError(

@@ -35,8 +35,8 @@ _SKEW_S, _GIB = 5.0, 2**30
 # Free resources of a node: minimum, unit, and fix.
 _ROOM = {
     "local disk": (1, "GiB for Ray", "Free some, or start Ray with --temp-dir=FOLDER on another disk."),
-    "/dev/shm": (1, "GiB", "Ray and NCCL want more: --shm-size=64g, in Kubernetes an emptyDir with medium: Memory."),
-    "open files": (8192, "per process", "Type `ulimit -n 65536` before Ray is started there."),
+    "/dev/shm": (1, "GiB", "Ray and NCCL need more: --shm-size=64g, in Kubernetes an emptyDir with medium: Memory."),
+    "open files": (8192, "per process", "Run `ulimit -n 65536` before Ray is started there."),
 }
 
 
@@ -154,7 +154,7 @@ def _devices(ranks: Sequence[NodeReport]) -> Check:
         if facts.device != "CPU" and facts.memory[0] < 0.9 * facts.memory[1]
     ]
     if len(kinds) > 1:
-        check.notes.append("the devices are of several kinds: every step takes as long as on the slowest")
+        check.notes.append("the devices are of several kinds, and every step takes as long as on the slowest")
     return check
 
 

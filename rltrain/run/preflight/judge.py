@@ -31,7 +31,7 @@ def check_judge_server(judge: JudgeConfig, result: PreflightResult) -> list[str]
     try:
         models = asyncio.run(_models(replace(judge, timeout_s=min(judge.timeout_s, _PATIENCE_S))))
     except JudgeUnavailable as error:
-        result.notes.append(f"reward.judge.url={judge.url}: {judge.url}/models does not answer now: {error}")
+        result.notes.append(f"reward.judge.url={judge.url}: {judge.url}/models does not respond now: {error}")
         return []
     if judge.model not in models:
         named = ", ".join(models[:_NAMED]) + (f" and {len(models) - _NAMED} more" if len(models) > _NAMED else "")
@@ -39,7 +39,7 @@ def check_judge_server(judge: JudgeConfig, result: PreflightResult) -> list[str]
             f"reward.judge.model={judge.model} is not among the models of its server: {named or 'none'}"
         )
         return []
-    return [f"judge: {judge.url} answers and has {judge.model}; no answer was judged"]
+    return [f"judge: {judge.url} responds and has {judge.model}; no response was judged"]
 
 
 def check_judge_messages(cfg: ScoringConfig, longest: int, rows: dict[str, Rows], result: PreflightResult) -> list[str]:
@@ -65,12 +65,12 @@ def check_judge_messages(cfg: ScoringConfig, longest: int, rows: dict[str, Rows]
     for source, length in lines.items():
         if length > longest:
             result.problems.append(
-                f"reward_model.rollout.prompt_length={longest}: the message about a row of {short(source)!r} with its "
-                f"ground truth as the answer has {length:,} tokens already. Raise it."
+                f"reward_model.rollout.prompt_length={longest}: the message for a row of {short(source)!r}, with its "
+                f"ground truth as the response, already has {length:,} tokens. Raise it."
             )
     lengths = ", ".join(f"{length:,} for {short(source)!r}" for source, length in lines.items())
-    room = f"up to {longest:,} tokens; with the ground truth as the answer they have {lengths}"
-    return [f"judge: {cfg.reward_model.model.path} reads messages of {room}; no answer was judged"] if lines else []
+    room = f"up to {longest:,} tokens; with the ground truth as the response they have {lengths}"
+    return [f"judge: {cfg.reward_model.model.path} accepts messages of {room}; no response was judged"] if lines else []
 
 
 async def _models(judge: JudgeConfig) -> list[str]:

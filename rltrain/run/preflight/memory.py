@@ -32,7 +32,7 @@ from rltrain.models.attention.packing import pays_to_share
 from rltrain.models.experts import parts_with_experts
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.lora import ranks_of
-from rltrain.models.weights.names import ADAPTER, Part, whole_weights
+from rltrain.models.weights.names import ADAPTER, Part, gathered_weights
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, actor_spec, judge_spec, specs_of
 from rltrain.run.preflight.meta_run import Owners, Work, fake_model, forward_only, local, peak_of, update
@@ -138,7 +138,7 @@ class _Role:
         return elements * slot_rank(ranks) // min(ranks.values())
 
     def resting(self, phase: str) -> Owners:
-        """Return the resident memory in ``phase``, without its computation."""
+        """Return the resident memory in ``phase``, without the memory of its computation."""
         weights, learning, _ = self.sizes
         return Counter({
             "weights": weights if phase in self.phases or not self.offload else 0,
@@ -327,7 +327,7 @@ def _load(
             kept = []
             with ledger.owner("gathered"):
                 for part in parts:
-                    for weight in whole_weights(packed, dtype, bucket, part=part):
+                    for weight in gathered_weights(packed, dtype, bucket, part=part):
                         if embedded:
                             kept.append(weight.values)  # the engine keeps the tensor itself
                             ledger.claim("engine weights", [weight.values], but="weights")

@@ -71,7 +71,7 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     """Return the problem if an engine's weights leave no memory in its share for one longest response, else ""."""
     rollout, weights = cfg.actor_rollout_ref.rollout, gen["engine weights"]
     if ENGINES[rollout.name].embedded:
-        message = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one answer of the longest."
+        message = f"its weights ({weights / _GIB:,.1f} GiB) leave no room for one response of maximum length."
         return "" if gen["cache"] else f"{_R}name={rollout.name}: {message}"
     if gen["cache"] >= (longest := longest_cache_bytes(cfg)):
         return ""
@@ -80,7 +80,7 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
     way_out = f"{_R}gpu_memory_utilization={least:g}, or " * (least < 0.9)
     return (
         f"{_R}gpu_memory_utilization={share:g} is {share * size / _GIB:,.1f} GiB, and the engine's weights take "
-        f"{weights / _GIB:,.1f} of it, so that the longest response has no room. Set {way_out}"
+        f"{weights / _GIB:,.1f} of it, so one response of maximum length does not fit. Set {way_out}"
         f"{_R}tensor_model_parallel_size={2 * rollout.tensor_model_parallel_size}."
     )
 
@@ -124,7 +124,7 @@ def host_forecast(cfg: Config, plan: Plan) -> Counter[str]:
         if not role.learns:
             continue
         offloaded += 2 * learning if role.optimizer_offload else 0
-        copies += (3 * learning) * per_node
+        copies += 3 * learning * per_node
         if role.spec.activation_offload:
             text, budget = role.spec.load_config().get_text_config(), plan.budgets[role.learns[0]]
             rows = budget.max_tokens or (budget.max_samples or 1) * longest_text(cfg)

@@ -47,7 +47,7 @@ _TOKENS = range(2, 48)
 # Response length of the embedded engine, and the chunk size of its prefill, in tokens.
 _NEW_TOKENS, _CHUNK = 6, 5
 _OUTSIDE = "computes attention outside of transformers' attention interface, so packed sequences cannot be trained"
-_ELSE = "Use a model of a family that works (docs/models.md)."
+_ELSE = "Use a supported family (docs/models.md)."
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _why(packed: PackedModel, plain: Any, samples: Batch, expected: Tensor) -> s
     alone = torch.cat([packed_scores(packed, samples.select([number])) for number in range(len(samples))])
     if not distance(alone, expected) <= _FAR:
         return _OUTSIDE
-    return "takes a packed row for one text, as recurrent layers and positions that are counted in the model do"
+    return "treats a packed row as one text, like models with recurrent layers or with their own position counts"
 
 
 def trial_samples() -> Batch:

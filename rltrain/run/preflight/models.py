@@ -22,7 +22,7 @@ from rltrain.config.budgets import judge_lengths
 from rltrain.config.engine_rules import position_problems
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
-from rltrain.config.schema.engines import ENGINES, engines_with
+from rltrain.config.schema.engines import ENGINES
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.turns.detect import format_of
@@ -34,7 +34,7 @@ from rltrain.models.forward import PolicyModel, ScalarModel
 from rltrain.models.load import read_score_head
 from rltrain.models.routing import correction_biases
 from rltrain.models.weights.lora import exclusion_note
-from rltrain.models.weights.shard import empty_packed, look_at_weights
+from rltrain.models.weights.shard import check_weight_files, empty_packed
 from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.preflight.adapters import adapter_problems, adapters_of_engine
 from rltrain.run.preflight.model_check import check_numbers, check_routing
@@ -113,27 +113,32 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
             (result.problems if asked else result.notes).append(problem)
         if cfg.distillation.enabled and passes.images_in_training:
             result.problems.append(
-                "distillation.enabled=True: prompts have images, and a teacher reads texts only. "
-                "Leave distillation out, or train on texts."
+                "distillation.enabled=True: prompts have images, but a teacher reads text only. "
+                "Remove distillation, or train on text."
             )
         if cfg.reward_model.enable:
-            result.notes.append("the reward model reads texts only; it gets <image> instead of an image")
+            result.notes.append("the reward model reads text only; it gets <image> instead of an image")
     elif cfg.actor_rollout_ref.actor.freeze_vision_tower:
         key = "actor_rollout_ref.actor.freeze_vision_tower"
-        result.notes.append(f"{key}: no effect: no prompt has images, so a vision tower rests anyway")
+        result.notes.append(f"{key}: no effect: no prompt has images, so the vision tower is not trained anyway")
 
 
 def _image_problems(cfg: Config, why: str) -> Iterator[str]:
     """Yield problems of an engine or model that does not accept the policy's images. why: reason for the images."""
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
-    if not ENGINES[engine].images:
-        yield f"{_R}name={engine} takes texts only, and {why}. Use {engines_with('images')}."
+    kind, compared = models["actor"][1].load_config().model_type, ENGINES[engine].images
+    if compared is not None and kind not in compared:
+        others = " or ".join(f"{_R}name={name}" for name, row in ENGINES.items() if row.images is None)
+        yield (
+            f"{_R}name={engine}: {why}, and images of a {kind} were not compared with transformers on this engine "
+            f"(compared: {', '.join(compared) or 'none'}). Use {others}."
+        )
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:
             yield (
-                f"{other.section}.path={other.path} is a {kinds[1]}, and {why}, which are made for the "
-                f"policy's family, {kinds[0]}. Use a model of it{_or_none(other)}."
+                f"{other.section}.path={other.path} is a {kinds[1]}, but {why}, which are processed for the "
+                f"policy's family, {kinds[0]}. Use a model of that family{_or_none(other)}."
             )
 
 
@@ -174,7 +179,7 @@ def _check_model(role: Role, kind: type[Any], spec: ModelSpec, cfg: Config, resu
     if is_policy:
         result.problems += _bias(cfg, spec, packed.model, config)
     result.problems += sharing_problems(cfg, role, spec, packed.model, config)
-    result.notes += [note for note in look_at_weights(kind, spec, config) if note not in result.notes]
+    result.notes += [note for note in check_weight_files(kind, spec, config) if note not in result.notes]
     trained = sum(weight.numel() for weight in packed.model.parameters() if weight.requires_grad)
     if role == "ref" and cfg.actor_rollout_ref.ref.update_every_steps:
         result.problems += _cannot_become(cfg, spec, packed)
@@ -212,7 +217,7 @@ def _bias(cfg: Config, spec: ModelSpec, model: Any, config: Any) -> Iterator[str
     if len(biases) != len(parts_with_experts(model)):
         yield (
             f"{key}: the routers of {name} have no correction bias that is a buffer (e_score_correction_bias of "
-            "DeepSeek-V3, GLM-4-MoE and their like). Leave it out, or learn to use experts evenly by "
+            "DeepSeek-V3, GLM-4-MoE and similar). Remove it, or use the load-balancing loss: "
             "actor_rollout_ref.actor.router_aux_loss_coef=0.001."
         )
     elif any(bias.dtype != torch.float32 for bias in biases.values()):
@@ -247,8 +252,8 @@ def _cannot_become(cfg: Config, spec: ModelSpec, packed: Any) -> Iterator[str]:
     if sizes[0] != sizes[1]:
         every = f"actor_rollout_ref.ref.update_every_steps={cfg.actor_rollout_ref.ref.update_every_steps}"
         yield (
-            f"{every}: {spec.section}.path={spec.path} has weights of other sizes than the policy, so it cannot take "
-            "over the policy's. Leave it out, or name a reference of the policy's sizes."
+            f"{every}: {spec.section}.path={spec.path} has weights of other sizes than the policy, so it cannot be "
+            "updated from the policy. Remove it, or use a reference of the policy's sizes."
         )
 
 
@@ -261,7 +266,7 @@ def _chat(cfg: Config, config: Any, result: PreflightResult) -> None:
     size, padding = config.get_text_config().vocab_size, getattr(config.get_text_config(), "pad_token_id", None)
     # In prompts, tokens beyond the vocabulary are an error (`check_vocabulary`). Elsewhere they are only noted.
     if size < encoder.vocab_size:
-        result.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, and its model knows {size:,}")
+        result.notes.append(f"{path}: its tokenizer has {encoder.vocab_size:,} tokens, but its model has {size:,}")
     if padding is not None and not 0 <= padding < size:
         raise DataError(
             f"actor_rollout_ref.model.path={path}: its config.json has pad_token_id={padding}, but the model has "
@@ -270,7 +275,7 @@ def _chat(cfg: Config, config: Any, result: PreflightResult) -> None:
     if encoder.ignores_generation_prompt:
         result.notes.append(
             f"the chat template of {path} writes the same with and without add_generation_prompt, so the model "
-            "does not see that it is its turn. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
+            "does not see that its turn begins. If rewards stay low, see actor_rollout_ref.model.custom_chat_template."
         )
 
 
@@ -280,8 +285,8 @@ def _judge(cfg: Config, config: Any, result: PreflightResult) -> None:
     limit, longest = getattr(config.get_text_config(), "max_position_embeddings", None), sum(judge_lengths(cfg))
     if limit and longest > limit:
         result.notes.append(
-            f"reward_model.rollout.prompt_length + response_length = {longest:,} tokens, and the judge knows {limit:,} "
-            "positions: longer ones are beyond what it was trained for"
+            f"reward_model.rollout.prompt_length + response_length = {longest:,} tokens, but the judge has {limit:,} "
+            "positions, so it was not trained on longer ones"
         )
 
 
@@ -295,7 +300,7 @@ def _check_turns(cfg: Config, encoder: ChatEncoder, result: PreflightResult) -> 
     if problem := delta.problem(roles):
         result.problems.append(
             f"{who_answers(rollout)}: the chat template of {encoder.path} cannot be continued after a turn: {problem} "
-            "Give one that can with actor_rollout_ref.model.custom_chat_template."
+            "Set actor_rollout_ref.model.custom_chat_template to a template that can be continued."
         )
     for agent in rollout.agent.own:
         load_plugin(AGENT_KEY if agent == rollout.agent.default_agent_loop else LOOPS_KEY, agent)
@@ -314,8 +319,8 @@ def _vocabulary(spec: ModelSpec, config: Any, encoder: ChatEncoder) -> Iterator[
     size, written = config.get_text_config().vocab_size, encoder.vocab_size
     if size < (written := min(written, encoder.model_vocab_size or written)):
         yield (
-            f"{spec.section}.path={spec.path} knows {size:,} tokens, and the policy writes {written:,}. Use a model "
-            f"with the policy's tokenizer{_or_none(spec)}."
+            f"{spec.section}.path={spec.path} has {size:,} tokens, but the policy can generate {written:,}. Use a "
+            f"model with the policy's tokenizer{_or_none(spec)}."
         )
 
 
@@ -333,27 +338,27 @@ def _other_tokens(cfg: Config, spec: ModelSpec, config: Any, result: PreflightRe
         reference = ChatEncoder(spec.path, trust_remote_code=spec.trust_remote_code, chat_template="{{ messages }}")
         tokens = {index: token for token, index in reference.tokenizer.get_vocab().items()}
     except DataError:
-        result.notes.append(f"{named}: it has no tokenizer, and is taken to have that of the policy")
+        result.notes.append(f"{named}: it has no tokenizer, so the policy's is assumed")
         tokens = {}
     ours = {index: token for token, index in encoder.tokenizer.get_vocab().items()}
     if differ := [index for index, token in ours.items() if tokens.get(index, token) != token]:
         first = min(differ)
         yield (
-            f"{named}: its token {first} is {tokens[first]!r}, and that of the policy {ours[first]!r}; {len(differ):,} "
-            "are others, so a KL to it means nothing. Use a model with the policy's tokenizer."
+            f"{named}: its token {first} is {tokens[first]!r}, but the policy's is {ours[first]!r} ({len(differ):,} "
+            "differ), so a KL to it is meaningless. Use a model with the policy's tokenizer."
         )
     size, policy_size = config.get_text_config().vocab_size, encoder.model_vocab_size
     if spec.role == ROLES["teacher"].section and passes.exact_teacher and policy_size and size < policy_size:
         yield (
-            f"{named} knows {size:,} tokens and the policy {policy_size:,}, and loss_mode="
+            f"{named} has {size:,} tokens and the policy {policy_size:,}, and loss_mode="
             f"{cfg.distillation.distillation_loss.loss_mode} compares all of the policy's. Use "
-            "distillation.distillation_loss.loss_mode=k3, or a teacher of at least as many."
+            "distillation.distillation_loss.loss_mode=k3, or a teacher with at least as many."
         )
     exact = passes.exact_kl_in_loss or passes.exact_kl_in_reward
     if spec.role == ROLES["ref"].section and policy_size and (size < policy_size or (exact and size > policy_size)):
-        yield f"{named} knows {size:,} tokens and the policy {policy_size:,}" + (
-            f". Use a reference of {'the same size' if exact else 'at least as many'}." if size < policy_size else
-            ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference of the same size."
+        yield f"{named} has {size:,} tokens and the policy {policy_size:,}" + (
+            f". Use a reference with {'the same number' if exact else 'at least as many'}." if size < policy_size else
+            ", and a full KL compares all of them. Use kl_loss_type (kl_penalty) k3, or a reference with as many."
         )  # fmt: skip
 
 

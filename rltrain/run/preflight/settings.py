@@ -36,7 +36,7 @@ def preflight(loaded: LoadedConfig) -> PreflightResult:
     result = PreflightResult([*missing_files(cfg), *of_engine, *check_devices(loaded), *ray_problems(cfg.cluster)])
     if "critic" in roles_of(cfg) and "algorithm.adv_estimator" not in loaded.explicit:
         result.notes.append(
-            "a critic is trained too, because algorithm.adv_estimator is gae unless set (as in verl); grpo needs none"
+            "a critic is trained too, because algorithm.adv_estimator defaults to gae, as in verl; grpo needs no critic"
         )
     result.notes += other_meanings(loaded)
     result.notes += _chosen_engine(loaded)
@@ -81,10 +81,10 @@ def _chosen_engine(loaded: LoadedConfig) -> Iterator[str]:
     if rollout.name == "vllm":
         size = rollout.tensor_model_parallel_size
         why = f"tensor_model_parallel_size={size}" if size > 1 else f"trainer.device={device}, and vLLM is installed"
-        yield f"{key} is not set: vllm, as {why}"
+        yield f"{key} is not set: vllm is used, because {why}"
     elif device != "cpu" and (device != "auto" or devices_here(device, none=0)):
         yield (
-            f"{key} is not set: hf, a plain decode loop, as vLLM, the engine for speed, is not installed here. "
+            f"{key} is not set: hf, a plain decode loop, is used, because vLLM, which is faster, is not installed. "
             f"Install {ENGINES['vllm'].install}"
         )
 
@@ -153,7 +153,7 @@ def check_devices(loaded: LoadedConfig) -> Iterator[str]:
     # This machine may be a login node without the cluster's devices.
     if address:
         if not device.count and "trainer.n_gpus_per_node" not in loaded.explicit:
-            yield f"trainer.n_gpus_per_node is not set, and {have} to count. Say how many each node has."
+            yield f"trainer.n_gpus_per_node is not set, and {have}. Set it to the number of devices of each node."
     elif not device.count:
         yield (
             f"trainer.device={trainer.device}: {have}. Use trainer.device=cpu, or a machine and a torch that have them."

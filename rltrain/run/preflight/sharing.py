@@ -54,4 +54,4 @@ def _experts(cfg: Config, role: Role, spec: ModelSpec, model: Any, config: Any) 
     if problem := experts_problem(model, config, size, devices_per_copy(spec.fsdp.fsdp_size, devices)):
         yield f"{key}: {'' if own else f'of {spec.path}, '}{problem}"
     if spec.compiled:
-        yield f"{key}: no layer is compiled whose tokens travel. Leave {section}.use_torch_compile out."
+        yield f"{key}: layers whose tokens change devices cannot be compiled. Remove {section}.use_torch_compile."

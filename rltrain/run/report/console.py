@@ -80,7 +80,7 @@ class Console:
             fields = shown(metrics)
             self._steps.append(metrics)
             left = timedelta(seconds=round(seconds_left(self._steps, self._total - step)))
-            # Logged even with a bar, because train.log has every step; `show_steps` controls the terminal.
+            # Log the line even with a bar, because train.log has every step; `show_steps` controls the terminal.
             logs.STEPS.info("step %s  %s", place, "  ".join((*fields, f"left={left}")))
             if self._bar:
                 self._bar.numbers = fields

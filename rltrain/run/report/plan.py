@@ -66,7 +66,7 @@ def _algorithm(plan: Plan, config: Config) -> str:
         return f"supervised: negative log-likelihood of {turns}, {actor.loss_agg_mode or TOKEN_MEAN}"
     if config.distillation.is_alone:
         return f"{distance} only, {actor.loss_agg_mode or TOKEN_MEAN}"
-    single = " (ONE ANSWER TO A PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
+    single = " (ONE RESPONSE PER PROMPT: THE SCORE ITSELF)" if compares_nothing(config) else ""
     more = f", and {teacher.distillation_loss_coef:g} x {distance}" if config.distillation.enabled else ""
     estimator, loss = config.algorithm.adv_estimator, actor.policy_loss.loss_mode
     return f"{estimator} advantages{single}, {loss} loss, {plan.passes.aggregation}{more}"
@@ -122,15 +122,19 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
         return []
     rows = [("reward", _reward(config))] if config.reward_model.classifies else []
     if config.reward_model.runs_scorers:
-        judge, where, limit_s = config.reward.judge, "", f"{config.reward.timeout_s:g} s an answer"
+        judge, where, limit_s = config.reward.judge, "", f"{config.reward.timeout_s:g} s per response"
         if config.reward.url:
-            where = f"at {config.reward.url}, each with {config.reward.url_concurrency} answers at a time"
-        scorer = {"none": "alone", "beside": "beside the scorer", "first": "where the scorer finds nothing right"}
+            where = f"at {config.reward.url}, each with {config.reward.url_concurrency} responses at a time"
+        scorer = {
+            "none": "alone",
+            "beside": "in addition to the scorer",
+            "first": "if the scorer does not accept the response",
+        }
         if config.reward_model.judges:
             rows.append(("judging", _judging(config, scorer[judge.rule])))
         elif judge.url:
             where = f"with the judge {judge.model} at {judge.url} {scorer[judge.rule]}, "
-            where += f"{judge.max_concurrency} requests at a time over all"
+            where += f"{judge.max_concurrency} requests at a time in total"
             limit_s = f"{judge.timeout_s:g} s a request"
         workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
         rows.append(("scoring", masked_text(f"{workers} {where}").rstrip() + f", at most {limit_s}"))
@@ -204,7 +208,7 @@ def _validation(plan: Plan, config: Config) -> list[tuple[str, str]]:
     before = "before the first step" if trainer.val_before_train else ""
     joint = ", " if trainer.tests_regularly else " and "
     when = joint.join(part for part in (before, every) if part)
-    how = "greedy" if val.greedy else f"{count(val.n, 'answer')} to each prompt at temperature {val.temperature:g}"
+    how = "greedy" if val.greedy else f"{count(val.n, 'response')} per prompt at temperature {val.temperature:g}"
     how = "loss per token" if config.sft.enabled else how
     how = how if trainer.val_only else f"{when}: {how}"
     return [("validation", how)] if config.data.val_files and (when or trainer.val_only) else []
@@ -212,7 +216,7 @@ def _validation(plan: Plan, config: Config) -> list[tuple[str, str]]:
 
 def _tools(config: Config) -> list[tuple[str, str]]:
     turns = config.actor_rollout_ref.rollout.multi_turn
-    how = f"{count(turns.max_parallel_calls, 'call')} a turn, at most {turns.tool_timeout_s:g} s each"
+    how = f"{count(turns.max_parallel_calls, 'call')} per turn, at most {turns.tool_timeout_s:g} s each"
     return [("tools", f"of {turns.place}; {how}")] if turns.place else []
 
 

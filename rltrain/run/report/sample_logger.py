@@ -101,7 +101,7 @@ class SampleLogger(Callback):
         job = _job("val", step, answered.samples, prompts, answers_per_prompt, most=1)
         rows = self._writer.examples(job, _TABLE)
         if rows is None:
-            log.warning("step %d: the answers for trainer.log_val_generations did not come", step)
+            log.warning("step %d: the responses for trainer.log_val_generations did not arrive", step)
         else:
             self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
 
@@ -144,8 +144,8 @@ class SampleLogger(Callback):
                     self._logged_problems.add(kind)
                     log.warning("step %d, %s: responses are not saved: %s", result.step, result.split, result.problem)
             elif result.example and (result.split == "val" or result.step == 1 or result.step % _EXAMPLE_EVERY == 0):
-                # Logged after writing, perhaps after lines of later steps, so it names its step.
-                log.info("an answer of step %d, %s: %s", result.step, result.split, result.example)
+                # The line names its step, because it is logged after writing, perhaps after lines of later steps.
+                log.info("a response of step %d, %s: %s", result.step, result.split, result.example)
 
 
 def _ranges(steps: list[int]) -> str:

@@ -313,7 +313,7 @@ class WriterProcess:
     def _again(self, error: BaseException) -> list[Written]:
         """Restart a dead process and resubmit its jobs. Drop a job that has killed two processes."""
         left, self._running = list(self._running.values()), {}
-        log.warning("the process that writes samples died (%s) and is started again", first_line(error))
+        log.warning("the process that writes samples died (%s) and is restarted", first_line(error))
         self._start()
         lost = [left.pop(0)] if left[0] is self._deadly else []
         self._deadly = left[0] if left else None
@@ -354,7 +354,7 @@ def _cause(error: BaseException) -> str:
     """Return the likely reason why a job ended the writer process twice."""
     full = [folder for folder in (tempfile.gettempdir(), "/dev/shm") if Path(folder).is_dir() and _is_full(folder)]
     if full:
-        return f"the disk of {full[0]} is full, and the process that writes them cannot live"
+        return f"the disk of {full[0]} is full, so the process that writes them cannot run"
     return f"the process that writes them died twice: it was killed, or memory ran out ({first_line(error)})"
 
 

@@ -167,7 +167,7 @@ def report(run: Path) -> str:
 
 
 def _rest(run: Path, lines: list[dict[str, Any]]) -> list[str]:
-    # Sorted by number, because "100" sorts before "20" as text.
+    # Sort by number, because "100" sorts before "20" as text.
     exports = sorted(run.glob("global_step_*/huggingface"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
     exported = [f"exported model: {exports[-1]}"] if exports else []
     remarks = learning_summary(lines), nothing_earned(run, lines), mostly_truncated(run, lines)

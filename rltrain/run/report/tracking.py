@@ -156,7 +156,7 @@ class Sender(threading.Thread):
             except BaseException as error:
                 failed.append(send)
                 in_a_row += 1
-                # Raised before attempts are counted, because a tracker that is down is not the entries' fault.
+                # Raise the error before attempts are counted, because a tracker that is down is not the entries' fault.
                 if in_a_row == _DOWN_AFTER:
                     raise
                 self._warn_once(error)
@@ -300,7 +300,7 @@ def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
     """Yield the warnings about trackers that a run will log at its start, without contacting a server."""
     for name in loggers:
         if package := missing_package(name):
-            yield f"trainer.logger={name}: not installed here, so it is left out (pip install {package})"
+            yield f"trainer.logger={name}: not installed here, so it is skipped (pip install {package})"
         elif name == "wandb":
             try:
                 lacks = wandb_login_lacks()
@@ -309,7 +309,7 @@ def tracker_notes(loggers: Sequence[str], folder: Path) -> Iterator[str]:
                 continue
             if lacks:
                 yield (
-                    f"trainer.logger=wandb: {lacks}. As it is, metrics go to {folder / 'wandb'}; send them "
+                    f"trainer.logger=wandb: {lacks}. Without it, metrics go to {folder / 'wandb'}; send them "
                     f"after the run with: wandb sync {folder / 'wandb/offline-run-*'}"
                 )
 

@@ -69,10 +69,10 @@ def lognormal(mean: float, most: float, spread: float = SPREAD, alike: float = A
         return np.full(prompts, prompt), np.maximum(written, 1).reshape(prompts, answers)
 
     description = (
-        f"answers of {mean:,.0f} tokens on average, at most {most:,.0f} (assumed: the logarithm is normal with a "
+        f"responses of {mean:,.0f} tokens on average, at most {most:,.0f} (assumed: the logarithm is normal with a "
     )
     description += (
-        f"standard deviation of {spread:g}, and answers to a prompt share {alike:.0%} of its variance); prompts of "
+        f"standard deviation of {spread:g}, and responses to a prompt share {alike:.0%} of its variance); prompts of "
     )
     return Lengths(f"{description}{prompt:,} tokens", draw)
 

@@ -121,10 +121,10 @@ def _in_order(seconds: dict[str, float]) -> dict[str, float]:
 
 def _told(generation: Generation) -> str:
     text = f"{generation.decode_steps:,} decode steps, the last {generation.tail_s:,.1f} s for the last 10 % of the "
-    text += f"answers, {generation.idle_share:.0%} of the replicas' time idle"
+    text += f"responses, {generation.idle_share:.0%} of the replicas' time idle"
     if generation.most_waiting:
-        text += f"; up to {generation.most_waiting:,} answers of a replica wait for room in its cache"
-    return text + (f", {generation.put_back:,} were put back" if generation.put_back else "")
+        text += f"; up to {generation.most_waiting:,} responses of a replica wait for room in its cache"
+    return text + (f", {generation.put_back:,} were preempted" if generation.put_back else "")
 
 
 def engine_speed(cfg: Config, sizes: Sizes, chip: Chip, assumed: Assumptions, device_bytes: int | None) -> EngineSpeed:

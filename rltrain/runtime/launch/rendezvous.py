@@ -209,7 +209,7 @@ def poll_signals(store: KVStore, signals: list[int]) -> None:
 
 def _finish(store: KVStore | None, code: int) -> None:
     """Publish the exit code, and wait until the nodes have read it."""
-    # Skipped if the head does not respond.
+    # Skip this if the head does not respond.
     with suppress(ConnectionError):
         if store:
             store.put(END, code)

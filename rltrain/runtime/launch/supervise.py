@@ -97,22 +97,22 @@ class Supervisor:
                 return 130 if self._stop_signal == signal.SIGINT else _AGAIN
 
     def _attempt(self) -> Attempt:
-        # Created again, because temporary folders may be cleaned up after some days. If it fails, only the cause is
-        # unknown.
+        # Create the folder again, because temporary folders may be cleaned up after some days. If it fails, only the
+        # cause is unknown.
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
             self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
         try:
-            # In a new session, because otherwise a terminal would send Ctrl-C to the run too, in addition to
+            # Start it in a new session, because otherwise a terminal would send Ctrl-C to the run too, in addition to
             # `_forward_signal`.
             self._child = child = os.posix_spawnp(
                 self._command[0], self._command, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
             )
         except OSError as error:
             raise ConfigError(f"the command cannot be started: {error}") from error
-        if self._stop_signal:  # by a signal during the start
+        if self._stop_signal:  # a signal arrived during the start
             self._forward_signal(self._stop_signal, None)
         pid = 0
         while pid != child:  # the first process of a container must reap adopted processes
@@ -155,7 +155,7 @@ class Supervisor:
         """Send a signal to the run, but not to its group: Ray's processes in it must live until the run has saved."""
         below = descendants(os.getpid())
         runs = [pid for pid in read_reports(self._file)["pids"] if pid in below]
-        if number == signal.SIGUSR1:  # would kill a program without a handler, such as a shell
+        if number == signal.SIGUSR1:  # it would kill a program without a handler, such as a shell
             send((pid for pid in runs if catches(pid, number)), number)
             return
         self._stop_signal = number

@@ -67,8 +67,8 @@ def opened(descriptor: int, parent: int) -> tuple[socket.socket, BinaryIO, Limit
         # Make the OOM killer choose this process first.
         with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as stream:
             stream.write("900")
-    # faulthandler writes to a copy of stderr, which the slot reads separately. It is made before output is redirected
-    # to the pipe.
+    # faulthandler writes to a copy of stderr, which the slot reads separately. The copy is made before output is
+    # redirected to the pipe.
     faulthandler.enable(file=os.dup(2))
     stacks.offer()
     _print_by_lines()

@@ -80,6 +80,6 @@ class ChildProcess:
         kill_tree(self._process.pid)
         self._process.wait()
         remove_folder(self._folder)  # again, because the subreaper may have been killed before it was done
-        self._printed.drain()  # its last output
+        self._printed.drain()  # read its last output
         self._printed.close()
         self._crash_log.close()

@@ -124,8 +124,8 @@ class Slot:
         # The process itself enforces the deadline of each call.
         outcomes, is_lost = self._ask(name, calls, self._limits.timeout_s * len(calls), may_repeat=len(calls) == 1)
         if is_lost and len(calls) > 1 and self._service.may_repeat:
-            # One of the calls blocks or ends the process. Run alone, each has a separate deadline and does not affect
-            # others.
+            # One of the calls blocks or ends the process. If they run alone, each has a separate deadline and does not
+            # affect others.
             return [self._ask(name, [arguments], self._limits.timeout_s, False)[0][0] for arguments in calls]
         return outcomes
 

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
     split_arguments(arguments.overrides, arguments.problems)
-    # Imported here, so that --help and errors of the arguments do not wait for it.
+    # Import here, so that --help and errors of the arguments do not wait for it.
     with logs.session(), logs.waiting(IMPORTING):
         from pandas import read_parquet
 
@@ -71,7 +71,7 @@ def _evaluate(arguments: argparse.Namespace, stop: Stop) -> int:
             with logs.session():
                 begin_ray(settings[0].config, stop, closing)
         for model in request.models:
-            with logs.session():  # each has a separate train.log
+            with logs.session():  # each evaluation has a separate train.log
                 results.append(evaluate_model(request, model, stop))
     folder = request.root if several else request.folder(request.models[0])
     file = folder / (RESULTS if several else RESULT)

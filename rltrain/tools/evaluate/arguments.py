@@ -12,15 +12,15 @@ _ANSWERS = "actor_rollout_ref.rollout.val_kwargs."
 # Short names of keys below _ANSWERS.
 _SHORT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop")
 _OTHER_WORDS = {
-    "trainer.val_only": "an evaluation never trains",
-    "trainer.default_local_dir": "out=FOLDER says where results go",
-    "trainer.resume_mode": "model=CHECKPOINT names the weights",
-    "trainer.resume_from_path": "model=CHECKPOINT names the weights",
-    "trainer.resume_weights_only": "model=CHECKPOINT names the weights",
+    "trainer.val_only": "an evaluation does not train",
+    "trainer.default_local_dir": "out=FOLDER sets the folder of the results",
+    "trainer.resume_mode": "model=CHECKPOINT sets the weights",
+    "trainer.resume_from_path": "model=CHECKPOINT sets the weights",
+    "trainer.resume_weights_only": "model=CHECKPOINT sets the weights",
     "trainer.samples_freq": "all responses are saved",
     "trainer.samples_max_prompts": "all responses are saved",
-    "data.val_files": "data=FILES names them",
-    "actor_rollout_ref.model.path": "model=PATH names it",
+    "data.val_files": "data=FILES sets them",
+    "actor_rollout_ref.model.path": "model=PATH sets it",
 }
 
 

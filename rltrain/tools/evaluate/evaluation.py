@@ -75,17 +75,15 @@ def _answer(trainer: Trainer, results: ResultFolder, model: Model, stop: Stop) -
     parts = results.missing(total, trainer.validation.prompts_at_once)
     left = sum(map(len, parts))
     if left < total:
-        log.info("%s: %d of %s are answered already", model.name, total - left, count(total, "prompt"))
+        log.info("%s: %d of %s already have responses", model.name, total - left, count(total, "prompt"))
     started, made = time.monotonic(), 0
     for rows in parts:
         trainer.answer(rows, results.part(rows))
         made += len(rows)
         left -= len(rows)
         left_s = (time.monotonic() - started) / made * left
-        log.info("%s: %d of %s are answered, %s left", model.name, total - left, count(total, "prompt"), _span(left_s))
-        stop.says(
-            f"{total - left} of {total} prompts of {model.name} are answered: the same command continues after them"
-        )
+        log.info("%s: %d of %s done, %s left", model.name, total - left, count(total, "prompt"), _span(left_s))
+        stop.says(f"{total - left} of {total} prompts of {model.name} are done: the same command continues after them")
 
 
 def _span(seconds: float) -> str:
@@ -128,7 +126,7 @@ def _columns(
             columns |= {f"pass@{k}": statistics.pass_of(values, k) for k in ks}
         else:
             notes.append(f"{source}: no pass@k, as {measure} is not only 0 or 1")
-        # All votes are empty if no answer was found, or if this source's scorer returns no votes.
+        # All votes are empty if no answer was found or the scorer of this source returns no votes.
         votes = rows[_VOTES].fillna("").astype(str).to_numpy() if _VOTES in rows else np.array([""])
         if (votes != "").any():
             majority = statistics.majority_of(values, votes.reshape(-1, num_answers), ks[1:])
@@ -141,8 +139,8 @@ def _columns(
     if failed.any():
         as_zero = np.nan_to_num(values).mean()
         notes.append(
-            f"{source}: {int(failed.sum())} of {failed.size} answers could not be scored and count for nothing; with 0 "
-            f"for each the mean were {as_zero:.4g}"
+            f"{source}: {int(failed.sum())} of {failed.size} responses could not be scored and are excluded; with 0 "
+            f"for each the mean would be {as_zero:.4g}"
         )
     return columns, {"prompts": len(values), "measure": measure, "binary": is_binary}
 
@@ -153,7 +151,7 @@ def values_of(rows: pd.DataFrame, num_answers: int) -> tuple[Floats, str]:
     rows: the responses of one source, sorted by prompt.
     """
     by_prompt = {name: rows[name].to_numpy().reshape(-1, num_answers) for name in rows}
-    # The measure is that of a validation: the scorer's accuracy, else the reward.
+    # The measure is the same as in a validation: the scorer's accuracy, else the reward.
     has_acc = "acc" in rows and pd.api.types.is_numeric_dtype(rows["acc"]) and rows["acc"].notna().any()
     measure = "acc" if has_acc else "reward"
     return np.where(_failed(by_prompt), np.nan, by_prompt[measure].astype(np.float64)), measure

@@ -22,7 +22,7 @@ from rltrain.models.files.digest import digest_of_model
 from rltrain.models.files.source import model_problem
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import MANIFEST, checkpoint_digest, find_damage, read_record
-from rltrain.run.checkpoints.model_folder import newest_whole
+from rltrain.run.checkpoints.model_folder import newest_complete
 
 _MODEL = "actor_rollout_ref.model."
 # Keys that determine a run's validation, apart from its engine and devices.
@@ -117,7 +117,7 @@ def _model(name: str) -> Model:
         if _STEP.fullmatch(folder.name) or (folder / MANIFEST).is_file():
             return _checkpoint(folder)
         run = Checkpoints(name)
-        if run.steps() and (newest := newest_whole(run)):
+        if run.steps() and (newest := newest_complete(run)):
             return _checkpoint(newest)
     if problem := model_problem("model", name):
         hint = " A run folder has checkpoints in folders global_step_N." if folder.is_dir() else ""

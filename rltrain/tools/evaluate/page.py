@@ -9,7 +9,7 @@ from typing import Any
 from rltrain.run.report.charts import Line, Section, Table, line_chart, save_page
 from rltrain.tools.evaluate.report import main_figure
 
-# (model, step, source and figure)
+# A row is (model, step, name of the source, statistic).
 Row = tuple[str, int | None, str, Mapping[str, float]]
 
 

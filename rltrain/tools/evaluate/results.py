@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.storage import patiently, read_json, replacing, write_json
 
-# Result of one model; of several models, next to their folders; and the page.
+# Result of one model, in its folder. Results of several models, next to their folders. The page.
 RESULT, RESULTS, PAGE = "evaluation.json", "evaluations.json", "evaluation.html"
 _ASKED, _PARTS = "asked.json", "parts"
 _PART = re.compile(r"rows_(\d+)_(\d+)\.parquet")
@@ -77,7 +77,7 @@ class ResultFolder:
         """Join all responses, in the order of the prompts: ``samples/val_STEP.parquet``, as `view` reads it."""
         file = self.folder / "samples" / f"val_{step:06d}.parquet"
         table = self.answers()
-        if table is not None:  # otherwise an earlier start has already joined them
+        if table is not None:  # otherwise an earlier run of the command has already joined them
             with replacing(file) as temporary:
                 pq.write_table(table, temporary, compression="zstd")
         return file

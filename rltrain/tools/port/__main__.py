@@ -1,7 +1,7 @@
 """``rltrain port SCRIPT.sh|CONFIG.yaml [-o NEW.sh]``: Convert a verl run to a short rltrain script.
 
 Nothing is trained. The launch script is expanded by a shell with text tools only, in a jail. Exit code 0: a run would
-accept the new script; 2: something is left to do, or was not carried over.
+accept the new script; 2: the new script needs changes, or settings were not carried over.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", nargs="?", type=Path, help="a launch script, or a configuration (.yaml)")
     parser.add_argument("arguments", nargs="*", default=[], help="arguments of the script")
     parser.add_argument("-o", "--output", type=Path, help="the new script (default: printed)")
-    parser.add_argument("--overrides", action="store_true", help="what follows are verl's key=value words")
+    parser.add_argument("--overrides", action="store_true", help="the next arguments are verl's key=value settings")
     arguments = parser.parse_intermixed_args(own_words)
     if overrides is not None:
         words = ["python3", "-m", "verl.trainer.main_ppo", *overrides]
@@ -61,7 +61,7 @@ def _port(name: str, recording: Recording, folders: list[Path], output: Path | N
     runs, notes = launches(recording.calls, folders)
     notes += [f"{name} was taken to be {value} where sizes follow from it" for name, value in recording.assumed.items()]
     if not recording.finished:
-        notes.append("the script did not end in time (it may wait for something): what it had started by then is here")
+        notes.append("the script did not end in time (it may wait for something): its later commands are missing here")
     if not runs:
         note_lines = "".join(f"\n{line}" for line in notes)
         raise ConfigError(f"{name} does not start a recognizable verl run.{note_lines}")

@@ -15,9 +15,9 @@ from rltrain.config.verl.table import rows
 from rltrain.tools.port.shell import Call, inside_out
 from rltrain.tools.port.translate import ASKED, typed
 
-# Other Python programs, by module or file name, and their counterparts in rltrain.
+# Other Python programs by module or file name, each with its counterpart in rltrain.
 _OTHERS = {
-    r"sft": "supervised fine-tuning is not in rltrain",
+    r"sft": "supervised fine-tuning is not translated: rltrain sft takes keys of verl's SFT trainer",
     r"main_generation|main_eval": "to test a checkpoint: rltrain evaluate model=… data=…",
     r"data_preprocess[./]": "data files are made by rltrain data NAME (rltrain data --help)",
     r"model_merger": "a checkpoint's hf_model folder needs no merging here",
@@ -29,7 +29,7 @@ _LAUNCHERS = {
     "ms-swift": r"^swift \w|\bswift[./]cli", "AReaL": r"\bareal[./]",
     "LLaMA-Factory": r"^llamafactory-cli|\bllamafactory[./]", "MindSpeed RL": r"\bcli/train_(grpo|ppo|dapo|dpo)\.py",
 }  # fmt: skip
-# Entry points that use the trainer that rltrain replaces.
+# Entry points that use the PPO trainer of verl, which rltrain replaces.
 _SAME = re.compile(r"(.*/)?(verl/|verl\.)trainer[./]main_ppo(_sync)?(\.py)?|.*dapo[\w./]*main_dapo(\.py)?|main_ppo\.py")
 _PYTHON = re.compile(r"python|torchrun|accelerate|deepspeed|uv$")
 _KEY = re.compile(r"^\+{0,2}[A-Za-z_][\w@/]*(\.[\w@/-]+)*=")
@@ -112,14 +112,14 @@ def _launch(entry: str, words: Sequence[str], call: Call, folders: Sequence[Path
         elif _KEY.match(word):
             settings.append((name, text))
         elif word.strip():
-            taken_out = "a key that is taken out of verl's configuration is not looked for: see that it is not here"
-            lost.append(f"{word}: {taken_out if word.startswith('~') else 'it is no key=value'}")
+            taken_out = "the key is removed from verl's configuration. Check that the new script does not set it"
+            lost.append(f"{word}: {taken_out if word.startswith('~') else 'it is not of the form key=value'}")
     if any(flags.values()):
         read, problem = _named(flags["--config-path"], flags["--config-name"], folders)
         settings = [*read, *settings]
         lost += [problem] if problem else []
     if not _SAME.fullmatch(entry):
-        lost.append(f"{entry} is another trainer than verl's main_ppo: what it adds to it is not carried over")
+        lost.append(f"{entry} is not verl's main_ppo: anything that it adds to main_ppo is not carried over")
     return Launch(entry, tuple(settings), tuple(lost), tuple(call.exported.items()))
 
 

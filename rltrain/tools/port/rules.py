@@ -29,7 +29,7 @@ class Rule:
     """rltrain's key, with {role}, {fsdp} and {model} for the paths of the key's model; empty if nothing need be set."""
     why: str = ""
     turn: Callable[[str], str | None] = str
-    """Converts the value as typed; returns None if it cannot be carried over."""
+    """Function that converts the value as typed. It returns None if the value cannot be carried over."""
 
 
 def _only(*allowed: str) -> Callable[[str], str | None]:
@@ -56,7 +56,7 @@ def _modules(value: str) -> str | None:
 
 
 SPREAD = (
-    "FSDP2 spreads weights, gradients and optimizer over all devices in the place of PP; a device computes "
+    "FSDP2 shards weights, gradients and optimizer over all devices instead of PP; a device computes "
     "whole layers, so where memory runs out raise ulysses_sequence_parallel_size or lower *_max_token_len_per_gpu"
 )
 _SAME_MATHS = "it changes how the backend computes, not what"
@@ -83,7 +83,7 @@ RULES: dict[str, Rule] = {
     "*.megatron.context_parallel_size": Rule("{role}.ring_attention_size", "was context_parallel_size"),
     "*.ulysses_parallel_size": Rule("{role}.ulysses_sequence_parallel_size", "was ulysses_parallel_size"),
     "*.torchtitan.context_parallel_size": Rule("{role}.ring_attention_size", "was context_parallel_size"),
-    "*.ref.*.expert_*parallel_size": Rule(why="the reference is sharded as the actor is"),
+    "*.ref.*.expert_*parallel_size": Rule(why="the reference is sharded like the actor"),
     "*.megatron.expert_model_parallel_size": Rule("{fsdp}.expert_parallel_size", "was expert_model_parallel_size"),
     "*.veomni.expert_parallel_size": Rule("{fsdp}.expert_parallel_size", "was veomni.expert_parallel_size"),
     "*.torchtitan.expert_parallel_size": Rule("{fsdp}.expert_parallel_size", "was torchtitan.expert_parallel_size"),
@@ -93,16 +93,16 @@ RULES: dict[str, Rule] = {
     "*.torchtitan.*parallel*_size": Rule(why=SPREAD),
     "*.veomni.*parallel_size": Rule(why=SPREAD),
     "*.ref.megatron.optimizer_offload": Rule(why="the reference has no optimizer"),
-    "*.megatron.grad_offload": Rule(why="gradients live only during the update"),
+    "*.megatron.grad_offload": Rule(why="gradients exist only during the update"),
     "*.megatron.*_offload": Rule("{fsdp}.{last}", "was megatron.{last}"),
     "*.veomni.*_offload": Rule("{fsdp}.{last}", "was veomni.{last}"),
     "*.torchtitan.*_offload": Rule("{fsdp}.{last}", "was torchtitan.{last}"),
     "*.override_transformer_config.recompute_granularity": Rule(
         "{model}.enable_gradient_checkpointing", "was recompute_granularity; layers are recomputed whole", _recompute
     ),
-    "*.override_transformer_config.recompute_*": Rule(why="layers are recomputed whole, one by one"),
+    "*.override_transformer_config.recompute_*": Rule(why="complete layers are recomputed, one by one"),
     "*.megatron.dist_checkpointing_path": Rule(
-        why="weights are read from model.path, a Hugging Face folder; of a Megatron checkpoint make one: python -m "
+        why="weights are read from model.path, a Hugging Face folder. Convert a Megatron checkpoint: python -m "
         "verl.model_merger merge --backend megatron --local_dir …/global_step_N/actor --target_dir FOLDER"
     ),
     # Terms that Megatron adds to the loss or the model, unrelated to sharding.
@@ -121,20 +121,20 @@ RULES: dict[str, Rule] = {
         )
         for backend in ("megatron", "veomni")
     },
-    "*.actor.*.router_replay.*_file": Rule(why="what was chosen goes with the samples, in memory"),
+    "*.actor.*.router_replay.*_file": Rule(why="recorded experts are kept in memory with the samples"),
     "*.router_replay.mode": Rule(turn=_only("disabled")),
     "*.megatron.qat.enable": Rule(turn=_only("False", "false")),
     "*.megatron.override_transformer_config.fp8*": Rule(turn=_only("False", "false")),
     "*.megatron.override_transformer_config.mtp*": Rule(turn=_only("0")),
     "*.megatron.override_transformer_config.moe_router_dtype": Rule(
-        why="the router computes in the types that the Hugging Face model gives it"
+        why="the router computes in the dtypes of the Hugging Face model"
     ),
     "*.megatron.dtype": Rule(turn=_only("bfloat16")),
     "*.megatron.*": _UNKNOWN,
     "*.veomni.*": _UNKNOWN,
     "*.torchtitan.*": _UNKNOWN,
     "*.optim.lr_decay_style": Rule("{optim}.lr_scheduler_type", "was lr_decay_style", _only("constant", "cosine")),
-    "*.optim.lr_decay_steps": Rule(why="the rate falls until the last step of the run"),
+    "*.optim.lr_decay_steps": Rule(why="the rate decays until the last step of the run"),
     "*.optim.lr_warmup_init": Rule(turn=_only("0", "0.0")),
     "*.optim.weight_decay_incr_style": Rule(turn=_only("constant")),
     "*.optim.override_optimizer_config.optimizer_cpu_offload": Rule(
@@ -146,8 +146,8 @@ RULES: dict[str, Rule] = {
     "*.optim.override_optimizer_config.amsgrad": Rule(turn=_only("False", "false")),
     "*.optim.override_optimizer_config.*": _UNKNOWN,
     "*.optim.use_precision_aware_optimizer": Rule(why=_SAME_MATHS),
-    "*.optim.lr_wsd_*": Rule(why="it counts only with lr_decay_style=WSD"),
-    "*.optim.use_checkpoint_opt_param_scheduler": Rule(why="a resumed run goes on with its own schedule"),
+    "*.optim.lr_wsd_*": Rule(why="it has an effect only with lr_decay_style=WSD"),
+    "*.optim.use_checkpoint_opt_param_scheduler": Rule(why="a resumed run continues its schedule"),
     "*.model.lora.rank": Rule("{model}.lora_rank", "was lora.rank"),
     "*.model.lora.alpha": Rule("{model}.lora_alpha", "was lora.alpha"),
     "*.model.lora.target_modules": Rule("{model}.target_modules", "was lora.target_modules", _modules),
@@ -155,7 +155,7 @@ RULES: dict[str, Rule] = {
     "*.model.lora.adapter_path": Rule("{model}.lora_adapter_path", "was lora.adapter_path"),
     "*.model.lora.type": Rule(turn=_only("lora", "canonical_lora")),
     "*.model.lora.dropout": Rule(turn=_only("0", "0.0")),
-    "*.model.lora.*": Rule(why="it counts only in Megatron"),
+    "*.model.lora.*": Rule(why="it has an effect only in Megatron"),
 }
 
 

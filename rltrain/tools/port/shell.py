@@ -49,8 +49,8 @@ _TOOLS = (
     *("printenv", "nohup", "timeout", "nice", "test", "[", "true", "false", "mktemp", "mkdir", "rm", "cp", "mv", "ls"),
     *("touch", "ln", "find", "readlink", "realpath", "comm", "nl", "fold", "shuf", "numfmt", "od", "pwd", "chmod"),
 )
-# Programs that other programs start (env, nohup, exec), which bash would otherwise not find. Bash's hook records all
-# others.
+# Programs that need a stub, because env, nohup or exec may start them and bash's hook does not see these calls. The
+# hook records all other programs.
 _STUBS = (
     *("python", "python2", "python3", "torchrun", "ray", "accelerate", "deepspeed", "uv", "pip", "pip3", "conda", "hf"),
     *("mamba", "huggingface-cli", "modelscope", "wget", "curl", "git", "docker", "podman", "apptainer", "singularity"),
@@ -132,7 +132,7 @@ def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MO
     def run(prelude: str, given: dict[str, str]) -> dict[str, Any]:
         return _jailed(script, text, arguments, given, {**neighbours, "/bin/prelude": prelude}, most_seconds)
 
-    # If a script exits before its launch because something is missing, it is run again without exit.
+    # If a script exits before its launch because something is missing, it is run again with exit disabled.
     for prelude in (_PRELUDE, _PRELUDE + _NO_EXIT):
         answer = run(prelude, values)
         if _launches(answer):
@@ -140,7 +140,7 @@ def record(script: Path, arguments: Sequence[str] = (), most_seconds: float = MO
     launches, assumed = _launches(answer), dict[str, str]()
     before = [list(words) for words in launches]
     for name, value in values.items():
-        # A run with a different number shows which settings depend on it.
+        # Running the script with a different number shows which settings depend on it.
         if value.isdigit() and answer["finished"]:
             moved = _launches(run(prelude, values | {name: _ANOTHER}))
             assumed |= {name: value} if _trace(name, value, before, moved, launches) else {}
@@ -195,7 +195,8 @@ def expected_variables(text: str, others: str = "") -> list[str]:
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
     """Return ``text`` with variables instead of their placeholders, for the inside of double quotes."""
     names = {stand_in: name for name, stand_in in {"PWD": _HERE, "HOME": _HOME, **placeholders}.items()}
-    # Longest first and in one pass, because the name of one variable may contain the placeholder of another.
+    # Names are replaced longest first and in one pass, because the name of one variable may contain the placeholder of
+    # another.
     pattern = "|".join(re.escape(stand_in) for stand_in in sorted(names, key=len, reverse=True))
     return re.sub(pattern, lambda match: f"${{{names[match[0]]}}}", text)
 
@@ -229,7 +230,7 @@ def _jailed(
     most_seconds: float,
 ) -> dict[str, Any]:
     inside = f"{_HERE}/{script.name}"
-    # Absolute paths of interpreters get stubs too, because they may not exist on this machine.
+    # Interpreters given by an absolute path get stubs too, because they may not exist on this machine.
     named = re.findall(r"(?<![\w.$}])((?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|ray|uv|accelerate))\b", text)
     stubs = {
         *(f"/bin/{name}" for name in _STUBS),
@@ -262,7 +263,7 @@ def _jailed(
         json.dump(job, spec)
         spec.seek(0)
         command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
-        # A second timeout, for a jail that exceeds its own.
+        # A second timeout here ends a jail that exceeds its own timeout.
         try:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=3 * most_seconds, pass_fds=[spec.fileno()], cwd="/"

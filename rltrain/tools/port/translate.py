@@ -28,7 +28,7 @@ from rltrain.tools.port.rules import SPREAD, parsed_or_text, rule_of
 
 _A = "actor_rollout_ref."
 _R = _A + "rollout."
-# Keys that `_defaults_of_verl` and `_min_lr` read: in a configuration that lists every key they are kept even if they
+# Keys that `_defaults_of_verl` and `_min_lr` read. In a configuration that lists every key they are kept even if they
 # have the default value.
 ASKED = (
     *("trainer.n_gpus_per_node", "trainer.logger", _R + "name", _R + "tensor_model_parallel_size"),
@@ -111,7 +111,7 @@ def _older_spellings(ported: Ported, written: Mapping[str, str]) -> set[str]:
     try:
         loaded = load_config([*required, *(f"{key}={written[key]}" for key in written if key in keys)])
     except ConfigError:
-        return set()  # reported one by one
+        return set()  # keys are reported one by one
     for key in loaded.explicit:
         if key.startswith("algorithm.rollout_correction."):
             ported.put(key, typed(get(loaded.config, key)), "was written in an older spelling")
@@ -145,7 +145,7 @@ def _replace_rings(ported: Ported) -> None:
 
 
 def _compared_with(key: str, written: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that a key's rows compare it with."""
+    """Return the settings with which the table's rows of ``key`` compare it."""
     others = {value[2:-1] for row in rows_of(key) for value in row.condition.values}
     return {other: text for other, text in written.items() if rename(other) in others}
 
@@ -158,7 +158,7 @@ def _try(
     try:
         loaded = load_config([f"{key}={text}", *(f"{other}={value}" for other, value in others.items())])
     except ConfigError as error:
-        if "__" in text and is_known(own_key):  # the user's variable represents a number
+        if "__" in text and is_known(own_key):  # a variable of the user stands for a number
             ported.put(own_key, text, why)
         else:
             ported.lost.append(f"{key}={text}: {_reason(key, text, error)}")
@@ -215,7 +215,7 @@ def _totals(ported: Ported, written: Mapping[str, str]) -> None:
         try:
             share, ranks = share_of_rank(key, size, lambda count: _count(written, count))
         except TypeError:
-            ported.lost.append(f"{key}={text}: set {key}_per_gpu to its share of one rank, which variables decide")
+            ported.lost.append(f"{key}={text}: set {key}_per_gpu to its share of one rank, which depends on variables")
             continue
         ported.put(f"{key}_per_gpu", str(share), f"was {key}={size} over {ranks} ranks")
 
@@ -251,9 +251,9 @@ def _not_read(ported: Ported) -> None:
     loss = settings.get(LOSS_KEY, "vanilla")
     usual = POLICY_LOSSES.get(loss, LossTraits()).aggregation
     if usual != TOKEN_MEAN and settings.get(mode, usual) != usual:
-        later = " (from 0.9 on it counts: set it again for that)" if loss == "gspo" else ""
+        later = " (verl 0.9 uses the key: set it again for its behaviour)" if loss == "gspo" else ""
         ported.decisions.append(
-            f"loss_agg_mode={settings.pop(mode)}: verl's {loss} takes {usual} whatever it says{later}"
+            f"loss_agg_mode={settings.pop(mode)}: verl's {loss} uses {usual}, whatever the key is{later}"
         )
 
 
@@ -286,16 +286,17 @@ def _checkpoints(ported: Ported, written: Mapping[str, str]) -> None:
         ported.settings.pop("trainer.resume_from_path", None)
         ported.settings.pop("trainer.resume_mode", None)
         ported.lost.append(
-            f"trainer.resume_from_path={path}: of a checkpoint of verl's the weights can be read, not the optimizer: "
+            f"trainer.resume_from_path={path}: only the weights of a verl checkpoint can be read, not the optimizer: "
             f"python -m rltrain.checkpoint export {path}/actor FOLDER (Megatron's: python -m verl.model_merger), then "
-            f"{_A}model.path=FOLDER (with a reference of its own, the KL is then to these weights)"
+            f"{_A}model.path=FOLDER (the KL is then to these weights, unless the reference has a separate model)"
         )
     key, usual = "trainer.default_local_dir", "/".join(("checkpoints", *(written.get(name, "null") for name in _NAMES)))
     folder = str(parsed_or_text(ported.settings.get(key, "null")) or usual)
-    named = key in ported.settings and "${" not in folder  # if other keys are set, this is the default
+    # the folder refers to other keys that are set, so it is the default
+    named = key in ported.settings and "${" not in folder
     if named or has_verl_checkpoints(Path(usual)):
         folder = folder if named else usual
-        why = f"was {folder}, where verl's checkpoints lie: a run resumes only from its own"
+        why = f"was {folder}, where verl's checkpoints are: a run resumes only from its own checkpoints"
         ported.put(key, f"{folder.rstrip('/')}-rltrain", why)
 
 

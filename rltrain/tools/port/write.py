@@ -16,9 +16,9 @@ from rltrain.tools.port.translate import Ported
 
 # Variables of verl's scripts that rltrain sets itself if needed, or does not use.
 _OURS = re.compile(r"VLLM_(USE_V1|ATTENTION_BACKEND|ALLREDUCE\w*)|HYDRA_\w+|RAY_\w+|VERL_\w+")
-# Variables that have an effect here, but not the one that the script wants.
+# Variables that have an effect here, but not the effect that the script intends.
 _NOT_HERE = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "left out: Megatron wants it, and under FSDP2 it hinders the overlap of "
+    "CUDA_DEVICE_MAX_CONNECTIONS": "left out: Megatron needs it, but under FSDP2 it hinders the overlap of "
     "communication and computation"
 }
 
@@ -35,7 +35,7 @@ def script(
     body = [line for launch, ported in launches for line in _launch(launch, ported, placeholders)]
     text = "\n".join(body)
     lines += [f': "${{{name}:?the script expects it}}"' for name in placeholders if f"${{{name}}}" in text]
-    # Quoted values have no terminal control characters; this removes them from the rest.
+    # Quoted values contain no control characters. This removes them from the rest of the line.
     return sanitize("\n".join(lines) + "\n" + text + "\n")
 
 

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 def _search(arguments: argparse.Namespace, stop: Stop) -> int:
     stop.says("no response yet: the same command starts again")
     request = read_search(arguments.overrides, arguments.config, arguments.problems)
-    # Imported here, so that --help and errors of the arguments do not wait for it.
+    # Import here, so that --help and errors of the arguments do not wait for it.
     from rltrain.run.build import begin_ray
     from rltrain.tools.resolution.search import RESULT, search, show_search, show_settings
     from rltrain.tools.resolution.settings import find_settings

@@ -61,8 +61,8 @@ class Workload:
 
     @classmethod
     def of_groups(cls, prompts: Ids, answers: Ids, groups: Ids, pair_cost: float = 0.0) -> Workload:
-        """Build from groups [n], the prompt of each sample. A response shares its prompt if `pays_to_share`."""
-        # Owners of samples that do not share, negative so that none equals a group.
+        """Build a workload. groups [n]: the prompt of each sample, shared by its responses if `pays_to_share`."""
+        # Samples that do not share their prompt get a negative owner, which differs from every group number.
         alone = -1 - np.arange(len(groups))
         return cls(prompts, answers, np.where(pays_to_share(prompts, answers), groups, alone), pair_cost)
 
@@ -111,8 +111,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: micro-batch sizes (0:
-    idle)."""
+    """Assignment of samples to ranks. ids[rank]: samples in order. micro_sizes[rank][mini]: sizes of the micro-batches.
+    Size 0: the rank is idle."""
 
     # A sample is listed once per epoch over the batch, so ids may repeat.
     ids: list[Ids]
@@ -212,7 +212,7 @@ def _chunks(ids: Ids, work: Workload, size: int, budget: PassBudget) -> list[_Ch
         if last is not None and key == last.key and len(last.ids) < size:
             pays = not (shares and last.prompt_tokens)
             tokens, rows = last.tokens + answer + pays * prompt, last.rows + own_rows
-            # If a prompt's images alone exceed the budget, smaller chunks do not help.
+            # If the images of one prompt exceed the budget, smaller chunks do not help.
             fits = rows <= (budget.max_rows or math.inf) or rows == image_rows
             if fits and tokens <= (budget.max_tokens or math.inf):
                 last.ids.append(sample)
@@ -282,7 +282,7 @@ class _Bin:
         self.ids: list[int] = []
         self.cost = 0.0
         self._tokens = self._rows = 0
-        # Keys whose prompt is in the bin; keys whose images are in the bin.
+        # First set: keys whose prompt is already in the bin. Second set: keys whose images are already in the bin.
         self._prompts: set[int] = set()
         self._images: set[int] = set()
 
@@ -356,19 +356,19 @@ class LayoutCost:
 
     cost: float
     tokens: float
-    """cost, tokens: over all micro-batches, where a shared prompt counts once."""
+    """cost and tokens: sums over all micro-batches. A shared prompt counts once."""
     tokens_share: float
     """Computed tokens per token of the samples."""
     ranks: float
     """Work of the busiest rank relative to the mean (1: even)."""
     micro_batches: float
-    """The same, with ranks synchronised at every micro-batch."""
+    """Like ``ranks``, if ranks synchronise at every micro-batch."""
     images_share: float | None = None
     """Encoded patches divided by the patches of all samples (1/n: once per prompt with n responses). None without
     images."""
     repeated_cost: float = 0.0
     repeated_tokens: float = 0.0
-    """repeated_cost, repeated_tokens: without any sharing of prompts and images."""
+    """repeated_cost and repeated_tokens: cost and tokens if no prompts and images were shared."""
 
     def metrics(self) -> dict[str, float]:
         """Return ``perf/balance/*``."""

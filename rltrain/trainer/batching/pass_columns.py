@@ -31,7 +31,7 @@ def made_by_log_probs(passes: StepPasses) -> list[str]:
 def columns_of_update(passes: StepPasses, *, waits: bool) -> tuple[list[str], tuple[str, ...]]:
     """Return the required and the optional columns of the update.
 
-    waits: the samples of the first mini-batch have no old log-probs yet.
+    waits: True if the samples of the first mini-batch have no old log-probs yet.
     """
     columns = [*c.PROMPT_AND_ANSWER, old_log_probs(passes)]
     columns += [c.REF_LOG_PROBS] if passes.sampled_kl_in_loss else []
@@ -40,13 +40,13 @@ def columns_of_update(passes: StepPasses, *, waits: bool) -> tuple[list[str], tu
     columns += [c.IS_WEIGHTS] if passes.importance_weights and not passes.bypass else []
     columns += [c.LOSS_MASK] if passes.rejects_early else []
     columns += [c.ENTROPY] if passes.masks_certain else []
-    # Optional, because the request would reject missing required columns. The worker computes them in its forward pass
-    # and compares them with the engine's log-probs, so it needs those too.
+    # The log-probs are optional because the request would reject samples without a required column. The worker computes
+    # missing old log-probs in its forward pass and compares them with the engine's, so it needs the engine's too.
     optional = [c.OLD_LOG_PROBS, c.IS_WEIGHTS] if waits else []
     columns = [name for name in columns if name not in optional]
     if waits or (passes.reads_engine and not passes.bypass):
         columns += [c.ROLLOUT_LOG_PROBS]
-    # Optional, because a first mini-batch without old log-probs may have no recorded routing. It runs on unchanged
-    # weights, so its routing is the same.
+    # The routing is optional because a first mini-batch without old log-probs may have none. Its weights are unchanged,
+    # so its routing is the same.
     optional += [c.ROUTED_EXPERTS] if passes.router_replay != "disabled" else []
     return columns, tuple(optional)

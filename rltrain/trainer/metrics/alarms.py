@@ -31,8 +31,8 @@ class Alarms:
     def __init__(
         self, gap_limit: float, stops_on_gap: bool = False, collapse_steps: int | None = None, compares: bool = True
     ) -> None:
-        # Also read by `PPOTrainer`: if it is True, the gap is checked before the update instead of in the step's
-        # report.
+        # `PPOTrainer` reads this field too: if it is True, the gap is checked before the update instead of in the
+        # step's report.
         self.stops_on_gap = stops_on_gap
         self._collapse_steps = collapse_steps
         self._equal_steps = 0
@@ -63,7 +63,7 @@ class Alarms:
         if number and not self._told_damaged:
             self._told_damaged = True
             log.warning(
-                "%d answers had token ids outside the vocabulary or log-probs that are not finite; they count as empty "
+                "%d responses had token ids outside the vocabulary or non-finite log-probs, and count as empty "
                 "(rollout/damaged_answers counts them in every step)", number
             )  # fmt: skip
 
@@ -71,9 +71,9 @@ class Alarms:
         """Warn or raise RewardError if the scores [n] of this step and of earlier steps were all equal."""
         self._equal_steps = self._equal_steps + 1 if scores.min() == scores.max() else 0
         text = (
-            f"all answers of each of the last {self._equal_steps} steps had the same reward (now {scores[0]:g}), so "
+            f"all responses of each of the last {self._equal_steps} steps had the same reward (now {scores[0]:g}), so "
             f"{self._equal_means}: the task is too hard or solved, or the reward function does not distinguish "
-            "answers. Read the answers with python -m rltrain.view"
+            "responses. Read the responses with python -m rltrain.view"
         )
         # A resumed run may already exceed a limit that was lowered.
         if self._collapse_steps is not None and self._equal_steps >= self._collapse_steps:
@@ -88,7 +88,7 @@ class Alarms:
         if number:
             log.warning(
                 "%s: %d of %d mini-batches have no token that counts in the loss, so no optimizer step was made from "
-                "them: their answers were truncated (algorithm.mask_truncated; with optimal_token_baseline also the "
+                "them: their responses were truncated (algorithm.mask_truncated; with optimal_token_baseline also the "
                 "rest of the group), failed, or were rejected (algorithm.rollout_correction.rollout_rs)",
                 role, number, len(counts)
             )  # fmt: skip
@@ -111,7 +111,7 @@ class Alarms:
 
     def skipped(self, role: str, metrics: Metrics) -> Metrics:
         """Raise NonFiniteError if ``role`` skipped an optimizer step in three consecutive steps."""
-        # Counted per role: otherwise updates of the actor would hide a critic that is never updated.
+        # Count per role: otherwise updates of the actor would hide a critic that is never updated.
         self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if metrics[f"{role}/steps_skipped"] else 0
         if self._skipped_in_a_row[role] >= _MOST_SKIPPED_STEPS:
             raise NonFiniteError(

@@ -14,7 +14,8 @@ from rltrain.trainer.metrics.step import Metrics
 log = logging.getLogger(__name__)
 
 # In a single step an expert may be unused by chance. It counts as dead after _IDLE_STEPS steps in a row without tokens,
-# if its earlier share predicts at least _TOKENS_MISSED tokens for that time (probability by chance: 1 in 5e8).
+# if its earlier share predicts at least _TOKENS_MISSED tokens for these steps. An expert that is still in use has no
+# tokens for so long with a probability of 1 in 5e8.
 _IDLE_STEPS, _TOKENS_MISSED = 5, 20
 # The load counts as uneven if for _GROWN_STEPS steps in a row MaxVio is more than _TIMES_GROWN times its mean over the
 # first steps, and more than _LEAST_GROWTH above it. A growth of 1 is one mean load more on the busiest expert.

@@ -52,7 +52,7 @@ def rollout_metrics(rounds: Sequence[Samples], num_replicas: int, at_once: int) 
     tail = busy = total = steps = context = 0.0
     lengths = []
     for samples in rounds:
-        # Responses carried over from earlier steps have no end time here.
+        # Responses that were completed in earlier steps have no end time in this step.
         served = samples[c.SERVED]
         ended_s = samples[c.ENDED_S][served]
         last = np.zeros(num_replicas)

@@ -258,7 +258,7 @@ def _correlation(moments: dict[str, Moments]) -> float:
 
 
 def balance_metrics(samples: Samples, num_engines: int, after: Sequence[int]) -> Metrics:
-    """Return tokens per data-parallel rank, before (where samples were generated) and after balancing."""
+    """Return tokens per data-parallel rank before balancing (on the rank that generated them) and after it."""
     lengths = samples[c.PROMPT_LENGTH] + samples[c.RESPONSE_LENGTH]
     before = np.bincount(samples[c.ENGINE], weights=lengths, minlength=num_engines)
     return {

@@ -72,7 +72,7 @@ class NodeReport:
     port: int = 0
     """Port that the node listens on."""
     room: dict[str, float] = field(default_factory=dict)
-    """Free resources, by a name of `run.preflight.health`."""
+    """Free resources, by their name in `run.preflight.health`."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

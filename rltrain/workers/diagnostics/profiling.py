@@ -59,7 +59,7 @@ class Profiler(Profiled):
 
 @dataclass(frozen=True)
 class Kernel:
-    """Execution of a kernel; times in microseconds."""
+    """Execution of a kernel. Times are in microseconds."""
 
     name: str
     begin: float

@@ -87,7 +87,7 @@ class Actor(Protocol):
 
 
 class InferenceModels(Protocol):
-    """Policies without updates: `InferenceWorker`."""
+    """Frozen policies that compute log-probs: `InferenceWorker`."""
 
     def log_probs(self, batch: Batch, task: tuple[str, str, Sequence[int]]) -> tuple[Batch, PassNumbers]:
         """Compute log pi(response) with the policy of a pass. task: pass, output column, micro-batch sizes."""

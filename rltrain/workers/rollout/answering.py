@@ -37,7 +37,8 @@ from rltrain.data.turns.turn_delta import TurnDelta
 from rltrain.workers.rollout.contract import Key
 from rltrain.workers.rollout.queue import Replica
 
-# With several processes, number of engine polls between two exchanges of new replies, each of which costs a broadcast.
+# Number of engine polls between two exchanges of new replies among the processes of a replica. Every exchange costs a
+# broadcast.
 _ASKS_PER_LOOK = 4
 
 
@@ -52,7 +53,7 @@ class Reply:
     messages: list[Message] = field(default_factory=list)
     """Messages without image files."""
     counts: Counter[str] = field(default_factory=Counter)
-    """`columns.OF_TURNS`, and ``tool_ms``: time of the slowest call."""
+    """Counts of `columns.OF_TURNS`, and ``tool_ms``: milliseconds of the slowest call."""
     rewards: list[float] = field(default_factory=list)
     """Rewards of the turn from tools and environment."""
     numbers: dict[str, float] = field(default_factory=dict)
@@ -96,7 +97,8 @@ class Answering:
     ) -> None:
         self.max_model_len = max_model_len
         self._cfg, self._encoder, self._format = cfg, encoder, call_format
-        # If neither tools nor environment have state, a turn without calls is the last, and nothing has to be notified.
+        # If neither tools nor environment have state, a turn without calls ends the trajectory, and no executor is
+        # notified.
         self._stateless = not (cfg.environment or cfg.tool_config_path)
         self._replica, self._executors = replica, executors
         self._turn_delta = TurnDelta(encoder, encoder.tools, call_format)
@@ -104,7 +106,8 @@ class Answering:
         """All tokens that end a turn."""
         self._row: Callable[[int], PromptRow]
         self._seeds: NDArray[np.uint64]
-        # Mappings between trajectories and their numbers at the executors, and the last turns that wait for a reply.
+        # The numbers of the trajectories at the executors, in both directions, and the last turns that wait for a
+        # reply.
         self._numbers: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._open: dict[Key, _Open] = {}
@@ -251,12 +254,12 @@ class Answering:
             kept.append(message)
         return kept, images
 
-    def _calls(self, said: Parsed, messages: Sequence[Message]) -> list[Call]:
-        """Return the calls that the results among the messages belong to."""
+    def _calls(self, parsed: Parsed, messages: Sequence[Message]) -> list[Call]:
+        """Return the calls to which the results in ``messages`` belong."""
         if not any(message["role"] == "tool" for message in messages):
             return []
         # A call that could not be parsed is replaced by a placeholder, because every result needs a call.
-        return [*said.calls, *(Call("unreadable", {}) for _ in said.problems)]
+        return [*parsed.calls, *(Call("unreadable", {}) for _ in parsed.problems)]
 
 
 def _without_files(messages: Sequence[Message]) -> list[Message]:

@@ -54,7 +54,8 @@ class Job:
     """[k]: equal seeds give equal responses, independent of the batch and the replica."""
     given: tuple[NDArray[np.int32], ...] | None = None
     """Tokens that each sample already has (None: no sample has any). They follow the prompt, count towards
-    ``max_tokens``, and use up their random numbers."""
+    ``max_tokens``, and have consumed their random numbers.
+    """
     images: PromptImages | None = None
     """Images of the prompt as the trainer processed them, so that no engine scales or crops them differently."""
     given_images: PromptImages | None = None
@@ -94,13 +95,14 @@ class Turn:
     """Tokens of prompt and `Job.given` that the engine reused from its cache."""
     experts: list[NDArray[np.integer[Any]]] = field(default_factory=list)
     """Routing of the tokens after the reused ones, in parts [tokens, layers, experts per token] (`models.routing`). The
-    last token is not computed. Empty unless the settings request it."""
+    last token has no routing, because it is never computed. Empty unless the settings request the routing.
+    """
     earlier: NDArray[np.int32] | tuple[()] = ()
     """Tokens of the same turn from an earlier step, in which a stop text may begin."""
 
     @property
     def aborted(self) -> bool:
-        """True if it was aborted while running."""
+        """True if the turn was aborted while it was running."""
         return self.reason not in ("stop", "length")
 
 
@@ -133,7 +135,7 @@ class Source(Protocol):
 
     @property
     def may_stop(self) -> bool:
-        """False if `stopped` is always False."""
+        """Return False if `stopped` always returns False."""
 
     def stopped(self) -> bool:
         """Return True if the running turns are no longer needed. Engines poll it every few tokens."""
@@ -153,9 +155,9 @@ class RolloutEngine(Protocol):
         """Allocate the device memory of the weights."""
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        """Load new full weights, on every rank: all of them, or only adapters if the engine `holds_base`.
+        """Load new full tensors on every rank: all weights, or the adapters only if the engine `holds_base`.
 
-        The values do not change later, so an engine may keep them.
+        The caller does not change these tensors later, so an engine may keep them without a copy.
         """
 
     def wake_cache(self) -> None:

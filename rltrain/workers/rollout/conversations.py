@@ -68,15 +68,15 @@ class Conversation:
     rewards: list[float] = field(default_factory=list)
     """`Reply.rewards` of all replies."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """Their sums by turn, from 1; turns without rewards are missing."""
+    """Sum of the rewards by turn, numbered from 1. Turns without rewards are missing."""
     messages_after: list[list[Message]] = field(default_factory=list)
-    """Messages after each turn that another turn has followed."""
+    """Messages between each turn and the following one."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """`Reply.numbers`."""
+    """Joined `Reply.numbers`."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """`Reply.extra`."""
+    """Joined `Reply.extra`."""
     failed: str = ""
-    """`Reply.failed`."""
+    """`Reply.failed`: error that ended the trajectory."""
 
     def on_reply(self, reply: Reply) -> None:
         """Record a reply to a turn."""
@@ -254,7 +254,7 @@ class Conversations:
         return conversation is not None and not conversation.truncated
 
     def _room(self, conversation: Conversation) -> int:
-        """Return the tokens that the response may still get, as engines count them."""
+        """Return the number of tokens that may still be appended to the response."""
         assert self._answering
         most = min(self._max_tokens, self._answering.max_model_len - len(conversation.prompt))
         return most - len(conversation.tokens)
@@ -333,7 +333,8 @@ def payload_of(conversations: Sequence[Conversation]) -> Batch:
 
 
 def routed_experts_of(conversations: Sequence[Conversation]) -> Ragged:
-    """Return `columns.ROUTED_EXPERTS` of conversations. Missing tokens of aborted or damaged ones are zeros.
+    """Return `columns.ROUTED_EXPERTS` of conversations. Aborted and damaged conversations lack the routing of some
+    tokens, which is set to 0.
 
     Raises RuntimeError if the routing of any other token is missing.
     """

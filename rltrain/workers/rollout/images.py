@@ -24,14 +24,14 @@ from rltrain.workers.rollout.contract import Job
 class TaskImages:
     """Loader of the prompts' images. rows: rows of the task's prompts in the store. seconds: total time spent.
 
-    keep: keep the pixels after the last job of a prompt has ended.
+    keep: True to keep the pixels after the last job of a prompt has ended.
     """
 
     def __init__(self, store: PromptStore, rows: NDArray[np.int32], *, keep: bool) -> None:
         self.seconds = 0.0
         self._store, self._rows, self._keep = store, rows, keep
         self._num_running: Counter[int] = Counter()
-        # By prompt index: several jobs may share a prompt, and the trainer gets its pixels once.
+        # By prompt index, because several jobs may share a prompt, and the trainer gets its pixels once.
         self._read: dict[int, PromptImages | None] = {}
 
     def of(self, prompt_index: int) -> PromptImages | None:
@@ -45,7 +45,7 @@ class TaskImages:
         seeing = {job.prompt_index for job in jobs if self._store.num_images[self._rows[job.prompt_index]]}
         new = np.array(sorted(seeing - self._read.keys()), dtype=np.int64)
         if len(new):
-            # In file order, so that each row group is read only once.
+            # Load in file order, so that each row group is read only once.
             assert self._store.stored_images is not None
             new = new[self._store.stored_images.read_order(self._rows[new])]
         with ThreadPoolExecutor(torch.get_num_threads()) as readers:

@@ -56,8 +56,8 @@ class Replica:
 def make_replica(size: int) -> Replica:
     """Return the replica of this rank (a collective over all ranks)."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    # torch requires every rank to create every group. gloo, because small Python objects are sent. The timeout is long:
-    # if only the leader serves requests, the other members wait until it has finished generating.
+    # torch requires every rank to create every group. The backend is gloo, because small Python objects are sent. The
+    # timeout is long, because members other than the leader may have to wait until the leader has finished generating.
     groups = [
         dist.new_group(list(range(first, first + size)), COLLECTIVE_TIMEOUT, "gloo") if size > 1 else None
         for first in range(0, world, size)
@@ -135,7 +135,7 @@ class JobQueue:
         return self._prepare(jobs)
 
     def _draw(self, most: int) -> tuple[list[int], bool]:
-        """Return numbers of jobs, and True if no more follow."""
+        """Return indices of jobs, and True if the queue is empty."""
         numbers: list[int] = []
         # A number drawn from the counter cannot be given back, so it is drawn only if even the largest job would fit.
         while most >= self._largest:
@@ -163,7 +163,7 @@ class JobQueue:
 
     @property
     def may_stop(self) -> bool:
-        """False if `stopped` is always False."""
+        """Return False if `stopped` always returns False."""
         return self._can_end or self._target_complete is not None
 
     def stopped(self) -> bool:

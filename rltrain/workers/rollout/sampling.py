@@ -116,7 +116,8 @@ def _first_above(totals: Tensor, target: Tensor) -> Tensor:
     0."""
     if device_of(totals).searches:
         return torch.searchsorted(totals, target, right=True)
-    # A sum of float32 is exact up to 2^24 columns. On such devices, a sum of bool is no faster than a search.
+    # Some devices have a slow searchsorted, so count there. A float32 sum is exact up to 2^24 columns, and faster than
+    # a sum of bool.
     return (totals <= target).float().sum(-1, keepdim=True).long()
 
 

@@ -32,7 +32,7 @@ class EngineSettings:
     device: Device
     replica: Replica
     eos_token_ids: Sequence[int]
-    """Tokens that end a response, independent of the model's files."""
+    """Ids of the tokens that end a response. The engine uses these instead of the ids in the model's files."""
     max_model_len: int
     """Maximum tokens of prompt and response."""
     engines_sharing_memory: int = 1

@@ -19,7 +19,9 @@ Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
 def texts_with_trajectories(answers: Sequence[Conversation], decode: Decode) -> list[str]:
-    """Return the responses as `AnswerText` with their trajectory data. decode: decodes a batch of token ids."""
+    """Return the responses as `AnswerText` with their trajectory data. decode: function that decodes a batch of token
+    ids.
+    """
     texts = decode([answer.tokens.tolist() for answer in answers])
     parts = [_turns(answer) for answer in answers]
     turns = iter(decode([turn for of_answer in parts for turn in of_answer]))

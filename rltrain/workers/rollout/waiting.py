@@ -20,20 +20,21 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.data.prompts import PromptStore
 from rltrain.models.files.hashed import write_weights
 
-# Numbers to keep for responses that this step may not serve, because they are complete or waiting.
+# Numbers per response to keep if this step does not serve it, because it is complete or waits for a later step.
 KEPT = (
     c.PROMPT_LENGTH, c.RESPONSE_LENGTH, c.POLICY_TOKENS, c.LOSS_TOKENS, c.TRUNCATED, c.COMPLETE, c.ENGINE,
     c.TOKEN_AGES, c.OLDEST,
 )  # fmt: skip
 WRITTEN = (*KEPT, c.ROW, c.SLOT)
-# Payload columns, each with the number that is the length of its rows.
+# Payload columns, each with the name of the number that gives the length of its rows.
 _LENGTHS = {c.RESPONSE: c.RESPONSE_LENGTH, c.RESPONSE_MASK: c.RESPONSE_LENGTH, c.ROLLOUT_LOG_PROBS: c.POLICY_TOKENS}
 _DTYPES = {c.RESPONSE: torch.int32, c.RESPONSE_MASK: torch.bool, c.ROLLOUT_LOG_PROBS: torch.float32}
 
 
 def write_answers(batch: Batch, file: str) -> None:
-    """Write the numbers `WRITTEN`, and the columns `columns.ANSWER` if any response has tokens. Raises like
-    `write_error`."""
+    """Write the numbers `WRITTEN`, and the columns `columns.ANSWER` if any response has tokens. Raises DiskError or
+    StorageError.
+    """
     nothing = {name: torch.zeros(0, dtype=dtype) for name, dtype in _DTYPES.items()}
     payload = {name: batch.ragged(name).values if name in batch else nothing[name] for name in c.ANSWER}
     write_weights(payload | {name: batch.dense(name) for name in WRITTEN}, Path(file), {})

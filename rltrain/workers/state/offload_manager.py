@@ -105,7 +105,7 @@ class OffloadManager:
                     offloadable.onload()
                 offloadable.seen.add(phase)
         if self._queue is not None:
-            self._take_peak()  # of the copies
+            self._take_peak()  # the peak of the copies
             if whole:
                 self.device.current_stream().wait_stream(self._queue)
 
@@ -122,7 +122,7 @@ class OffloadManager:
         return memory
 
     def resident_bytes(self) -> Counter[str]:
-        """Return the device bytes of weights, gradients and optimizer states, without gathered weights."""
+        """Return the device bytes of weights, gradients and optimizer states, without gathered full weights."""
         here = [role for role, model in self.models.items() if self.is_here(model)]
         grads = [weight.grad for role in here for weight in self.models[role].parameters() if weight.grad is not None]
         states = [value for optim in self.optimizers for state in optim.state.values() for value in state.values()]
@@ -286,7 +286,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return a tensor sharded like ``tensor``, with ``local`` as this rank's shard."""
-    # Not `from_local`, which would move host tensors to the device.
+    # Do not use `from_local`, which would move host tensors to the device.
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 

@@ -102,7 +102,7 @@ class StateWriter:
         everybody: list[Any] = [None] * dist.get_world_size() if is_first else []
         own_plan = self._planner.create_local_plan()
         for item in own_plan.items:
-            if item.tensor_data:  # memory pinning is not part of a checkpoint
+            if item.tensor_data:  # whether memory is pinned must not be part of a checkpoint
                 item.tensor_data.properties.pin_memory = False
         dist.gather_object(own_plan, everybody if is_first else None)
         plans: list[Any] = []

@@ -24,7 +24,7 @@ from rltrain.common.device import Device
 from rltrain.common.errors import NonFiniteError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PackedModel
-from rltrain.models.weights.names import CheckpointNames, Part, Weight, whole_weights
+from rltrain.models.weights.names import CheckpointNames, Part, Weight, gathered_weights
 from rltrain.workers.interface.results import SyncReport
 from rltrain.workers.rollout.contract import RolloutEngine
 
@@ -95,7 +95,7 @@ class WeightSync:
         def counted() -> Iterator[Weight]:
             nonlocal num_bytes
             for part in parts:
-                for weight in whole_weights(self._policy, self._dtype, self.bucket_bytes, self._names, part):
+                for weight in gathered_weights(self._policy, self._dtype, self.bucket_bytes, self._names, part):
                     num_bytes += weight.values.nbytes
                     yield weight
 
@@ -122,7 +122,7 @@ class WeightSync:
             )
         log_probs = self.engine.log_probs(self._canary).float().cpu()[-len(expected) :]
         gap = float((log_probs - expected).abs().mean())
-        # Not `gap > limit`, which is False for NaN and would accept a broken engine.
+        # Do not write `gap > limit`, which is False for NaN and would accept a broken engine.
         if not gap <= self._gap_limit:
             with_image = " with an image" if self._canary.images else ""
             raise SyncError(

@@ -1,4 +1,4 @@
-"""The calculator: exact values, words for what is no expression, and no expression that takes long."""
+"""The calculator: exact values, errors for invalid expressions, and no expression that takes long."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Guess a number: what is told of a turn, what it earns, and that halving finds it."""
+"""The number-guessing environment: its replies, its rewards, and that halving the range finds the number."""
 
 import pytest
 

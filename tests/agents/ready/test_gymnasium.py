@@ -1,4 +1,4 @@
-"""Environments of gymnasium as conversations, and what is said where the package or the environment is not there."""
+"""Gymnasium environments as conversations, and the errors for a missing package or environment."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What comes along, as a run names it: loaded by its module or class, shown to the model, called in a trajectory."""
+"""The built-in tools and environments, named as in a run: loaded by module or class, shown to the model, called."""
 
 import asyncio
 import json

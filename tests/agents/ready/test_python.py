@@ -1,4 +1,4 @@
-"""The interpreter as a tool: what is told of a program, where it may run, and what it cannot reach."""
+"""The Python interpreter as a tool: its replies, the conditions under which it runs, and what it cannot access."""
 
 import os
 import signal
@@ -85,14 +85,14 @@ def test_files_sockets_and_processes_are_out_of_reach(allowed, code):
 
 @pytest.fixture
 def programs_may_run():
-    """In this process."""
+    """Allow programs in this process."""
     impose(Limits(PATIENCE_S, memory_mb=0, allow_code_execution=True))
     yield
     impose(Limits(memory_mb=0))
 
 
 def test_programs_of_many_trajectories_run_beside_each_other(programs_may_run):
-    """Each of eight runs until all are there."""
+    """Each of eight programs runs until all have started."""
     below, most = set(descendants(os.getpid())), []
 
     def are_there():

@@ -1,4 +1,4 @@
-"""Search in a corpus: what is found and how it is written, queries that mean harm, and an index that many share."""
+"""Search in a corpus: results and their format, hostile queries, and an index shared by many processes."""
 
 import gzip
 import json

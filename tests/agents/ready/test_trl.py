@@ -1,4 +1,4 @@
-"""Environments of TRL's kind: the tools, rows and rewards that TRL would give them."""
+"""TRL's kind of environments: the same tools, rows and rewards as in TRL."""
 
 import asyncio
 

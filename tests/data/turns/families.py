@@ -1,4 +1,4 @@
-"""Chat templates with the structure of real families, over a byte-level tokenizer that is trained on the spot."""
+"""Chat templates with the structure of real families, over a byte-level tokenizer trained on demand."""
 
 import json
 from functools import cache
@@ -12,7 +12,7 @@ from rltrain.data.chat import ChatEncoder
 TEMPLATES = Path(__file__).parent / "templates"
 # Added without being special, as Qwen has them.
 PLAIN = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>", "\n\n"]
-# What ends a turn; other special tokens; the call format that a template is to be seen as.
+# The token that ends a turn; other special tokens; the call format of the template.
 FAMILIES = {
     "hermes": (["<|im_end|>", "<|endoftext|>"], ["<|im_start|>", "<|image_pad|>"], "hermes"),
     "thinking": (["<|im_end|>", "<|endoftext|>"], ["<|im_start|>", "<|image_pad|>"], "hermes"),
@@ -90,7 +90,7 @@ SCHEMAS = [
 
 @cache
 def _trained():
-    """Merges over what templates and tools write."""
+    """Return the merges learned from the texts that templates and tools write."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.jinja"))]
     texts += [json.dumps(SCHEMAS), "What is 3 + 4? The result is 42. Check it once more.\n\n \n" * 3]
     tokenizer = Tokenizer(models.BPE())
@@ -103,7 +103,7 @@ def _trained():
 
 
 def save_family(folder, name, template=None, tokenizer=None):
-    """The folder of a model of a family: tokenizer, template, stop tokens."""
+    """Save the folder of a family's model: tokenizer, template, stop tokens."""
     ends, special, _ = FAMILIES[name]
     core = tokenizer or Tokenizer.from_str(_trained())
     core.add_tokens([AddedToken(text, normalized=False) for text in PLAIN])

@@ -1,4 +1,4 @@
-"""Calls in a turn: what every format reads, and what none of them falls over."""
+"""Calls in a turn: each format's calls, and malformed text for all formats."""
 
 import re
 
@@ -20,7 +20,7 @@ SCHEMAS = [
     }
 ]
 CALL = Call("look_up", {"text": "a b", "count": 3})
-# How the family marks reasoning, and the token that ends its turns.
+# The family's marks of reasoning, and the token that ends its turns.
 MARKS = {
     "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|call|>"),
     "gemma4": ("<|channel>thought\n", "<channel|>", "<turn|>"),
@@ -81,7 +81,7 @@ def test_reasoning_is_read_apart_and_a_call_in_it_is_none(name):
     ended = written if written.endswith(end) else written + end
     assert read(name, f"{opening}{thought}{closing}{ended}") == Parsed([CALL], [], "", thought)
     assert read(name, f"{opening}{thought}").calls == []
-    # Cut while it reasons, or with an opening that the generation prompt has written.
+    # Truncated within its reasoning, or with an opening that the generation prompt contains.
     if name not in ("gpt-oss", "gemma4"):
         assert read(name, f"{thought}{closing}{ended}") == Parsed([CALL], [], "", thought)
 
@@ -156,7 +156,7 @@ def test_several_calls_keep_their_order_and_the_text_around_them(name):
 @pytest.mark.parametrize(
     ("name", "text", "calls"),
     [
-        # Forms that a family writes beside the one of `write`.
+        # Other forms of a family than the one of `write`.
         ("deepseek_v3", "Checking.<｜tool▁calls▁begin｜>"
          '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"text": "```python\\nprint(1)\\n```"}<｜tool▁call▁end｜>'
          '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"count": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
@@ -240,12 +240,12 @@ def test_json_is_the_call_that_was_written_or_a_problem(name, opening, closing, 
 
 @every_format
 def test_a_call_without_one_of_its_marks_is_read_or_a_problem(name):
-    """The rule: the call that was written or words for the policy, never another call and never nothing."""
+    """The rule: the result is the written call or an error for the policy, never another call and never nothing."""
     calls = [CALL, Call("look_up", {"rows": [1, "b"], "text": "007"})]
     written = "\n".join(FORMATS[name].write(call.name, call.arguments) for call in calls)
     pieces = re.findall(r"<[^<>]*>|\[[A-Z_]+\]|```|[{}\[\]\",:]|\w+|\s+|.", written)
     for place, piece in enumerate(pieces):
-        # A parameter whose name is gone is the text of the one before it.
+        # A parameter without a name belongs to the text of the one before it.
         if not re.fullmatch(r"\w+|\s+|[. ]|<.*parameter[ =].*>", piece):
             parsed = read(name, "".join(pieces[:place] + pieces[place + 1 :]))
             others = [call for call in parsed.calls if call not in calls]
@@ -257,7 +257,7 @@ def test_a_call_without_one_of_its_marks_is_read_or_a_problem(name):
 def test_marks_of_reasoning_in_an_argument_are_text(name):
     opening, closing, _ = marks(name)
     for mark in (opening, closing):
-        if name == "gpt-oss":  # its marks are tokens that no text has
+        if name == "gpt-oss":  # its marks are tokens, which no text contains
             continue
         call = Call("look_up", {"text": f"a {mark} b"})
         written = FORMATS[name].write(call.name, call.arguments)
@@ -288,7 +288,7 @@ def test_tags_that_are_left_out_doubled_or_within_a_value_are_a_problem(name):
     first, _, second = written.partition(end)
     parameter = second[: second.index(end) + len(end)].strip()
     for text in (
-        first + second,  # the end of a value is left out
+        first + second,  # the end of a value is missing
         written.replace(parameter, f"{parameter}\n{parameter}"),
         written.replace(parameter, "").replace(">a<", f">{parameter}<") if name in ("seed", "minimax") else first,
     ):
@@ -322,7 +322,7 @@ UNTYPED = ["qwen3_coder", "glm", "seed", "minimax"]
     ],
 )
 def test_untyped_values_take_the_schema_s_type(name, schema, value, read_as):
-    """None, unless the schema takes it: the value is a problem that names the argument and its type."""
+    """None is accepted only if the schema allows it. Otherwise the error names the argument and its type."""
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
     parsed = FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas)
     if read_as is None and "null" not in schema["type"] and "nullable" not in schema:
@@ -336,7 +336,7 @@ def test_untyped_values_take_the_schema_s_type(name, schema, value, read_as):
 @pytest.mark.parametrize("name", UNTYPED)
 @pytest.mark.parametrize("value", ["__import__('os').mkdir('{}')", "[x for x in [open('{}', 'w')]]"])
 def test_a_value_is_never_run(name, value, tmp_path):
-    """As the first version of verl's parser for Qwen 3 did."""
+    """The first version of verl's parser for Qwen 3 ran values."""
     value = value.format(tmp_path / "marker")
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}]
     assert FORMATS[name].parse(FORMATS[name].write("f", {"x": value}), schemas).calls == []
@@ -345,7 +345,7 @@ def test_a_value_is_never_run(name, value, tmp_path):
 
 @every_format
 def test_no_text_makes_a_parser_raise(name):
-    """Nor wait: of such long texts a reader of quadratic time takes longer than the limit of a test."""
+    """A parser must not hang either: with quadratic time, such long texts would exceed the limit of a test."""
     chance = np.random.default_rng(7)
     written = FORMATS[name].write("look_up", {"text": "a", "rows": [[1]], "more": {"b": "c"}})
     pieces = [*marks(name), written, *(written[i : i + 6] for i in range(0, len(written), 6))]

@@ -1,4 +1,4 @@
-"""Formats by name: those of verl, and a function of the user's own."""
+"""Formats by name: verl's formats, and a user's function."""
 
 import re
 from dataclasses import replace
@@ -13,7 +13,7 @@ from rltrain.data.turns.detect import format_of
 from tests.data.turns.families import SCHEMAS
 
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
-# Of verl's ToolParser registry.
+# From verl's ToolParser registry.
 OF_VERL = [
     "hermes", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi", "gemma4", "deepseek_v4", "llama3_json",
 ]  # fmt: skip
@@ -42,7 +42,7 @@ parse.stop_tokens = ["<|over|>"]
 
 @pytest.fixture
 def own(tmp_path, family):
-    """The format of a function of a file."""
+    """Return the format of a function in a file."""
     encoder = family("hermes")
     encoder.row_tools = RowTools(SCHEMAS)
     yield lambda code, name="parse": (

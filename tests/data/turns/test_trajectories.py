@@ -1,10 +1,4 @@
-"""Trajectories of random conversations: decoded, each is what its template writes for the whole conversation.
-
-The policy's turns are those that the template would write, so that nothing but the context can differ. Rules that
-differ, and why: reasoning of earlier turns is dropped by some templates behind a user's message, a past answer of
-gpt-oss ends otherwise than the last one, and a few templates know one call a turn, one group of results, or no user's
-message behind a call.
-"""
+"""Trajectories of random conversations: decoded, each equals what its template renders for the whole conversation."""
 
 import re
 
@@ -18,13 +12,13 @@ from tests.data.turns.families import FAMILIES, PLAIN, SCHEMAS
 
 ASK = {"role": "user", "content": "What is 3 + 4?"}
 NAMES = [schema["function"]["name"] for schema in SCHEMAS]
-# Of what templates cannot do, as in test_turn_delta.
+# Reasons for which templates cannot be continued, as in test_turn_delta.
 ONE_CALL = ("llama", "harmony", "gemma")  # a call of Gemma ends the turn
 ONCE = ("deepseek_once",)
 NO_USER_BEHIND_A_CALL = ("mistral", "deepseek_once")
 AS_TEXT = ("deepseek", "deepseek_once")
 REASONS = {"thinking", "coder", "glm", "minimax"}
-# What templates drop at a user's message, and write or not in front of an answer.
+# Parts that templates drop at a user's message, and whether they write them before a response.
 REASONING = re.compile(r"<think>\n?(?:thought)?\n?</think>\n{0,2}|<think>\n(?=\Z)")
 
 words = st.lists(
@@ -34,14 +28,15 @@ words = st.lists(
 
 @st.composite
 def texts(draw, marks):
-    """Words of a tool or a user, with the texts of special tokens among them; templates may trim its ends."""
+    """Draw the text of a tool or a user, which may contain the texts of special tokens. Templates may strip
+    its ends."""
     parts = draw(st.lists(st.one_of(words.map(" ".join), st.sampled_from(marks), st.text(max_size=5)), max_size=5))
     return "x" + "".join(part for part in parts if "\r" not in part) + "."
 
 
 @st.composite
 def exchanges(draw, name):
-    """(calls, messages) of up to four turns."""
+    """Draw (calls, messages) of up to four turns."""
     ends, special, _ = FAMILIES[name]
     text = texts([*ends, *special, *(mark for mark in PLAIN if mark.strip()), "<｜User｜>", "<｜Assistant｜>"])
     turns = []
@@ -55,7 +50,7 @@ def exchanges(draw, name):
 
 
 def turn_of(name, calls):
-    """A turn as a message of the history."""
+    """Return a turn as a message of the history."""
     if not calls:
         return {"role": "assistant", "content": "xANSWERx", "reasoning_content": "thought"}
     functions = [
@@ -78,17 +73,18 @@ def shared(left, right):
 
 
 def sampled(encoder, delta, history, turn):
-    """Token ids of the turn as the template writes it, to the token that ends it; None where it drops the turn."""
+    """Return the token ids of the turn as the template renders it, up to the token that ends it; None if the template
+    drops the turn."""
     before = encoder.render(history, tools=SCHEMAS)
     after = encoder.render([*history, turn], answered=True, tools=SCHEMAS)
     ids = encoder.tokenizer(after[shared(before, after) :], add_special_tokens=False)["input_ids"]
     ends = [place for place, token in enumerate(ids) if token in delta.stop_token_ids]
-    # GLM's past turns end with the next role's token, which nothing has written yet.
+    # Past turns of GLM end with the next role's token, which does not exist yet.
     return ids[: ends[0] + 1] if ends else [*ids, *encoder.tokenizer.convert_tokens_to_ids(["<|observation|>"])]
 
 
 def trajectory_of(encoder, delta, name, turns):
-    """(token ids of the trajectory, the history as messages)."""
+    """Return (token ids of the trajectory, the history as messages)."""
     history, ids = [ASK], list(encoder.encode([ASK], tools=SCHEMAS))
     for calls, messages in turns:
         turn = turn_of(name, calls)

@@ -1,4 +1,5 @@
-"""The text between two turns: every template's trajectory against the render of the whole conversation."""
+"""The text between two turns: the trajectory of every template, compared with its rendering of the whole
+conversation."""
 
 import pytest
 
@@ -7,9 +8,9 @@ from rltrain.data.turns.detect import detect_format
 from rltrain.data.turns.turn_delta import TurnDelta
 from tests.data.turns.families import FAMILIES, SCHEMAS, save_family
 
-# Of what templates cannot do, and why.
-MOVES_TOOLS = ("mistral",)  # the tools stand before the last question
-ONCE = ("deepseek_once",)  # a second group of results is opened otherwise
+# Templates that cannot be continued, and why.
+MOVES_TOOLS = ("mistral",)  # the tools are before the last question
+ONCE = ("deepseek_once",)  # a second group of results has another opening
 NEVER = ("counting",)
 every_family = pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NEVER])
 ASK = {"role": "user", "content": "What is 3 + 4?"}
@@ -28,7 +29,7 @@ def said(message):
 
 
 def end_of(encoder, text):
-    """The id of a token's text."""
+    """Return the id of a token's text."""
     return encoder.tokenizer.convert_tokens_to_ids(text)
 
 
@@ -101,7 +102,7 @@ def test_no_text_of_a_tool_or_a_user_becomes_a_special_token(family, name):
             assert [each for each in hostile if each in known] == [each for each in plain if each in known]
             shown = content if name not in ("llama", "harmony") or role == "user" else content.replace('"', '\\"')
             assert shown in encoder.decode_batch([hostile], special=True)[0]
-            # A name that the policy made up is no way in either.
+            # A name that the policy invented does not help either.
             called = delta.context(
                 None, [Call(f"look_up{mark}", {}, f"id{mark}xxxxxxx")], [result("a b c", f"x{mark}")]
             )
@@ -112,7 +113,7 @@ def test_no_text_of_a_tool_or_a_user_becomes_a_special_token(family, name):
 
 
 def test_results_without_a_call_and_calls_without_a_result(family):
-    """A call that could not be read is answered as well."""
+    """A call that could not be parsed gets a reply too."""
     for name in FAMILIES:
         if name in NEVER:
             continue
@@ -125,7 +126,7 @@ def test_results_without_a_call_and_calls_without_a_result(family):
 
 @pytest.mark.parametrize("version", ["v3", "v7", "v11", "v13"])
 def test_real_templates_of_mistral(tmp_path, version):
-    """mistral_common writes them."""
+    """The templates are written by mistral_common."""
     generator = pytest.importorskip("mistral_common.integrations.chat_templates.template_generator")
     number = generator.TokenizerVersion(version)
     template = generator.build_chat_template(generator.TemplateConfig(version=number))

@@ -1,5 +1,5 @@
-"""Python imports this where it begins, in the processes of a run: a trap is laid, and a worker of Ray's asks the
-nursery for one that has imported the packages, and is its stand-in until that has ended: raylet's child, with its exit
+"""Python imports this module at the start of each process of a run. It sets the trap. A worker of Ray asks the nursery
+for a process that has imported the packages, and stands in for it until it has ended: as raylet's child, with its exit
 code.
 """
 
@@ -7,7 +7,7 @@ import os
 import sys
 
 _words = sys.orig_argv[1:]
-# Processes of Ray's that have none of our code.
+# Processes of Ray that run none of our code.
 _RAYS = ("/ray/dashboard/", "/ray/autoscaler/", "/log_monitor.py", "/runtime_env/agent/")
 
 

@@ -10,7 +10,7 @@ HERMES = Family("hermes", Json(), _TAGS)
 LLAMA3_JSON = Family(
     "llama3_json", Json('{"name": "NAME", "parameters": ARGUMENTS}'), optional="<|python_tag|>", stop=("<|eom_id|>",)
 )
-# A list of objects. Newer models write a name and the arguments.
+# Calls are a list of objects. Newer models write a name and the arguments instead.
 MISTRAL = Family(
     "mistral",
     Json(
@@ -32,7 +32,7 @@ DEEPSEEK_V3 = Family(
     ),
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 )
-# The id contains the name.
+# The id of a call contains the name of the tool.
 KIMI = Family(
     "kimi",
     Json(

@@ -1,6 +1,6 @@
 """Records of a parsed turn, and readers for values that the policy wrote: JSON or untyped text. A policy in training
-can write anything, so only `Unreadable` is raised, which becomes an error message for the policy. Readers only move
-forward, so their time is linear in the length of the text.
+can write anything, so only `Unreadable` is raised, which becomes an error message for the policy. Readers never go back
+in the text, so their time is linear in its length.
 """
 
 import json

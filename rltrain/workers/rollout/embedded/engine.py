@@ -143,7 +143,7 @@ class HFRollout:
             if not len(rows):
                 if source.wait():
                     continue
-                return self._refuse_what_is_too_large(source)
+                return self._refuse_oversized(source)
             tokens, ended = self._sample(hidden, rows, turns, sampling, seen)
             self._offload(ended, kv, offloaded, source)
             if turns.num_running and source.stopped():
@@ -156,13 +156,13 @@ class HFRollout:
                 seen = None if seen is None else seen[places]
             if len(rows):
                 kv.begin_step()
-                # Minus one, because the token just sampled is already counted but is computed next.
+                # Minus one, because the count includes the token just sampled, which is computed next.
                 columns = turns.prompt_lengths + turns.shifts + turns.lengths
                 positions = torch.from_numpy(columns[rows] - 1)
-                self._watch()
+                self._record_routing()
                 hidden = self._forward(tokens[:, None], positions[:, None], **{_CACHE: kv})[:, 0]
-                if (went := self._went()) is not None:
-                    turns.record_experts(rows, went[:, None])
+                if (routed := self._recorded_routing()) is not None:
+                    turns.record_experts(rows, routed[:, None])
             else:
                 hidden = hidden[:0]
 
@@ -185,15 +185,15 @@ class HFRollout:
         room = self._most_rows - num_running
         return source.next_jobs(room) if room > 0 else []
 
-    def _refuse_what_is_too_large(self, source: Source) -> None:
-        """Raise ConfigError if the source has work, but none that fits."""
+    def _refuse_oversized(self, source: Source) -> None:
+        """Raise ConfigError if the source has jobs, but all are too large for the cache."""
         most = self._most_rows
-        # Request jobs with the limit of the settings, to see if there are any.
+        # Request jobs with the limit of the settings. If there are any, they are too large.
         if most < self._rollout.max_num_seqs and (jobs := source.next_jobs(self._rollout.max_num_seqs)):
             key = f"{self._section}."
             raise ConfigError(
-                f"the memory for keys and values holds {most} answers of up to {self._max_model_len} tokens at once, "
-                f"but {len(jobs[0].samples)} answers to one prompt must be generated together. Raise "
+                f"the memory for keys and values holds {most} responses of up to {self._max_model_len} tokens at once, "
+                f"but {len(jobs[0].samples)} responses to one prompt must be generated together. Raise "
                 f"{key}gpu_memory_utilization, lower {key}{self._longest}"
                 + (f", or set {key}max_num_seqs={most}, which cuts them into several parts." if most else ".")
             )
@@ -239,23 +239,23 @@ class HFRollout:
         lengths = [len(prompt) for prompt in prompts]
         places = kv.add(lengths, counts, begun)
         last = []
-        went: list[list[NDArray[np.integer[Any]]]] = [[] for _ in texts]
+        routed: list[list[NDArray[np.integer[Any]]]] = [[] for _ in texts]
         for pack in self._packs(lengths, [row.length if row else 0 for row in begun]):
             kv.begin_prefill([PromptChunk(places[number], start, stop) for number, start, stop in pack])
             tokens = torch.cat([prompts[number][start:stop] for number, start, stop in pack])
             num_tokens = [stop - start for _, start, stop in pack]
             arguments = {_CACHE: kv, PLAN: AttentionPlan.of_lengths(num_tokens)}
-            self._watch()
+            self._record_routing()
             hidden = self._read(tokens, [(texts[number], start, stop) for number, start, stop in pack], arguments)
             ends = np.cumsum(num_tokens) - 1
-            if (experts := self._went()) is not None:
+            if (experts := self._recorded_routing()) is not None:
                 for (number, _, _), part in zip(pack, np.split(experts, ends[:-1] + 1), strict=True):
-                    went[number].append(part)
+                    routed[number].append(part)
             # Chunks keep the order of the prompts, and so do their last states.
             last += [hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == lengths[number]]
         self._check_layers(kv)
         states = torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)
-        whole = [np.concatenate(parts) for parts in went if parts]
+        whole = [np.concatenate(parts) for parts in routed if parts]
         return states, [part for part, count in zip(whole, counts, strict=bool(whole)) for _ in range(count)]
 
     def _read(
@@ -285,13 +285,12 @@ class HFRollout:
             return self._forward(tokens[None], rows[None] if rows.dim() == 1 else rows[:, None], **arguments)[0]
         return read_with_images(self.model, tokens.to(device), rows, packed, use_cache=False, **arguments)
 
-    def _watch(self) -> None:
+    def _record_routing(self) -> None:
         if self._routing:
             self._routing.record()
 
-    def _went(self) -> NDArray[np.integer[Any]] | None:
-        """Return the routing of the forward pass since `_watch` [tokens, layers, experts per token], or None if not
-        needed."""
+    def _recorded_routing(self) -> NDArray[np.integer[Any]] | None:
+        """Return the routing since `_record_routing` [tokens, layers, experts per token], or None if not needed."""
         return self._routing.recorded().cpu().numpy() if self._routing else None
 
     def _check_layers(self, kv: KeyValues) -> None:

@@ -243,7 +243,7 @@ class KeyValues:
         return self._padded_rows.prompt_lengths + self._column - self._padded_rows.born
 
     def prefill_rest(self, layer: Call, query: Tensor, kind: Kind) -> Tensor:
-        """Compute attention of prompt chunks. Tokens of a chunk see their prompt up to themselves.
+        """Compute attention of prompt chunks. A token attends to its prompt up to and including itself.
 
         query [1, heads, n, d] -> [1, n, heads, d'].
         """
@@ -277,7 +277,8 @@ class KeyValues:
         number, column = divmod(self._column - self._first_column, self._block)
         if number == len(cache.blocks):
             cache.blocks.append(
-                # Zeros: a masked column has weight 0 in the product, and 0 times a NaN in unwritten memory is NaN.
+                # Initialise with zeros: a masked column has weight 0 in the product, but 0 times a NaN in unwritten
+                # memory is NaN.
                 Pair(*(new.new_zeros(rows, kv_heads, self._block, new.shape[3]) for new in (key, value)))
             )
         for whole, new in zip(cache.blocks[-1], (key, value), strict=True):
@@ -298,7 +299,7 @@ class KeyValues:
     def _mask(self, kind: Kind, dtype: torch.dtype) -> Tensor:
         """Return the mask [rows, 1, 1, columns]: 0 where a row attends to a column, else -inf. The prompt's columns are
         first."""
-        # Built once per step for all layers with the same window.
+        # The mask is built once per step and used by all layers with the same window.
         name = kind.window, kind.chunk
         if name not in self._masks:
             assert self._padded_rows is not None

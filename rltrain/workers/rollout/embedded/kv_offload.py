@@ -56,7 +56,7 @@ class OffloadedRows:
         for job in jobs:
             for sample, given in zip(job.samples.tolist(), job.given or [], strict=bool(job.given)):
                 tokens, row = self._rows.pop((job.prompt_index, sample), (None, None))
-                # If the text is different, the keys and values would be wrong.
+                # Keys and values are valid only if the text still begins with the cached tokens.
                 if row and np.array_equal(given[: len(tokens)], tokens):  # type: ignore[arg-type]
                     kept[job.prompt_index, sample] = row
         return kept

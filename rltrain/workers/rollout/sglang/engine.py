@@ -28,7 +28,7 @@ from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.env import chosen_devices, prepare_sglang, showing
 from rltrain.common.errors import ConfigError, SyncError
 from rltrain.config.schema.engines import ENGINES
-from rltrain.data.images import EncodedPrompt
+from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.models.vision import placeholder_ids
 from rltrain.models.weights.names import Weight
 from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_of
@@ -79,7 +79,7 @@ class SGLangRollout:
             "dtype": str(settings.dtype).removeprefix("torch."),
             "device": device.kind,
             "tp_size": settings.replica.size,
-            # Without this, each of the engine's processes keeps a core busy between generations.
+            # Without ``sleep_on_idle`` each of the engine's processes keeps a core busy between generations.
             "sleep_on_idle": True,
             # Without seeds per request (on the CPU), replicas must not use the same random numbers.
             "random_seed": settings.replica.number,
@@ -102,7 +102,7 @@ class SGLangRollout:
         }
         if device.is_cpu:
             arguments |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
-            # Memory for all sequences that can run at once, instead of a share of the machine's memory.
+            # Reserve memory for the sequences that can run at once, instead of a share of the machine's memory.
             arguments["max_total_tokens"] = rollout.max_num_seqs * length
         # On the CPU the engine's processes fetch weights from the members, which only accept this key.
         current = multiprocessing.current_process()
@@ -147,8 +147,8 @@ class SGLangRollout:
     def load_weights(self, weights: Iterator[Weight]) -> None:
         if self.engine:
             _expect(self.engine.begin_weight_update())
-        for handful in _handfuls(weights, self._bucket_bytes // 2):
-            self._send(handful, _LOAD)
+        for chunk in _chunks(weights, self._bucket_bytes // 2):
+            self._send(chunk, _LOAD)
         with tempfile.TemporaryDirectory() as folder:
             self._send([(folder, torch.zeros(1, device=self._device.torch_device))], _REPORT)
             # One report per process of the engine, on the leader only.
@@ -181,11 +181,12 @@ class SGLangRollout:
         self._replica.agree(None)  # the engine reads from every member until then
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:
-        return torch.tensor(self._replica.agree(self._score(text.tokens.tolist()) if self.engine else None))
+        return torch.tensor(self._replica.agree(self._score(text) if self.engine else None))
 
-    def _score(self, tokens: list[int]) -> list[float]:
+    def _score(self, text: EncodedPrompt) -> list[float]:
         output = self.engine.generate(
-            input_ids=tokens,
+            input_ids=text.tokens.tolist(),
+            image_data=_image_data(text.images),
             sampling_params={"max_new_tokens": 0, "temperature": 0.0},
             return_logprob=True,
             logprob_start_len=0,
@@ -232,10 +233,12 @@ class SGLangRollout:
                 "top_k": sampling.top_k if sampling.top_k > 0 else -1,
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
-                # SGLang expects the same bits as a signed integer.
+                # SGLang expects the seed as a signed integer with the same bits.
                 "sampling_seed": seed - 2**64 if seed >= 2**63 else seed,
             }
-        output = await self.engine.async_generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+        output = await self.engine.async_generate(
+            input_ids=prompt, image_data=_image_data(job.images), sampling_params=params, return_logprob=True
+        )
         sampled = output["meta_info"].get("output_token_logprobs") or []
         turn.tokens = [entry[1] for entry in sampled]
         turn.log_probs = [entry[0] for entry in sampled]
@@ -244,17 +247,28 @@ class SGLangRollout:
         turn.seconds = time.perf_counter() - started
 
 
-def _handfuls(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield weights in lists of up to ``most_bytes``, because every call to the engine costs milliseconds."""
-    handful: list[tuple[str, Tensor]] = []
+def _chunks(weights: Iterator[Weight], most_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield weights in lists of up to ``most_bytes``, because a call to the engine for every weight would cost
+    milliseconds each.
+    """
+    chunk: list[tuple[str, Tensor]] = []
     for name, values, in_checkpoint in weights:
-        if handful and sum(tensor.nbytes for _, tensor in handful) + values.nbytes > most_bytes:
-            yield handful
-            handful = []
+        if chunk and sum(tensor.nbytes for _, tensor in chunk) + values.nbytes > most_bytes:
+            yield chunk
+            chunk = []
         if in_checkpoint:
-            handful.append((name, values))
-    if handful:
-        yield handful
+            chunk.append((name, values))
+    if chunk:
+        yield chunk
+
+
+def _image_data(images: PromptImages | None) -> list[dict[str, Any]] | None:
+    """Return the images of a request with the trainer's pixels, which SGLang accepts as its processor's output."""
+    if images is None:
+        return None
+    # Copies, because arrays from the object store are read-only.
+    item = {"format": "processor_output", "pixel_values": torch.tensor(images.pixel_values)}
+    return [item if images.grids is None else item | {"image_grid_thw": torch.tensor(images.grids)}]
 
 
 def _own_device(settings: EngineSettings) -> str:

@@ -1,4 +1,5 @@
 """Adapters that vLLM applies itself (``actor_rollout_ref.model.lora.merge=False``): one slot, filled by every sync.
+
 vLLM loads adapters from folders when a request names them. Here the slot is filled in advance from memory, by the
 functions that vLLM uses, and every request names that adapter. Its name can stay the same, because the prefix cache is
 dropped at every sync anyway (`VLLMRollout.wake_cache`).

@@ -42,7 +42,7 @@ from rltrain.workers.rollout.vllm.images import ImageInput, image_arguments
 from rltrain.workers.rollout.vllm.sampler import CountedSampler, RandomStream
 from rltrain.workers.rollout.vllm.weights import WeightLoader, derived_weights, refuse_on_npu
 
-# Steps between two checks for a stop, because a check waits for other processes.
+# Number of steps between two checks for a stop. A check is slow, because the ranks of a replica agree on its result.
 _ASK_EVERY = 16
 
 
@@ -82,7 +82,8 @@ class VLLMRollout:
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": replica.size,
             "enable_expert_parallel": rollout.expert_parallel_size > 1,
-            # Disabled, because it would check the devices of other ranks, but every worker sees only one device.
+            # vLLM's all-reduce kernel is disabled: it would check the devices of the other ranks, but every worker sees
+            # only one device.
             "disable_custom_all_reduce": True,
             # NCCL's default of ten minutes would kill a process that waits for a late rank, before the late rank can be
             # reported.
@@ -280,7 +281,7 @@ class VLLMRollout:
                 params,
                 lora_request=self._slot and self._slot.request,
             )
-        except Exception as error:  # its class depends on vLLM's version
+        except Exception as error:  # the class of the error depends on vLLM's version
             if not images:
                 raise
             raise ConfigError(

@@ -65,7 +65,7 @@ class ExpertNotes:
         """Remove and return the routing of a completed request, in parts."""
         whole, end = list[Experts](), 0
         for start, part in self._parts.pop(stream, []):
-            # Tokens of preempted requests and rejected drafts are computed again.
+            # vLLM computes tokens of preempted requests and rejected drafts again. Their earlier routing is dropped.
             if start < end:
                 whole = [np.concatenate(whole)[:start]]
             whole.append(part)

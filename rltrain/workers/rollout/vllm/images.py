@@ -30,8 +30,10 @@ def image_arguments(settings: EngineSettings) -> dict[str, Any]:
         most = None  # the limit is per prompt, and tools may add more
     limits = {"video": 0} | ({} if most is None else {"image": most})
     arguments: dict[str, Any] = {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
-    if settings.images and settings.max_pixels and family_of(settings.model.load_config().model_type).takes_max_pixels:
-        arguments["mm_processor_kwargs"] = {"max_pixels": settings.max_pixels}
+    if settings.images and settings.max_pixels:
+        family = family_of(settings.model.load_config().model_type)
+        if family.takes_max_pixels:
+            arguments["mm_processor_kwargs"] = {"max_pixels": family.frames_per_image * settings.max_pixels}
     # The trainer's pixels are already normalised. vllm 0.32 would normalise them again in its model; earlier versions
     # lack the argument.
     argument = "mm_device_do_normalize"

@@ -89,7 +89,7 @@ class CountedSampler(nn.Module):
         plain = self._unpenalised(logits)
         if plain is not logits:
             plain = plain / self._sampling.temperature
-        # Computed first, because sampling overwrites the logits.
+        # Compute the log-probs first, because sampling overwrites the logits.
         log_probs = torch.log_softmax(plain, -1, dtype=torch.float32)
         return self._draw(logits), log_probs
 
@@ -145,8 +145,8 @@ class CountedSampler(nn.Module):
         assert runner is not None
         batch = runner.input_batch
         count = len(self._names)
-        # Counted from the tokens of a request, so a rejected draft uses up no number. With asynchronous scheduling this
-        # includes tokens that the host has not seen yet.
+        # The position is the number of the request's tokens, so a rejected draft consumes no random number. With
+        # asynchronous scheduling this includes tokens that the host has not seen yet.
         tokens = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
         numbers = random_numbers(self._seeds[requests], (self._starts + tokens)[requests] + steps)
         # There are no requests while vLLM profiles itself.

@@ -1,4 +1,4 @@
-"""A double of CANN's Python interface: what Ray asks to find the devices of a node."""
+"""A double of CANN's Python interface: the functions that Ray calls to find the devices of a node."""
 
 import os
 from types import SimpleNamespace

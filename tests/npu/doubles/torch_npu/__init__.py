@@ -1,8 +1,4 @@
-"""A double of torch_npu: importing it makes the stand-in device torch's ``npu``, with ``hccl`` beside it.
-
-RLTRAIN_STANDIN_NPUS: devices of this machine; ASCEND_RT_VISIBLE_DEVICES hides some, as on hardware.
-RLTRAIN_STANDIN_BYTES: memory of each device.
-"""
+"""A double of torch_npu: importing it makes the stand-in device torch's ``npu`` with the backend ``hccl``."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""torch_npu's fused operators by their definitions, with the names and arguments of the real ones."""
+"""torch_npu's fused operators by their definitions, with the real names and arguments."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def npu_fusion_attention(
 
 
 class _Fused(torch.autograd.Function):
-    """Keeps for the backward pass what the fused kernel keeps: no products, but eight copies of two numbers a row."""
+    """Saves for the backward pass what the fused kernel saves: no products, but eight copies of two numbers per row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, spans: Any, how: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``torch.npu`` of the stand-in: torch_npu's names, over the counting device of ``tests/npu/device.cpp``."""
+"""``torch.npu`` of the stand-in: torch_npu's names over the counting device of ``tests/npu/device.cpp``."""
 
 import importlib.util
 import os
@@ -148,7 +148,7 @@ StreamContext = stream
 
 
 class device:
-    """Context manager: the device of this thread."""
+    """Context manager that selects the device of this thread."""
 
     def __init__(self, device: Any) -> None:
         self._index = _index(device)

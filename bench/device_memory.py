@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from bench.table import finished_row, parse, table, write
@@ -75,6 +76,7 @@ def arguments(folder: Path, case: str) -> list[str]:
         f"{_A}ppo_mini_batch_size": PROMPTS // 2, f"{_A}ppo_max_token_len_per_gpu": PROMPT + ANSWERS * ANSWER,
         f"{_A}entropy_coeff": 0, f"{_R}update_weights_bucket_megabytes": 4, "trainer.device": "npu",
         "trainer.n_gpus_per_node": RANKS, f"{_R}name": "hf", f"{_R}n": ANSWERS, "trainer.device_memory_gb": 4,
+        f"{_A}checkpoint.save_contents": "[model,optimizer,extra]",
     } | (CASES | SMOKE)[case]  # fmt: skip
     return small_run(folder / "model", (file, file), folder, **{key.replace(".", "__"): v for key, v in keys.items()})
 
@@ -125,6 +127,20 @@ def _compute(inputs: Any, others: Any, more: Any) -> Tensor:
 
     more = more | {"atten_mask": more["atten_mask"].cpu()}
     return npu_fusion_attention(*(each.cpu() for each in inputs), *others, **more)[0]
+
+
+class Pinned(TorchDispatchMode):
+    """Bytes of page-locked host memory that this process has allocated, by owner. None of it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner, self.held = "offloaded", Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if (kwargs or {}).get("pin_memory"):
+            self.held[self.owner] += made.untyped_storage().nbytes()
+        return made
 
 
 def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
@@ -182,7 +198,7 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
             load(self, each())
 
     HFRollout.load_weights = loaded
-    with ledger:
+    with Pinned() as pinned, ledger:
         worker.init_models(make_plan(cfg, len(prompts)).passes)
         for step in range(steps):
             try:
@@ -190,9 +206,14 @@ def rank_main(rank: int, folder: Path, case: str, steps: int) -> None:
             except RuntimeError as error:
                 raise worker.explain(error) from None
             # Save within the update phase, to show that a save does not raise its peak.
-            worker.actor.stage(SaveTask(str(folder / f"{case} {step}")))
-            worker.actor.write()
+            pinned.owner = "checkpoint copies"
+            for role in ("actor", "critic"):
+                if target := getattr(worker, role, None):
+                    target.stage(SaveTask(str(folder / f"{case} {step} {role}"), copies=True))
+                    target.write()
+            pinned.owner = "offloaded"
         entered(worker.rollout.offloader, "sync")
+    found["host"] = (pinned.held.total(), pinned.held)
     (folder / f"{case}.{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.barrier()
 
@@ -276,6 +297,12 @@ def estimated(folder: Path, case: str, room: float = 1.1) -> tuple[dict[str, Cou
     while not forecast(cfg, plan, cap, ("gen",))["gen"]["cache"]:  # resident tensors may leave no memory for the engine
         cap = round(1.1 * cap)
     return forecast(cfg, plan, cap), cap
+
+
+def pinned_bytes(folder: Path, case: str) -> Counter[str]:
+    """Return the page-locked host memory of all ranks by owner, of the last `measured`."""
+    files = (folder / f"{case}.{rank}.pickle" for rank in range(RANKS))
+    return sum((pickle.loads(file.read_bytes())["host"][1] for file in files), Counter())
 
 
 def compare(folder: Path, case: str, steps: int = 2, room: float = 1.1) -> list[Row]:

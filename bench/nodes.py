@@ -81,9 +81,9 @@ def measure(nodes: int, workers: int, samples: int, tokens: int) -> list[tuple[s
             trainer.step(1)
             steps = []
             for step in range(2, 2 + STEPS):
-                started, before, counted = time.perf_counter(), loopback_bytes(), group.bytes_between_nodes()
+                started, before, counted = time.perf_counter(), loopback_bytes(), group.bytes_between_nodes().total()
                 trainer.step(step)
-                wire, counted = loopback_bytes() - before, group.bytes_between_nodes() - counted
+                wire, counted = loopback_bytes() - before, group.bytes_between_nodes().total() - counted
                 steps.append((counted, wire, time.perf_counter() - started))
             counted, wire, seconds = (statistics.median(values) for values in zip(*steps, strict=True))
             rows.append((way, counted / (samples * nodes), wire / (samples * nodes), seconds))

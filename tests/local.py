@@ -1,6 +1,7 @@
 """A complete training step in this process: the real trainer, workers, models and scorers, without Ray."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ class LocalGroup:
 
     call = WorkerGroup.call
 
-    def bytes_between_nodes(self) -> int:
-        return 0
+    def bytes_between_nodes(self) -> Counter[str]:
+        return Counter()
 
     def submit(self, calls: Sequence[Call], ranks: range | None = None, concurrent: bool = False) -> "LocalHandle":
         (call,) = calls

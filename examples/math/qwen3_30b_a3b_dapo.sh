@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # DAPO with Qwen3-30B-A3B (a mixture of experts), 2 nodes of 8 GPUs of 80 GB. Not run on hardware yet.
-# Not on NPUs: vllm-ascend does not take over new weights of experts, and the embedded engine needs the whole model on each
-# device (examples/README.md). The hyper-parameters are those of MindSpeed RL's configs/dapo_qwen3_30b_a3b_A3.yaml. Not
+# On NPUs: trainer.device=npu, with vllm-ascend 0.26 or later (docs/npu.md). The hyper-parameters are those of MindSpeed RL's configs/dapo_qwen3_30b_a3b_A3.yaml. Not
 # theirs: the dual clip at 10 (they have none), the scorer, and sizes of memory and parallelism.
 # Nodes: docs/cluster.md
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on Geometry3K with Qwen3-VL-30B-A3B (a mixture of experts), 2 nodes of 8 GPUs of 80 GB. Not run on hardware yet.
-# Not on NPUs, see ../math/qwen3_30b_a3b_dapo.sh. Batch, lengths, KL and learning rate are those of verl's
+# On NPUs: ../vlm_npu/qwen3_vl_30b_a3b_geometry3k_grpo.sh. Batch, lengths, KL and learning rate are those of verl's
 # run_qwen3_vl_30b-fsdp2_npu.sh; sizes of memory and parallelism are not. Experts stay on the devices of a node.
 # Data: python -m rltrain.data_preprocess.geometry3k --output data/geometry3k
 # Nodes: docs/cluster.md

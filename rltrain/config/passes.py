@@ -104,6 +104,12 @@ PASSES = {
     "update_critic": Pass("critic", _keys("critic", "ppo_", "critic", "update_actor"), "critic", updates=True),
     "update_actor": Pass("actor", _keys(_A + "actor", "ppo_", _A + "actor"), "actor", updates=True),
 }
+# Names of the calls to workers (`runtime.calls.Call.name`) -> the passes that they compute.
+PASS_OF_CALL = {
+    "RewardModel.score": "reward", "Actor.log_probs": "old_log_prob", "Actor.ref_log_probs": "ref",
+    "InferenceModels.log_probs": "teacher", "Critic.values": "values", "Critic.update": "update_critic",
+    "Actor.update": "update_actor",
+}  # fmt: skip
 UPDATES = tuple(name for name, step_pass in PASSES.items() if step_pass.updates)
 
 

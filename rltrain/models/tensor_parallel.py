@@ -98,6 +98,8 @@ def tensor_problem(model: PreTrainedModel, config: PretrainedConfig, size: int) 
             f"the model has {heads} attention heads and {kv_heads} key-value heads, which {size} ranks cannot share. "
             f"Use one of {', '.join(map(str, fits))}."
         )
+    if not isinstance(found, str) and len(found.attentions) != text.num_hidden_layers:
+        found = f"{type(model).__name__} has layers without known attention"
     if isinstance(found, str):
         return f"{found}, which the plan of tensor parallelism does not cover. Leave it out (docs/models.md)."
     if text.model_type not in COMPARED:
@@ -147,8 +149,7 @@ def _plan(model: PreTrainedModel, size: int) -> Plan | str:
             continue
         if id(module) not in covered and isinstance(module, nn.Linear) and min(module.weight.shape) >= min(wide, 64):
             return f"{type(model).__name__} has {names[id(module)]}"
-    layers = model.config.get_text_config().num_hidden_layers
-    return plan if len(plan.attentions) == layers else f"{type(model).__name__} has layers without known attention"
+    return plan
 
 
 def _children(module: nn.Module) -> set[str]:

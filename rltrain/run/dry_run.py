@@ -34,7 +34,7 @@ from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.resume import ResumePoint, find_resume_point
 from rltrain.run.checkpoints.room import checkpoint_bytes, missing_room
 from rltrain.run.preflight.judge import check_judge_server
-from rltrain.run.preflight.memory_room import check_memory
+from rltrain.run.preflight.memory_room import check_host, check_memory
 from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.run.preflight.settings import preflight
 from rltrain.run.report.plan import describe
@@ -66,7 +66,9 @@ def dry_run(loaded: LoadedConfig, notes: Sequence[str]) -> tuple[str, bool]:
         parts += goes_on
         if result.models_found:  # else transformers would request each missing model repeatedly
             memory, too_large = check_memory(cfg, plan)
-            parts[1:1] = memory
+            host, warnings = check_host(cfg, plan)
+            parts[1:1] = [*memory, *host]
+            result.notes += warnings
     except RltrainError as error:
         result.problems.append(str(error))
     parts += try_reward(cfg, rows, result)

@@ -14,7 +14,9 @@ import os
 import secrets
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -173,8 +175,8 @@ class WorkerGroup:
         self._environment = environment or worker_environment(device.kind, threads)
         self._logs = logs
         self.bytes_through_driver = 0
-        self._bundle_bytes: list[Any] = []
-        self._bytes_between_nodes = 0
+        self._bundle_bytes: list[tuple[str, Any]] = []
+        self._bytes_between_nodes: Counter[str] = Counter()
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
         self.world, self._num_nodes = len(bundles), len(placement)
         self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
@@ -265,7 +267,8 @@ class WorkerGroup:
         ranks = range(self.world) if ranks is None else ranks
         copies, num_returns = len(ranks) // len(calls), calls[0].num_objects + 1
         nodes = [self.nodes[rank] for rank in ranks]
-        of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, self._pack)
+        pack = partial(self._pack, calls[0].name)
+        of_rank = route_calls([calls[place // copies] for place in range(len(ranks))], nodes, pack)
         self.bytes_through_driver += sum(driver_bytes([rank_call.args, rank_call.kwargs]) for rank_call in of_rank)
         runs = [self.workers[rank].run_concurrently if concurrent else self.workers[rank].run for rank in ranks]
         replies = [run.options(num_returns=num_returns).remote(call) for run, call in zip(runs, of_rank, strict=True)]
@@ -273,19 +276,21 @@ class WorkerGroup:
         references = [reply if isinstance(reply, list) else [reply] for reply in replies]
         return Handle(self, calls[0].name, references, ranks.start, self.clock.monotonic() if concurrent else None)
 
-    def _pack(self, node: int, rows_by_reader: RowsByReader) -> dict[int, Any]:
-        """Pack the bundles on the first worker of ``node``."""
+    def _pack(self, call: str, node: int, rows_by_reader: RowsByReader) -> dict[int, Any]:
+        """Pack the bundles for ``call`` on the first worker of ``node``."""
         self.bytes_through_driver += driver_bytes(rows_by_reader)
         worker = self.workers[self.nodes.index(node)]
         *bundles, size = worker.pack.options(num_returns=len(rows_by_reader) + 1).remote(list(rows_by_reader.values()))
-        self._bundle_bytes.append(size)
+        self._bundle_bytes.append((call, size))
         return dict(zip(rows_by_reader, bundles, strict=True))
 
-    def bytes_between_nodes(self) -> int:
-        """Return the bytes of samples sent between nodes in all calls so far. Waits for bundles in progress."""
-        self._bytes_between_nodes += sum(ray.get(self._bundle_bytes))
+    def bytes_between_nodes(self) -> Counter[str]:
+        """Return the bytes of samples sent between nodes so far, by `Call.name`. Waits for bundles in progress."""
+        sizes = ray.get([size for _, size in self._bundle_bytes])
+        for (call, _), size in zip(self._bundle_bytes, sizes, strict=True):
+            self._bytes_between_nodes[call] += size
         self._bundle_bytes.clear()
-        return self._bytes_between_nodes
+        return Counter(self._bytes_between_nodes)
 
     def call(
         self,

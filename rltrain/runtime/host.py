@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from rltrain.runtime.calls import Call
 from rltrain.runtime.cross_node import pack_for_node
 from rltrain.runtime.exchange import sign_objects
 from rltrain.runtime.processes import node_memory
-from rltrain.runtime.samples import Request, StoredRows, assemble
+from rltrain.runtime.samples import FETCH_SECONDS, Request, StoredRows, assemble
 from rltrain.runtime.stacks import stacks_here
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,10 @@ class _Host:
         # several.
         role = next(candidate for candidate in self._worker.roles if protocol in type(candidate).__mro__)
         try:
-            return getattr(role, call.method.__name__)(*map(_assembled, call.args), **call.kwargs)
+            started = time.perf_counter()
+            args = [_assembled(arg) for arg in call.args]
+            FETCH_SECONDS[call.name] += time.perf_counter() - started
+            return getattr(role, call.method.__name__)(*args, **call.kwargs)
         except Exception as error:
             # The driver reports only the root cause; this error stays in the rank's log.
             log.exception("%s failed", call.name)

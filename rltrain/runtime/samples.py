@@ -7,6 +7,7 @@ objects to fetch and their rows, which the receiving worker resolves. `cross_nod
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.columns.ragged import Ragged
+from rltrain.config.passes import PASS_OF_CALL
 
 Array = NDArray[Any]
 
@@ -195,6 +197,17 @@ class Samples:
                 raise KeyError(f"column '{name}' exists for {have} of {len(ids)} samples only")
         groups = self[c.GROUP][ids].astype(np.int32) if c.GROUP in self.numbers else None
         return Request(len(ids), parts, {name: self[name][ids] for name in numbers}, groups)
+
+
+FETCH_SECONDS: defaultdict[str, float] = defaultdict(float)
+"""Seconds in which this process waited for requested rows, by `Call.name`, since the last `take_fetch_seconds`."""
+
+
+def take_fetch_seconds() -> dict[str, float]:
+    """Return ``timing_s/fetch/PASS`` of this process since the last call."""
+    seconds = {f"timing_s/fetch/{PASS_OF_CALL[call]}": s for call, s in FETCH_SECONDS.items() if call in PASS_OF_CALL}
+    FETCH_SECONDS.clear()
+    return seconds
 
 
 def assemble(request: Request, objects: Sequence[Batch | list[Any]]) -> Batch:

@@ -7,6 +7,7 @@ checkpoints and trackers (`run.fit.Trainer`), and all computations on tokens (th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,7 +54,7 @@ class StepRecord:
 
     step: int
     metrics: Metrics
-    bytes_before: NDArray[np.int64]
+    bytes_before: tuple[int, Counter[str]]
     """`PPOTrainer._bytes` at the start of the step."""
     measured: dict[str, Moments] = field(default_factory=dict)
     """Moments of entropy, mismatch and correction, of samples with log-probs computed before the first update."""
@@ -292,12 +293,10 @@ class PPOTrainer:
             metrics |= m.source_metrics(seen, self._sources[seen[c.ROW]], accuracy(seen))
         spread = rank_tokens(record.layouts["adv"], num_tokens(samples))
         metrics |= m.balance_metrics(samples, plan.num_engine_replicas, spread)
-        through_driver, between_nodes = ((self._bytes() - record.bytes_before) / len(samples)).tolist()
-        metrics |= {"perf/node_bytes_per_sample": between_nodes} if plan.num_nodes > 1 else {}
+        metrics |= m.flow_metrics(record.bytes_before, self._bytes(), len(samples), plan.num_nodes)
         metrics |= {
             "training/global_step": float(record.step),
             "training/epoch": float(self.experience.epoch),
-            "perf/driver_bytes_per_sample": through_driver,
         }
         return supervised_metrics(metrics) if plan.passes.supervised else metrics
 
@@ -360,10 +359,10 @@ class PPOTrainer:
         loss_scale_factor = self.cfg.actor_rollout_ref.actor.loss_scale_factor or self.cfg.data.max_response_length
         return denominators(samples[c.LOSS_TOKENS][ids], samples[c.GROUP][ids], loss_scale_factor)
 
-    def _bytes(self) -> NDArray[np.int64]:
-        """Return the bytes moved in the run so far: through the driver, and samples between nodes."""
+    def _bytes(self) -> tuple[int, Counter[str]]:
+        """Return the bytes moved in the run so far: through the driver, and samples between nodes by call."""
         # One worker group serves all roles, so the actor's count includes the critic's calls.
-        return np.array([self.actor.bytes_through_driver, self.actor.bytes_between_nodes()])
+        return self.actor.bytes_through_driver, self.actor.bytes_between_nodes()
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ classes that implement the roles (``roles.Actor.update``: `workers.actor_ref.Act
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -254,8 +255,8 @@ class Policy(_Remote, SavedRole):
         """Bytes of arguments and results of all calls of the run so far, of every role."""
         return self._group.bytes_through_driver
 
-    def bytes_between_nodes(self) -> int:
-        """Return the bytes of samples that moved between nodes, in all calls of the run so far."""
+    def bytes_between_nodes(self) -> Counter[str]:
+        """Return the bytes of samples that moved between nodes in the run so far, by call."""
         return self._group.bytes_between_nodes()
 
 

@@ -38,6 +38,7 @@ from rltrain.models.weights.lora import adapter_weights, adapters_off, write_ada
 from rltrain.models.weights.shard import reshard
 from rltrain.models.weights.spec import Specs, actor_spec
 from rltrain.models.weights.state import load_training_state
+from rltrain.runtime.samples import take_fetch_seconds
 from rltrain.workers.inference_models import InferenceWorker, ReferenceDistribution, load_role, measure
 from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
 from rltrain.workers.interface.roles import Actor
@@ -232,7 +233,7 @@ class ActorRefWorker(Actor):
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
             numbers = replace(numbers, expert_load=load.cpu().numpy())
-        return replace(numbers, memory_gb=self.offloader.memory_gb())
+        return replace(numbers, memory_gb=self.offloader.memory_gb() | take_fetch_seconds())
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)
@@ -356,9 +357,8 @@ class ActorRefWorker(Actor):
                 self.policy, actor_spec(self._cfg, self._device).load_config(), chat_encoder(self._cfg)
             )
         copies = self._writer.room(task.copies, self._export.num_bytes if self._export and task.export else 0)
-        # Full weights are gathered between devices, because exchange between hosts is many times slower. After an
-        # update the shards are on the device. Otherwise they are onloaded as for a pass; the next sync would do this
-        # anyway.
+        # Full weights are gathered between devices: exchange between hosts is many times slower. After an update the
+        # shards are on the device. Otherwise they are onloaded as for a pass, which the next sync would do anyway.
         if (task.export or self._model_cfg.uses_lora) and not self.offloader.is_here(self.policy):
             self.offloader.enter_phase("old_log_prob", whole=True)
         if self._export and task.export:

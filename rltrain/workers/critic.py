@@ -18,6 +18,7 @@ from rltrain.config.step_passes import StepPasses
 from rltrain.models.attention.packing import pack, per_policy_token
 from rltrain.models.weights.spec import Specs
 from rltrain.models.weights.state import load_training_state
+from rltrain.runtime.samples import take_fetch_seconds
 from rltrain.workers.inference_models import load_role, measure
 from rltrain.workers.interface.results import PassNumbers, UpdateNumbers
 from rltrain.workers.interface.roles import Critic
@@ -61,7 +62,7 @@ class CriticWorker(SavesState, Critic):
         for mini, micros in split_mini_batches(batch, mini_batches):
             share = self.updater.forward_backward(micros, partial(self._loss, mini=mini))
             steps.append(self.updater.optim_step(share, micros, mini))
-        return replace(self.updater.numbers(steps), memory_gb=self.offloader.memory_gb())
+        return replace(self.updater.numbers(steps), memory_gb=self.offloader.memory_gb() | take_fetch_seconds())
 
     def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
         device = self._device.torch_device

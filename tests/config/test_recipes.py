@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
 from rltrain.data_preprocess import geometry3k, virl39k
 from rltrain.main_ppo import main
@@ -24,7 +24,7 @@ from tests.tiny_vision import picture, save_tiny_vision_model
 
 FOLDER = Path(__file__).parent.parent.parent / "examples"
 # GiB of a device as reported by the driver.
-ROOM = {"H100": 79.1, "910B": 60.9, "A3": 60.9}
+ROOM = {"H100": 79.1, "H200": 139.8, "B300": 268.0, "910B": 60.9, "A3": 60.9}
 
 
 def _sizes(
@@ -47,6 +47,12 @@ TEXT = {
         **_sizes(2048, 6144, 48, 32, 4, 151_936, 40_960), head_dim=128, moe_intermediate_size=768, num_experts=128,
         num_experts_per_tok=8, norm_topk_prob=True,
     ),
+    # The first three layers of both are dense.
+    "GLM-4.5": Glm4MoeConfig(
+        **_sizes(5120, 12_288, 92, 96, 8, 151_552, 131_072), head_dim=128, moe_intermediate_size=1536,
+        n_routed_experts=160, num_experts_per_tok=8, first_k_dense_replace=3, use_qk_norm=True, attention_bias=True,
+    ),
+    "DeepSeek-V3": DeepseekV3Config(**_sizes(7168, 18_432, 61, 128, 128, 129_280, 163_840)),
 }  # fmt: skip
 # Models whose chat template supports tools.
 TOOLS = {
@@ -96,6 +102,9 @@ RECIPES = {
     "math/qwen2_5_32b_dapo.sh": ("Qwen2.5-32B", "sums"),
     "math/qwen3_30b_a3b_grpo.sh": ("Qwen3-30B-A3B", "sums"),
     "math/qwen3_30b_a3b_dapo.sh": ("Qwen3-30B-A3B", "sums"),
+    "math/qwen3_30b_a3b_grpo_npu.sh": ("Qwen3-30B-A3B", "sums"),
+    "math/glm_4_5_grpo.sh": ("GLM-4.5", "sums"),
+    "math/deepseek_v3_grpo.sh": ("DeepSeek-V3", "sums"),
     "grpo_7b_boba_64gpu.sh": ("R1-Distill-7B", "sums"),
     "grpo_1_5b_boba_8gpu.sh": ("R1-Distill-1.5B", "sums"),
     "agents/retool_qwen2_5_7b.sh": ("Qwen2.5-7B-tools", "sums"),
@@ -105,6 +114,7 @@ RECIPES = {
     "vlm_npu/qwen2_5_vl_3b_geometry3k_grpo.sh": ("Qwen2.5-VL-3B", "geometry3k"),
     "vlm_npu/qwen3_vl_2b_geometry3k_grpo.sh": ("Qwen3-VL-2B", "geometry3k"),
     "vlm_gpu/qwen3_vl_30b_a3b_geometry3k_grpo.sh": ("Qwen3-VL-30B-A3B", "geometry3k"),
+    "vlm_npu/qwen3_vl_30b_a3b_geometry3k_grpo.sh": ("Qwen3-VL-30B-A3B", "geometry3k"),
     "vlm_npu/qwen2_5_vl_3b_virl39k_grpo_multinode.sh": ("Qwen2.5-VL-3B", "virl39k"),
 }
 _ROW = re.compile(r"^\| `(\S+\.sh)` \|.*\| (\d+) × (\d+) (\w+).*\| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
@@ -227,11 +237,16 @@ def test_a_recipe_needs_what_the_table_says(row, dry):
     assert (generation, training) == pytest.approx((row.generation, row.training), abs=0.051)
 
 
-def test_experts_are_refused_on_npus_by_name(dry, without_memory):
-    row = the_row("qwen3_30b_a3b_dapo-H100")
-    code, out = dry(row, "trainer.device=npu")
+def test_a_vllm_ascend_that_cannot_load_experts_is_refused(dry, without_memory, monkeypatch, tmp_path):
+    row = the_row("qwen3_30b_a3b_grpo_npu-A3")
+    package = tmp_path / "packages" / "vllm_ascend-0.23.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.23.0\n")
+    monkeypatch.syspath_prepend(package.parent)
+    code, out = dry(row)
     assert code == 2
-    assert "vllm-ascend converts its experts only once, at startup. Use rollout.name=hf" in out
+    assert "rollout.name=vllm with vllm-ascend 0.23.0 cannot load new experts" in out
+    assert "Install vllm-ascend 0.26 or later" in out
 
 
 def test_every_script_of_the_folder_is_in_the_table():

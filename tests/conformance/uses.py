@@ -32,11 +32,12 @@ VLLM = Package(
         ("vllm 0.32.0",),
         ("vllm 0.33.0",),
         ("vllm-ascend 0.23.0", "vllm 0.23.0"),
+        ("vllm-ascend 0.26.0rc1", "vllm 0.26.0"),
     ),
     attributes={
         "vllm.entrypoints.llm:LLM": "collective_rpc llm_engine reset_prefix_cache sleep wake_up",
         "vllm.v1.engine.llm_engine:LLMEngine": "abort_request add_request model_config step",
-        # vllm-ascend's worker has no reload: models that need one are refused there.
+        # The worker of vllm-ascend 0.23 has no reload: models that need one are refused there.
         "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights?",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner":
             "get_model input_batch lora_config lora_manager query_start_loc rejection_sampler requests sampler",

@@ -166,6 +166,7 @@ def test_every_timer_is_there_and_the_phases_add_up(reference_run):
     assert len(lines) == 2
     for line in lines:
         assert {f"timing_s/{name}" for name in TIMERS} <= line.keys()
+        assert {f"timing_s/fetch/{name}" for name in ("old_log_prob", "ref", "update_actor")} <= line.keys()
         phases = sum(
             line[f"timing_s/{name}"] for name in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor")
         )

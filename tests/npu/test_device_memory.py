@@ -2,7 +2,10 @@
 
 import pytest
 
-from bench.device_memory import CASES, compare, estimated, measured, prepare
+from bench.device_memory import CASES, PROMPTS, arguments, compare, estimated, measured, pinned_bytes, prepare
+from rltrain.config.load import load_config
+from rltrain.run.preflight.memory_room import host_forecast
+from rltrain.trainer.plan import make_plan
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 CASE = "grpo, all offloaded"
@@ -29,6 +32,10 @@ def test_every_phase_needs_what_was_foretold(made, case):
     bucket, mask = 4 << 20, 2048**2
     owned = found["sync"][0]["weights"] + found["sync"][0]["optimizer"] + found["gen"][0]["engine weights"]
     assert found["sync"][2] < owned + 2 * bucket + mask, "no second full copy"
+    cfg = load_config(arguments(made, case)).config
+    host, pinned = host_forecast(cfg, make_plan(cfg, PROMPTS)), pinned_bytes(made, case)
+    for owner in ("offloaded", "checkpoint copies"):
+        assert host[owner] == pytest.approx(pinned[owner], rel=0.1), owner
 
 
 @pytest.mark.fault("A device that is full says which keys to lower")

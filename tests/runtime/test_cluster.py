@@ -18,7 +18,7 @@ from rltrain.common.errors import ConfigError, NodesMissing, WorkerLost
 from rltrain.runtime.calls import bind
 from rltrain.runtime.cluster import ray_problems, reserve, way_in
 from rltrain.runtime.group import WorkerGroup
-from rltrain.runtime.samples import Samples, whole
+from rltrain.runtime.samples import FETCH_SECONDS, Samples, whole
 from tests.tiny import small_config
 
 
@@ -108,6 +108,7 @@ class Toy(Protocol):
 
     def make(self) -> tuple[Batch, int]: ...
     def read(self, batch: Batch) -> list[float]: ...
+    def waited(self) -> list[str]: ...
 
 
 # Small objects go through the driver, as Ray has it.
@@ -126,6 +127,9 @@ class ToyWorker(Toy):
     def read(self, batch: Batch):
         return [float(row.double().mean()) for row in batch.ragged("tokens").rows()]
 
+    def waited(self):
+        return [call for call, seconds in FETCH_SECONDS.items() if seconds > 0]
+
 
 def test_a_row_alone_goes_to_the_node_that_reads_it():
     """If a node is lost, the error names it, not the node that waits for its rows."""
@@ -140,7 +144,9 @@ def test_a_row_alone_goes_to_the_node_that_reads_it():
     requests = [samples.request(np.array(ids), ["tokens"]).as_batch for ids in ([0, 4, 1], [5, 3, 4])]
     calls = [bind(Toy.read, request) for request in requests]
     assert group.submit(calls).collect() == [[0, 11, 1], [12, 10, 11]]
-    assert group.bytes_between_nodes() == 8 * LENGTH + 8
+    assert group.bytes_between_nodes() == {"Toy.read": 8 * LENGTH + 8}
+    (waited, _) = group.call(Toy.waited)
+    assert "Toy.read" in waited, "a rank counts the seconds in which it waits for rows"
     assert [len(found["node_ids"]) for found in get_object_locations(list(made)).values()] == [1, 1]
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerLost, match=rf"toy worker, rank 1 of 2 \(pid {pids[1]} .*: the process died"):

@@ -9,11 +9,11 @@ from rltrain.common.device import get_device
 from rltrain.config.budgets import PassBudget
 from rltrain.config.load import load_config
 from rltrain.config.memory_keys import memory_keys
-from rltrain.config.schema.model import OptimConfig
+from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.run.preflight.memory import forecast, fullest
-from rltrain.run.preflight.memory_room import check_memory, no_cache, too_large
+from rltrain.run.preflight.memory_room import check_host, check_memory, host_forecast, no_cache, too_large
 from rltrain.run.preflight.meta_run import fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import make_plan
 from tests.tiny import small_run
@@ -64,6 +64,12 @@ def test_what_rests_is_the_sum_by_hand(planned):
     assert alone <= found["sync"]["gathered"] <= alone + (512 << 20)
 
 
+def test_a_sync_that_merges_adapters_is_estimated(planned):
+    cfg, plan = planned(actor_rollout_ref__model__lora_rank=8)
+    alone = 152064 * 3584 * 2
+    assert alone <= forecast(cfg, plan, None, ("sync",))["sync"]["gathered"] <= 2 * alone + (512 << 20)
+
+
 DENSE_FIRST = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 11,
     "intermediate_size": 64, "moe_intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -72,17 +78,43 @@ DENSE_FIRST = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dense", [1, 4])
-def test_a_model_whose_first_layers_are_dense_is_estimated_as_if_all_its_layers_were_run(tmp_path, dense):
-    (tmp_path / "config.json").write_text(json.dumps(DENSE_FIRST | {"first_k_dense_replace": dense}))
-    cfg = load_config(small_run(tmp_path, (tmp_path, tmp_path), tmp_path)).config
-    spec = ModelSpec(str(tmp_path), compute_dtype=torch.bfloat16)
-    device, work = get_device("npu"), forward_only(False)
+WINDOWS = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 14, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64,
+    "sliding_window": 32,
+}  # fmt: skip
+DELTA_NETS = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 16,
+    "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8,
+    "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+TENSOR = {"fsdp": FSDPConfig(expert_parallel_size=4), "tensor_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "updates", "more"),
+    [
+        (DENSE_FIRST | {"first_k_dense_replace": 1}, False, {}),
+        (DENSE_FIRST | {"first_k_dense_replace": 4}, False, {}),
+        (DENSE_FIRST | {"num_hidden_layers": 7, "first_k_dense_replace": 3}, True, {}),
+        (DENSE_FIRST | {"num_hidden_layers": 7, "first_k_dense_replace": 3}, True, TENSOR),
+        (WINDOWS, True, {"gradient_checkpointing": False}),
+        (DELTA_NETS, False, {}),
+    ],
+    ids=["one dense", "four dense", "three of seven", "tensor and expert parallel", "windows", "delta nets"],
+)
+def test_layers_of_several_kinds_are_estimated_as_if_all_layers_were_run(tmp_path, shape, updates, more):
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    lengths = {"data__max_prompt_length": 256, "data__max_response_length": 256}
+    cfg = load_config(small_run(tmp_path, (tmp_path, tmp_path), tmp_path, **lengths)).config
+    spec = ModelSpec(str(tmp_path), compute_dtype=torch.bfloat16, **more)
+    device, work = get_device("npu"), update(OptimConfig(), 2, False, False) if updates else forward_only(False)
     batch = fullest(cfg, PassBudget(None, 4), 4)
     with fake_model(PolicyModel, spec, device, 8, None, batch) as (packed, ledger, inputs):
-        (whole,) = work(packed, ledger, inputs)
+        whole = max(work(packed, ledger, inputs), key=lambda owners: owners.total())
     estimated = peak_of(PolicyModel, spec, device, 8, batch, work)
-    assert {owner: estimated[owner] for owner in whole} == pytest.approx(dict(whole), rel=0.02)
+    assert {owner: estimated[owner] for owner in whole} == pytest.approx(dict(whole), rel=5e-3)
 
 
 SMALL = SHAPE | {
@@ -141,6 +173,23 @@ def test_an_engine_without_room_for_its_cache_is_seen(planned, free_mib):
     assert f"gpu_memory_utilization={share:g} is" in problem
     assert f"the engine's weights take {2 * PARAMETERS / 2**30:.1f} of it" in problem
     assert "Set actor_rollout_ref.rollout.gpu_memory_utilization=0.15, or" in problem
+
+
+def test_a_node_without_room_for_pinned_copies_is_warned_of(planned):
+    offload = {f"actor_rollout_ref__actor__fsdp_config__{name}_offload": True for name in ("param", "optimizer")}
+    cfg, plan = planned(**offload, trainer__host_memory_gb=20)
+    host = host_forecast(cfg, plan)
+    assert host["offloaded"] == pytest.approx(12 * PARAMETERS / 8, rel=1e-3)
+    # Weights and two moments of every rank, and on the first the export in bfloat16.
+    assert host["checkpoint copies"] == pytest.approx(12 * PARAMETERS / 8 + 2 * PARAMETERS, rel=1e-3)
+    (line,), (warning,) = check_host(cfg, plan)
+    assert line.startswith(f"host memory of a node in GiB: {host.total() / 2**30:.1f} of 20.0 (")
+    assert warning.startswith("trainer.host_memory_gb=20.0: a node needs about")
+    assert "Make room with one of: " in warning
+    for key in ("actor.fsdp_config.optimizer_offload=False", "trainer.async_save=False", "more nodes"):
+        assert key in warning
+    cfg, plan = planned(**offload, trainer__host_memory_gb=300)
+    assert check_host(cfg, plan)[1] == []
 
 
 def test_a_validation_counts_what_it_loads_alone(planned):

@@ -53,7 +53,7 @@ class Engine:
     temperatures: tuple[float, float] = (0.0, math.inf)
     """Range of sampling temperatures, in addition to 0 (greedy)."""
     rigid_on_npu: bool = False
-    """True if on an NPU it fixes the weight layout of experts and latent attention at startup."""
+    """True if on an NPU its release decides whether new weights of experts and latent attention can be loaded."""
     beyond_positions: bool = True
     """True if it generates past the positions of the model's configuration."""
     strict_prefill: bool = False

@@ -46,6 +46,8 @@ class TrainerConfig:
     """The accelerator; auto: the first of npu and cuda that exists, else the CPU."""
     device_memory_gb: float | None = key(None, over=0, only_with={"device!=cpu": "a CPU has the memory of the machine"})
     """Memory of one device in GiB, for a --dry-run on a machine without devices; null: that of the local device."""
+    host_memory_gb: float | None = key(None, over=0, only_with={"device!=cpu": "a CPU has the memory of the machine"})
+    """Memory of one node in GiB, for a --dry-run on a machine without devices; null: that of the local machine."""
     nnodes: int = key("${nodes_here:}", least=1)
     """Number of nodes. Default: the number that scripts/ray_start.sh has gathered, else 1."""
     n_gpus_per_node: int = key("${devices_here:${trainer.device}}", least=1)

@@ -169,8 +169,8 @@ def forecast(
     of the engine is not counted.
     """
     device = get_device(cfg.trainer.device).sized_for(device_bytes)
-    roles, rollout = _roles(cfg, plan, device), cfg.actor_rollout_ref.rollout
-    engine = Counter() if ENGINES[rollout.name].embedded else _engine(cfg, device, roles["actor"], device_bytes)
+    roles, rollout = roles_of(cfg, plan, device), cfg.actor_rollout_ref.rollout
+    engine = Counter() if ENGINES[rollout.name].embedded else engine_memory(cfg, device, roles["actor"], device_bytes)
     stays = Counter() if rollout.free_cache_engine else engine
     phases = device_phases() if phases is None else phases
     if not plan.passes.trains:
@@ -204,7 +204,7 @@ def forecast(
     return {phase: peaks[phase] for phase in device_phases() if phase in peaks and phase in phases}
 
 
-def _roles(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
+def roles_of(cfg: Config, plan: Plan, device: Device) -> dict[str, _Role]:
     """Return the models of a run, with the phases in which `OffloadManager` has them on the device."""
     roles: dict[str, _Role] = {}
     for role, (kind, spec) in specs_of(cfg, device, plan.passes).items():
@@ -335,11 +335,11 @@ def _load(
             _PEAKS[f"{known} after"] = Counter(ledger.live)
     load = Counter(_PEAKS[known])
     if not embedded:
-        load["engine weights"] = _engine(cfg, device, policy, None)["engine weights"]
+        load["engine weights"] = engine_memory(cfg, device, policy, None)["engine weights"]
     return (load, canary), _PEAKS[f"{known} after"]["engine weights"]
 
 
-def _engine(cfg: Config, device: Device, policy: _Role, device_bytes: int | None) -> Owners:
+def engine_memory(cfg: Config, device: Device, policy: _Role, device_bytes: int | None) -> Owners:
     """Return the memory of an engine that manages its memory itself."""
     rollout = cfg.actor_rollout_ref.rollout
     itemsize = resolve_dtype(rollout.dtype, device).itemsize

@@ -22,11 +22,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -40,6 +41,7 @@ from rltrain.models.attention.packing import PackedInputs, pack
 from rltrain.models.attention.ulysses import share_of_row
 from rltrain.models.forward import PackedModel, PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
+from rltrain.models.weights import lora
 from rltrain.models.weights.shard import empty_packed, join_sequences, make_mesh, reshard, spread
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import moments
@@ -201,6 +203,7 @@ def fake_model(
         sizes = spec.fsdp.expert_parallel_size, spec.tensor_size
         spread(packed, spec, make_mesh(DEVICES["cpu"], spec.fsdp.fsdp_size, *sizes))
         enter(patch.object(experts, "row_sizes", _evenly))
+        enter(patch.object(lora, "compute_local_shape_and_global_offset", _own_rows))
         enter(patch.dict(DEVICES, cpu=replace(device, kind="cpu")))
         enter(patch.dict(sys.modules, torch_npu=_Kernels))
         stack.callback(_forget_tables)
@@ -212,6 +215,8 @@ def fake_model(
         with ledger.owner("weights"):
             packed.to_empty(device="cpu")
         ledger.claim("weights", [*packed.parameters(), *packed.buffers()])
+        if device.attention == "npu":
+            varlen._upper_triangle(torch.device("cpu"))  # made once, before a short or a long model peaks
         ledger.cut()
         yield packed, ledger, inputs
 
@@ -229,6 +234,12 @@ def _evenly(chosen: Tensor, num_here: int, group: Any) -> tuple[list[int], list[
     """Replace `experts.row_sizes` by equal token counts per expert, because fake tensors have no values."""
     sizes = [len(range(rank, chosen.numel(), group.size())) for rank in range(group.size())]
     return sizes, [sizes[0]] * group.size(), torch.arange(sizes[0] * group.size()) % num_here
+
+
+def _own_rows(*layout: Any) -> Any:
+    """Replace the function of torch, which computes the rows of a rank from the values of a tensor."""
+    with unset_fake_temporarily():
+        return compute_local_shape_and_global_offset(*layout)
 
 
 def _forget_tables() -> None:
@@ -318,7 +329,7 @@ def peak_of(kind: type[Any], spec: ModelSpec, device: Device, num_ranks: int, ba
 
 def _kinds(layers: nn.ModuleList) -> list[list[int]]:
     """Return the indices of layers by type: with equal names and sizes of weights, and equal recomputation. The first
-    layers of many families are dense.
+    layers of many families are dense. Windows of attention change no memory, so they are no type.
     """
     places: dict[object, list[int]] = {}
     for place, layer in enumerate(layers):

@@ -16,6 +16,7 @@ import torch
 from rltrain.common.device import get_device
 from rltrain.common.errors import ConfigError, DataError
 from rltrain.common.plugin import load_plugin
+from rltrain.common.versions import installed_version
 from rltrain.config.agents import AGENT_KEY, LOOPS_KEY, several_turns, who_answers
 from rltrain.config.budgets import judge_lengths
 from rltrain.config.engine_rules import position_problems
@@ -230,8 +231,9 @@ def _policy(cfg: Config, spec: ModelSpec, config: Any, result: PreflightResult) 
     _chat(cfg, config, result)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     result.problems += position_problems(cfg, limit, result.notes)
-    if ENGINES[cfg.actor_rollout_ref.rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
-        refuse_on_npu(config)
+    rollout = cfg.actor_rollout_ref.rollout
+    if ENGINES[rollout.name].rigid_on_npu and get_device(cfg.trainer.device).kind == "npu":
+        refuse_on_npu(config, rollout.free_cache_engine, installed_version("vllm-ascend"))
     actor = cfg.actor_rollout_ref.actor
     if (mode := actor.router_replay.mode) != "disabled":
         check_routing(f"actor_rollout_ref.actor.router_replay.mode={mode}", spec, config)

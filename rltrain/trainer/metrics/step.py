@@ -7,6 +7,7 @@ updates. All reductions over ranks happen here or in `moments.join`, and never d
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from rltrain.algorithms.moments import Moments
 from rltrain.common.columns import names as c
-from rltrain.config.passes import UPDATES, step_phases
+from rltrain.config.passes import PASS_OF_CALL, UPDATES, step_phases
 from rltrain.runtime.samples import Samples
 from rltrain.workers.interface.results import UpdateNumbers, largest
 
@@ -332,3 +333,20 @@ def _stops(samples: Samples, most_turns: int | None) -> dict[str, NDArray[np.boo
     cut = samples[c.TRUNCATED] & ~failed
     last = (turns >= most_turns if most_turns else np.zeros_like(failed)) & ~failed & ~cut
     return {"answered": ~(failed | cut | last), "turns": last, "length": cut, "failed": failed}
+
+
+def flow_metrics(
+    before: tuple[int, Counter[str]], now: tuple[int, Counter[str]], num_samples: int, num_nodes: int
+) -> Metrics:
+    """Return the bytes that the samples of a step moved: through the driver, and between nodes by pass.
+
+    before, now: bytes through the driver, and bytes between nodes by call, in the run so far.
+    """
+    metrics = {"perf/driver_bytes_per_sample": (now[0] - before[0]) / num_samples}
+    if num_nodes > 1:
+        moved = now[1] - before[1]
+        metrics["perf/node_bytes_per_sample"] = moved.total() / num_samples
+        for call, size in moved.items():
+            name = f"perf/node_bytes/{PASS_OF_CALL.get(call, 'other')}"
+            metrics[name] = metrics.get(name, 0.0) + size
+    return metrics

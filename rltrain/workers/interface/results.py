@@ -41,7 +41,7 @@ class UpdateNumbers:
     measured: dict[str, Moments] = field(default_factory=dict)
     """Moments of the first mini-batch, before any optimizer step."""
     memory_gb: dict[str, float] = field(default_factory=dict)
-    """Memory peaks by metric."""
+    """Memory peaks, and seconds that the rank waited for rows, by metric."""
     overflowed: Array = field(default_factory=lambda: np.zeros(0))
     """1: the step was skipped because gradients overflowed float16; the loss scale was halved. Equal on all ranks."""
     loss_scale: float | None = None

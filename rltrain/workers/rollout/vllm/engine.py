@@ -25,6 +25,7 @@ from torch import Tensor
 from rltrain.common.device import COLLECTIVE_TIMEOUT
 from rltrain.common.env import SESSION, first_set, prepare_vllm, shipped
 from rltrain.common.errors import ConfigError
+from rltrain.common.versions import installed_version
 from rltrain.config.schema.engines import ENGINES
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.head import has_fp32_head
@@ -65,7 +66,7 @@ class VLLMRollout:
         self._max_num_seqs, self._stop_texts = rollout.max_num_seqs, settings.stop_texts
         self._max_model_len = settings.max_model_len
         if device.kind == "npu":
-            refuse_on_npu(config)
+            refuse_on_npu(config, rollout.free_cache_engine, installed_version("vllm-ascend"))
         # vLLM has no sleep mode on a CPU.
         self._sleeps = rollout.free_cache_engine and not device.is_cpu
         prepare_vllm(replica.number * replica.size + replica.member, replica.count * replica.size)

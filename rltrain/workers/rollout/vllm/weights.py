@@ -6,12 +6,14 @@ derives them again, layer by layer, in the memory that graphs use; meanwhile one
 weights, writing in place is faster and needs no memory.
 
 vLLM drops weights with unknown names, silently in some families. So the names that its model reports as loaded are
-compared with its parameters. Not run on CUDA. On NPUs vllm-ascend has no reload that survives its sleep mode, so models
-with derived weights are refused there.
+compared with its parameters. Not run on CUDA and NPUs. vllm-ascend transposes experts when loading; its worker has a
+reload since 0.24, which cannot follow a sleep before 0.26, because `wake_up` transposes them back and vLLM's reload
+then copies transposed weights onto them. Its latent attention is refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,6 +22,9 @@ from torch import Tensor
 from rltrain.common.errors import ConfigError, SyncError
 from rltrain.models.routing import num_experts
 from rltrain.models.weights.names import Weight
+
+# First releases of vllm-ascend that reload experts, and that do so after vLLM's sleep mode. Known from their code.
+_RELOADS, _RELOADS_AFTER_SLEEP = (0, 24), (0, 26)
 
 
 def derived_weights(config: Any) -> str:
@@ -30,12 +35,27 @@ def derived_weights(config: Any) -> str:
     return "experts" if num_experts(config) else ""
 
 
-def refuse_on_npu(config: Any) -> None:
-    """Raise ConfigError for a model whose weights vllm-ascend derives only at startup, not at a sync."""
-    if weights := derived_weights(config):
+def refuse_on_npu(config: Any, sleeps: bool, release: str | None) -> None:
+    """Raise ConfigError for a model whose derived weights vllm-ascend does not replace at a sync.
+
+    sleeps: rollout.free_cache_engine. release: of vllm-ascend, or None if it is not installed here.
+    """
+    weights = derived_weights(config)
+    if weights == "latent attention":
         raise ConfigError(
             f"actor_rollout_ref.rollout.name=vllm on an NPU cannot load new weights of {type(config).__name__}: "
-            f"vllm-ascend converts its {weights} only once, at startup. Use rollout.name=hf, or a dense model."
+            f"vllm-ascend converts its {weights} only once, at startup. Use rollout.name=hf, or another model."
+        )
+    needed = _RELOADS_AFTER_SLEEP if sleeps else _RELOADS
+    found = tuple(int(number) for number in re.findall(r"\d+", release or "")[:2])
+    if weights and release and found < needed:
+        now = found >= _RELOADS
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=vllm with vllm-ascend {release} cannot load new {weights} of "
+            f"{type(config).__name__}{' after its sleep mode' if now else ''}. Install vllm-ascend "
+            f"{'.'.join(map(str, _RELOADS_AFTER_SLEEP))} or later with its vllm (docs/npu.md), "
+            f"{'set actor_rollout_ref.rollout.free_cache_engine=False' if now else 'use rollout.name=hf'}, or use a "
+            "dense model."
         )
 
 

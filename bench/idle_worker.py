@@ -86,4 +86,4 @@ class IdleWorker(Actor, Rollout):
         steps = np.zeros(len(task.mini_batches))
         shares = dict.fromkeys(("loss", "pg_loss", "kl_loss"), steps)
         token_sums = dict.fromkeys(("ppo_kl", "pg_clipfrac"), steps)
-        return UpdateNumbers(steps, steps, shares, token_sums, memory_gb={"perf/cpu_memory_used_gb": 0.0})
+        return UpdateNumbers(steps, steps, shares, token_sums, maxima={"perf/cpu_memory_used_gb": 0.0})

@@ -96,7 +96,7 @@ class _Remote:
         """Run the optimizer steps. Returns numbers per data-parallel rank, with the memory peaks of all its workers."""
         results, size = self._group.submit(calls).collect(), self._group.world // len(calls)
         groups = [results[first : first + size] for first in range(0, len(results), size)]
-        return [replace(group[0], memory_gb=largest([result.memory_gb for result in group])) for group in groups]
+        return [replace(group[0], maxima=largest([result.maxima for result in group])) for group in groups]
 
 
 class Policy(_Remote, SavedRole):

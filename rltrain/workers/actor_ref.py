@@ -233,7 +233,7 @@ class ActorRefWorker(Actor):
         if (load := self.policy.load()) is not None:
             dist.all_reduce(load)
             numbers = replace(numbers, expert_load=load.cpu().numpy())
-        return replace(numbers, memory_gb=self.offloader.memory_gb() | take_fetch_seconds())
+        return replace(numbers, maxima=self.offloader.memory_gb() | take_fetch_seconds())
 
     def _loss(self, micro: Batch, mini: MiniBatch, task: UpdateTask) -> LossShare:
         inputs = pack(micro, self._device.torch_device)

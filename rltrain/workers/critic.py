@@ -62,7 +62,7 @@ class CriticWorker(SavesState, Critic):
         for mini, micros in split_mini_batches(batch, mini_batches):
             share = self.updater.forward_backward(micros, partial(self._loss, mini=mini))
             steps.append(self.updater.optim_step(share, micros, mini))
-        return replace(self.updater.numbers(steps), memory_gb=self.offloader.memory_gb() | take_fetch_seconds())
+        return replace(self.updater.numbers(steps), maxima=self.offloader.memory_gb() | take_fetch_seconds())
 
     def _loss(self, micro: Batch, mini: MiniBatch) -> LossShare:
         device = self._device.torch_device

@@ -28,7 +28,7 @@ class FakeGroup:
         seen = np.full(len(call.args[0].parts[0].rows), rank)
         if call.num_objects:
             return f"made by {rank}", PassNumbers({"seen": seen})
-        return UpdateNumbers(np.zeros(1), np.zeros(1), shares={"loss": np.array([rank])}, memory_gb={"peak": rank})
+        return UpdateNumbers(np.zeros(1), np.zeros(1), shares={"loss": np.array([rank])}, maxima={"peak": rank})
 
 
 def critic_and_samples() -> tuple[Critic, Samples, FakeGroup]:
@@ -55,4 +55,4 @@ def test_an_update_counts_samples_once_and_memory_per_device():
     results = critic.update(samples, layout, [["first"], ["second"]], 0.1)
     assert [call.args[1] for call in group.asked] == [["first"], ["first"], ["second"], ["second"]]
     assert [result.shares["loss"].tolist() for result in results] == [[0], [2]]
-    assert [result.memory_gb["peak"] for result in results] == [1, 3]
+    assert [result.maxima["peak"] for result in results] == [1, 3]

@@ -178,7 +178,7 @@ def update_metrics(
         metrics[f"{prefix}/loss_scale"] = first_rank.loss_scale
         metrics[f"{prefix}/steps_overflowed"] = float(np.sum(first_rank.overflowed))
     metrics[f"{prefix}/steps_skipped"] = float(np.sum(first_rank.skipped))
-    return metrics | largest([result.memory_gb for result in results])
+    return metrics | largest([result.maxima for result in results])
 
 
 def _named(prefix: str, name: str) -> str:

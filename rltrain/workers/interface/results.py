@@ -40,8 +40,8 @@ class UpdateNumbers:
     """Token sums, to be summed over ranks and divided by the tokens of the mini-batch."""
     measured: dict[str, Moments] = field(default_factory=dict)
     """Moments of the first mini-batch, before any optimizer step."""
-    memory_gb: dict[str, float] = field(default_factory=dict)
-    """Memory peaks, and seconds that the rank waited for rows, by metric."""
+    maxima: dict[str, float] = field(default_factory=dict)
+    """Metrics of which the largest rank counts: memory peaks, and seconds waited for rows."""
     overflowed: Array = field(default_factory=lambda: np.zeros(0))
     """1: the step was skipped because gradients overflowed float16; the loss scale was halved. Equal on all ranks."""
     loss_scale: float | None = None

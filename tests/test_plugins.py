@@ -99,7 +99,7 @@ def test_what_is_no_metric_is_not_logged(tmp_path, caplog, returned, said):
         ),
         (
             "class Mine:\n    def __init__(self, x): pass\n    def on_save(self, step, folder): pass",
-            "made without arguments; it takes (x)",
+            "created without arguments, but it takes (x)",
         ),
         ("class Mine:\n    def __init__(self): 1 / 0\n    def on_save(self, step, folder): pass", "ZeroDivisionError"),
     ],

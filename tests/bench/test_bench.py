@@ -73,7 +73,7 @@ def test_the_first_hour_runs_on_a_cpu_and_says_what_does_not(tmp_path, monkeypat
     assert not_run == ["eager", "graphs", "devices", "reshard"]
     assert "vLLM is not installed here" in found["eager"][0]
     assert "a CPU captures no graphs" in found["graphs"][0]
-    assert "not asked for" in found["devices"][0]
+    assert "not requested" in found["devices"][0]
     for what in ("generate_sequences", "old_log_prob", "update_actor", "step"):
         (value,) = [line.split("|")[3] for line in found["step"] if line.split("|")[2].strip() == what]
         assert float(value.split()[0]) > 0

@@ -145,6 +145,7 @@ SGLANG = Package(
         "sglang.srt.managers.schedule_batch": "type",
         "sglang.srt.arg_groups.choices": "pytorch torch_native",
         "sglang.srt.configs.load_config": "dummy",
+        "sglang.srt.multimodal.processors.base_processor": "format image_grid_thw pixel_values processor_output",
     },
     ours="eos_token_id error model refused run_until_complete sglang torch.",
 )

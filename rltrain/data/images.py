@@ -28,7 +28,7 @@ SLOT = "<image>"
 _VIDEO_SLOT = "<video>"
 # Maximum pixels of an image, because a file of a few kilobytes can declare gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
-# Maximum pixels of all images of a row. Each image counts as at least LEAST_PIXELS.
+# Maximum of the sum of pixels over the images of a row. Each image counts as at least LEAST_PIXELS.
 MOST_ROW_PIXELS, LEAST_PIXELS = 1 << 28, 1 << 10
 # Pillow's warnings are ignored, because a crafted file can cause megabytes of them.
 warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -5,10 +5,11 @@ rank computes some heads, some columns of each MLP and some rows of the vocabula
 of the group, and FSDP shards them further over the other ranks. All ranks of a group compute the same tokens: hidden
 states between the blocks, and norms of them, are equal on all.
 
-Around a block, hidden states enter with an all-reduce in the backward pass (`_Enter`), and leave with one in the
-forward pass (`_Leave`). A weight that every rank uses for its own heads (norms of queries and keys, sinks, replicated
-keys and values, fused weights, which are sliced part by part) has a partial gradient on each rank, so it enters like a
-hidden state. Experts are not cut: each rank of the group computes them for its share of the tokens.
+Where hidden states enter a block, their gradients are all-reduced in the backward pass (`_Enter`). Where they leave it,
+they are all-reduced in the forward pass (`_Leave`). A weight that every rank uses for its own heads (norms of queries
+and keys, sinks, replicated keys and values, fused weights, which are sliced part by part) has a partial gradient on
+each rank, so it enters like a hidden state. Experts are not cut: each rank of the group computes them for its share of
+the tokens.
 
 Not implemented: hidden states that are sharded between the blocks (Korthikanti et al. 2022). Ulysses does that.
 """

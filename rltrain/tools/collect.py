@@ -74,7 +74,7 @@ def _files(run: Path) -> Iterator[tuple[str, Path]]:
     # Links out of the folder are skipped, because a link may point to any file of the user.
     inside = [path for path in paths if path.resolve().is_relative_to(run.resolve())]
     yield from ((str(path.relative_to(run)), path) for path in inside if path.is_file())
-    # Ray's folder is read from the record of the run, because logs contain text of data and model.
+    # Ray's folder is read from env.json and not from the logs, because data and model can write to the logs.
     folder = Path(str((read_json(run / "env.json") or {}).get("ray_logs") or ""))
     if folder.name == "logs" and folder.parent.name.startswith("session_"):
         yield from ((f"ray/{path.name}", path) for path in sorted(folder.glob("*")) if path.is_file())

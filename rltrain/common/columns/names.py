@@ -1,4 +1,4 @@
-"""Names of all columns of a batch and numbers of a sample, with shape, dtype, maker and readers.
+"""Names of the columns of a batch and of the numbers per sample. Each has its shape, dtype, maker and readers.
 
 Phases exchange data under these names. Code uses these constants, so that one search finds maker and readers of a
 column, and a misspelt name is an error.

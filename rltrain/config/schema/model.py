@@ -9,7 +9,7 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.fields import key, section
 from rltrain.config.schema.trainer import TRAINS
 
-# Start of a default that follows one of the actor's keys.
+# A default that begins with this text has the value of one of the actor's keys.
 ACTOR = "${actor_rollout_ref.actor."
 Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
 HALF = ("float16", "fp16")

@@ -317,7 +317,7 @@ class _Laid:
         prompt_length: int = 0,
         prefix: tuple[int, int] = (0, 0),
     ) -> int:
-        """Append a segment of the prompt's tokens, the response's or both, each (start, length) in the batch.
+        """Append a segment with tokens of a prompt, of a response, or of both, given as (start, length) in the batch.
 
         Returns the row index after the segment. prompt_length: length of the prompt in ``prefix``, if only a response
         is added.

@@ -52,7 +52,8 @@ def optimizer_bytes(folder: Path) -> int:
 def thin(run: RunFolder, step: int) -> int:
     """Remove the optimizer state from a checkpoint. Return the number of bytes freed.
 
-    Raises CheckpointError for a damaged checkpoint, DiskError and StorageError. The checkpoint is then unchanged.
+    Raises CheckpointError if the checkpoint is damaged, and DiskError or StorageError if a write fails. In each case
+    the checkpoint is unchanged.
     """
     folder = run.step_folder(step)
     if problem := damage(folder):

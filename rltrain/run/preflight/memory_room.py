@@ -75,7 +75,7 @@ def no_cache(cfg: Config, gen: Owners, size: int) -> str:
         return "" if gen["cache"] else f"{_R}name={rollout.name}: {message}"
     if gen["cache"] >= (longest := longest_cache_bytes(cfg)):
         return ""
-    # Suggest a share a fifth larger than the weights and one longest response. That is little, but enough to start.
+    # Suggest 1.2 times the memory of the weights and of one response of maximum length, which is enough to start.
     least, share = math.ceil(24 * (weights + longest) / size) / 20, rollout.gpu_memory_utilization
     way_out = f"{_R}gpu_memory_utilization={least:g}, or " * (least < 0.9)
     return (

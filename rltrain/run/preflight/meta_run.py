@@ -102,7 +102,7 @@ class Ledger(TorchDispatchMode):
                 ledger._hold(storage, owner)
             return done
 
-        # FSDP frees and allocates gathered weights through their storages, which operators do not show.
+        # FSDP frees and allocates gathered weights by resizing their storages, and no operator is called for that.
         self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             self._stack.enter_context(patch.object(FSDPParamGroup, name, self._told(getattr(FSDPParamGroup, name))))

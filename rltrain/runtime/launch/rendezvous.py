@@ -233,7 +233,7 @@ def run_worker(launch: Launch, signals: list[int], store: KVStore | None = None)
 
 
 def _compare(store: KVStore, head: dict[str, Any], here: Node, launch: Launch) -> None:
-    """Raise ConfigError if this node differs from the head, or belongs to another run (which the head only logs)."""
+    """Raise ConfigError if this node differs from the head or belongs to another run. The head only logs it."""
     here.stranger = True
     run: dict[str, Any] = {"job": launch.job, "NNODES": launch.num_nodes}
     for name, value in head.get("run", {}).items():

@@ -218,7 +218,7 @@ def _mount(source: str | None, target: str, flags: int, kind: str | None = None,
 
 
 def landlock(folder: str) -> int:
-    """Restrict files to ``folder``, and to reading Python's library and system libraries. Return the ABI, or 0."""
+    """Allow access to files in ``folder``, and reading Python's and the system's libraries. Return the ABI, or 0."""
     _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if (abi := _call(_LANDLOCK_CREATE, None, 0, 1)) <= 0:
         return 0

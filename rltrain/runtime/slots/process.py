@@ -1,4 +1,4 @@
-"""A separate interpreter for code that may not terminate, and its termination with all descendants."""
+"""A separate interpreter for code that may run forever. It can be killed with all its descendants."""
 
 import os
 import signal

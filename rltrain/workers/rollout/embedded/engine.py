@@ -251,7 +251,7 @@ class HFRollout:
             if (experts := self._recorded_routing()) is not None:
                 for (number, _, _), part in zip(pack, np.split(experts, ends[:-1] + 1), strict=True):
                     routed[number].append(part)
-            # Chunks keep the order of the prompts, and so do their last states.
+            # Chunks are in the order of the prompts, so the last states of the prompts are in this order too.
             last += [hidden[end] for end, (number, _, stop) in zip(ends, pack, strict=True) if stop == lengths[number]]
         self._check_layers(kv)
         states = torch.stack(last).repeat_interleave(torch.tensor(counts, device=last[0].device), 0)

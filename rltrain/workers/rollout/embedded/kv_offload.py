@@ -66,7 +66,7 @@ class OffloadedRows:
         self._rows = {key: kept for key, kept in self._rows.items() if source.is_pending(*key)}
 
     def fit(self, room_bytes: int) -> None:
-        """Drop the longest waiting rows until the rest fits in this memory."""
+        """Drop the rows that have waited longest, until the rest fits in this memory."""
         total = sum(row.num_bytes for _, row in self._rows.values())
         while self._rows and total > room_bytes:
             _, row = self._rows.pop(next(iter(self._rows)))

@@ -1,8 +1,8 @@
 """PPO and its variants: `PPOTrainer.step` is one iteration.
 
 Problem: optional passes, layouts and metrics would obscure the algorithm. Choice: `StepPasses` says which passes a step
-has, so `step` has only the lines of the algorithm, and each phase writes its metrics to a `StepRecord`. Left out: the loop with
-checkpoints and trackers (`run.fit.Trainer`), and all computations on tokens (the workers).
+has, so `step` has only the lines of the algorithm, and each phase writes its metrics to a `StepRecord`. Left out: the
+loop with checkpoints and trackers (`run.fit.Trainer`), and all computations on tokens (the workers).
 """
 
 from __future__ import annotations

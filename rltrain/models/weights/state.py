@@ -42,8 +42,8 @@ def load_training_state(
     """Load the weights into this run, and with ``optimizer`` also its state and ``loss_scale`` (a collective).
 
     Without ``optimizer``, the checkpoint may lack the vision tower. The tower then keeps the weights of the model's
-    folder, which a note reports. Another note reports a missing loss scale. texts_alone: the run does not
-    train and its prompts have no images, so a tower in the folder is ignored. Raises CheckpointError for incompatible folders.
+    folder, which a note reports. Another note reports a missing loss scale. texts_alone: the run does not train and its
+    prompts have no images, so a tower in the folder is ignored. Raises CheckpointError for incompatible folders.
     """
     for parameter in packed.parameters():
         if optimizer is not None and parameter.requires_grad:

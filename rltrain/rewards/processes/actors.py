@@ -1,7 +1,7 @@
 """The processes that score, as Ray actors.
 
-Ray's message about a dead process is long and describes Ray's internals. A user needs to know which process on which node died, during
-which phase, and which command to run (`RewardWorkers.errors`, `RewardWorkers.unresponsive`).
+Ray's message about a dead process is long and describes Ray's internals. A user needs to know which process on which
+node died, during which phase, and which command to run (`RewardWorkers.errors`, `RewardWorkers.unresponsive`).
 """
 
 from __future__ import annotations

@@ -218,8 +218,11 @@ def test_a_checkpoint_that_a_run_refuses_is_known(dry, tmp_path):
 
 
 @pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed")
-def test_arguments_that_an_engine_no_longer_has_are_noted(dry):
+def test_arguments_that_an_engine_does_not_have_are_named(dry):
     vllm, given = {R + "name": "vllm"}, "+actor_rollout_ref.rollout.engine_kwargs.vllm."
+    found = refused(dry, f"{given}block_sise=32", f"{given}quite_other=1", **vllm)
+    assert "vllm.block_sise: vllm, as installed here, has no such argument. Did you mean block_size?" in found
+    assert "vllm.quite_other: vllm, as installed here, has no such argument. Leave it out." in found
     code, text = dry(f"{given}swap_space=8", f"{given}block_size=32", f"{given}compilation_config.level=0", **vllm)
     assert code == 0
     assert "engine_kwargs.vllm.swap_space: vllm has no such argument any more" in text

@@ -6,7 +6,8 @@
 set -euo pipefail
 export MODEL="${MODEL:-models/DeepSeek-V3-bf16}"
 FOLDER="$(dirname "${BASH_SOURCE[0]}")"
-NNODES="${NNODES:-16}" exec bash "$FOLDER/qwen3_30b_a3b_grpo.sh" \
+export NNODES="${NNODES:-16}"
+exec bash "$FOLDER/qwen3_30b_a3b_grpo.sh" \
     actor_rollout_ref.actor.fsdp_config.expert_parallel_size=32 actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=8 actor_rollout_ref.rollout.gpu_memory_utilization=0.75 \
     trainer.experiment_name=deepseek_v3_grpo "$@"

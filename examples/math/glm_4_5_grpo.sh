@@ -5,6 +5,7 @@
 set -euo pipefail
 export MODEL="${MODEL:-models/GLM-4.5}"
 FOLDER="$(dirname "${BASH_SOURCE[0]}")"
-NNODES="${NNODES:-8}" exec bash "$FOLDER/qwen3_30b_a3b_grpo.sh" \
+export NNODES="${NNODES:-8}"
+exec bash "$FOLDER/qwen3_30b_a3b_grpo.sh" \
     actor_rollout_ref.rollout.tensor_model_parallel_size=8 actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
     trainer.experiment_name=glm_4_5_grpo "$@"

@@ -2,5 +2,6 @@
 # ../vlm_gpu/qwen3_vl_30b_a3b_geometry3k_grpo.sh on one node of 16 NPUs of 64 GB (A3; with NNODES=2 two of 8 910B). Not run on
 # hardware yet. New experts reach the engine with vllm-ascend 0.26 or later (docs/npu.md).
 set -euo pipefail
-NNODES="${NNODES:-1}" exec bash "$(dirname "${BASH_SOURCE[0]}")/../vlm_gpu/qwen3_vl_30b_a3b_geometry3k_grpo.sh" \
+export NNODES="${NNODES:-1}"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../vlm_gpu/qwen3_vl_30b_a3b_geometry3k_grpo.sh" \
     trainer.device=npu trainer.experiment_name=qwen3_vl_30b_a3b_grpo_npu "$@"

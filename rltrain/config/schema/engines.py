@@ -60,6 +60,8 @@ class Engine:
     """True if without chunked prefill it refuses a token budget below the longest sequence."""
     unused_keys: tuple[str, ...] = ()
     """Keys under ``actor_rollout_ref.rollout`` that the engine does not read."""
+    arguments: str = ""
+    """``file:class`` in its package; the class has a field per argument."""
     refused_arguments: Mapping[str, str] = field(default_factory=dict)
     """Refused arguments, which would make the engine differ from the trainer, each with the reason."""
     outdated_arguments: tuple[str, ...] = ()
@@ -116,6 +118,7 @@ ENGINES = {
         temperatures=(0.01, 2.0),
         beyond_positions=False,
         strict_prefill=True,
+        arguments="engine/arg_utils.py:EngineArgs",
         outdated_arguments=("disable_log_requests", "disable_mm_preprocessor_cache", "swap_space"),
         refused_arguments={
             "quantization": FULL_PRECISION,
@@ -144,6 +147,7 @@ ENGINES = {
         tensor_parallel=True,
         leader_serves=True,
         images=("qwen2_5_vl", "qwen3_vl"),
+        arguments="srt/server_args.py:ServerArgs",
         refused_arguments={"quantization": FULL_PRECISION, "tp_size": _SPANS, "pp_size": _SPANS, "dp_size": _SPANS},
     ),
 }

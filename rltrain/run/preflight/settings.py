@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -28,8 +32,8 @@ _NAMES = {"cuda": "CUDA", "npu": "NPU"}
 def preflight(loaded: LoadedConfig) -> PreflightResult:
     """Check files, packages, devices, plugins and models that the config names. Takes seconds, starts nothing."""
     cfg = loaded.config
-    problems = [*missing_files(cfg), *check_packages(loaded), *check_devices(loaded), *ray_problems(cfg.cluster)]
-    result = PreflightResult(problems)
+    of_engine = [*check_packages(loaded), *_engine_arguments(cfg)]
+    result = PreflightResult([*missing_files(cfg), *of_engine, *check_devices(loaded), *ray_problems(cfg.cluster)])
     if "critic" in roles_of(cfg) and "algorithm.adv_estimator" not in loaded.explicit:
         result.notes.append(
             "a critic is trained too, because algorithm.adv_estimator defaults to gae, as in verl; grpo needs no critic"
@@ -100,6 +104,29 @@ def check_packages(loaded: LoadedConfig) -> Iterator[str]:
     device = get_device(loaded.config.trainer.device)
     if roles.model.use_liger and device.kind == "cuda" and not installed("liger_kernel"):
         yield "actor_rollout_ref.model.use_liger=True needs Liger's kernels: pip install 'rltrain[liger]'"
+
+
+def _engine_arguments(cfg: Config) -> Iterator[str]:
+    """Yield problems of arguments that the installed engine does not know.
+
+    Its source is parsed, because importing it is slow.
+    """
+    rollout = cfg.actor_rollout_ref.rollout
+    engine = ENGINES[rollout.name]
+    arguments = set(rollout.engine_kwargs.get(rollout.name) or ()) - set(engine.outdated_arguments)
+    package = importlib.util.find_spec(engine.package) if arguments and engine.package else None
+    file, _, name = engine.arguments.partition(":")
+    source = Path(((package and package.submodule_search_locations) or [""])[0], file)
+    if not (package and source.is_file()):
+        return
+    classes = [node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)]
+    fields = [field for node in classes if node.name == name for field in node.body if isinstance(field, ast.AnnAssign)]
+    names = [field.target.id for field in fields if isinstance(field.target, ast.Name)]
+    for argument in sorted(arguments - set(names)) if names else ():
+        near = difflib.get_close_matches(argument, names, n=1)
+        key = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{argument}"
+        way_out = f"Did you mean {near[0]}?" if near else "Leave it out."
+        yield f"{key}: {rollout.name}, as installed here, has no such argument. {way_out}"
 
 
 def check_devices(loaded: LoadedConfig) -> Iterator[str]:

@@ -167,8 +167,9 @@ def check_host(cfg: Config, plan: Plan) -> tuple[list[str], list[str]]:
         size = min(DEVICES["cpu"].total_memory_bytes(), memory_left())
     parts = ", ".join(f"{owner} {held / _GIB:,.1f}" for owner, held in owners.most_common() if held >= 0.05 * _GIB)
     total = owners.total() / _GIB
-    has = f"of {size / _GIB:,.1f}" if size else "set trainer.host_memory_gb to its size to check whether it fits"
-    lines = [f"host memory of a node in GiB: {total:,.1f} {has} ({parts})"]
+    has = f" of {size / _GIB:,.1f}" if size else ""
+    unknown = "" if size else ". With trainer.host_memory_gb=SIZE it is checked"
+    lines = [f"host memory of a node in GiB: {total:,.1f}{has} ({parts}){unknown}"]
     if not size or owners.total() <= _USABLE * size:
         return lines, []
     keys = "; ".join(change for owner, _ in owners.most_common() for change in _changes(cfg, owner) if owners[owner])

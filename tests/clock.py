@@ -29,7 +29,7 @@ class VirtualClock(Clock):
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Advance the time, and wake those that wait for it."""
+        """Advance the time, and wake the waiting threads."""
         with self._moved:
             self._now += seconds
             self._moved.notify_all()

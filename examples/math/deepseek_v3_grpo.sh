@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on DeepScaleR with DeepSeek-V3 (a mixture of experts of 671 billion parameters), 16 nodes of 8 GPUs of 288 GB (B300). Not
-# run on hardware yet. The settings of qwen3_30b_a3b_grpo.sh; nobody published them. MODEL has the weights in bfloat16 (the
-# published ones are FP8). One engine per node takes 156 GiB of each device: GPUs of 80 or 141 GB would need engines that span
-# nodes, or FP8 weights in the engine, and rltrain has neither. Experts over four nodes (docs/moe.md). Nodes: docs/cluster.md
+# GRPO on DeepScaleR with DeepSeek-V3 (a mixture of experts of 671 billion parameters), 16 nodes of 8 GPUs of 288 GB (B300).
+# Not run on hardware yet. The settings of qwen3_30b_a3b_grpo.sh, which are not published for this model. MODEL has the
+# weights in bfloat16 (the published ones are FP8). One engine per node takes 156 GiB of each device: GPUs of 80 or 141 GB
+# would need engines that span nodes, or FP8 weights in the engine, and rltrain has neither. Experts over four nodes
+# (docs/moe.md). Nodes: docs/cluster.md
 set -euo pipefail
 export MODEL="${MODEL:-models/DeepSeek-V3-bf16}"
 FOLDER="$(dirname "${BASH_SOURCE[0]}")"

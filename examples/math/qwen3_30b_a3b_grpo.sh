@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on DeepScaleR with Qwen3-30B-A3B (a mixture of experts), 2 nodes of 8 GPUs of 80 GB. Not run on hardware yet.
-# On NPUs: qwen3_30b_a3b_grpo_npu.sh. The recipe of Qwen2.5-7B with the batch of Qwen2.5-32B; nobody published it.
+# On NPUs: qwen3_30b_a3b_grpo_npu.sh. The recipe of Qwen2.5-7B with the batch of Qwen2.5-32B. It is not a published recipe.
 # Experts stay on the devices of a node (docs/moe.md). One node is enough: NNODES=1. Nodes: docs/cluster.md
 set -euo pipefail
 export MODEL="${MODEL:-models/Qwen3-30B-A3B}"

@@ -1,4 +1,4 @@
-"""The benchmarks measure what they claim: the same work on both sides, and exact lower bounds. They also run."""
+"""The benchmarks run, give both sides the same work, and compute exact lower bounds."""
 
 import math
 import sys

@@ -26,7 +26,7 @@ def problems(words: list[str]) -> str:
 @pytest.mark.few(4)
 @pytest.mark.parametrize("value", ["null", "word", "3", "-7.5", "[a,1]", "[]", "{a:1}", "[[1],{a:2}]", "{a:{b:[1]}}"])
 def test_any_value_of_any_key_is_taken_or_refused_by_name(value):
-    """Tests all keys together, then only those that accept the value, so that every rule sees it."""
+    """Tests all keys together, and then only the keys that accept the value, so that every rule sees it."""
     words = {f"{key}={value}" for key in all_keys()}
     told = problems(sorted(words))
     taken = sorted(word for word in words if f"{word.partition('=')[0]}" not in told)

@@ -33,7 +33,7 @@ def imported(package: Package) -> set[str]:
 
 
 def listed(package: Package) -> list[str]:
-    """Return the paths of the listed attributes; a trailing ? marks those that some versions lack."""
+    """Return the paths of the listed attributes; a trailing ? marks attributes that some versions lack."""
     return [f"{owner}{'' if owner.endswith(':') else '.'}{name}"
             for owner, names in package.attributes.items() for name in names.split()]  # fmt: skip
 

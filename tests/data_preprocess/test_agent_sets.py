@@ -1,4 +1,4 @@
-"""Rows for multi-turn runs: what they require of tools and environments, and that these accept them."""
+"""Rows for multi-turn runs: their requirements of tools and environments, which must accept the rows."""
 
 import json
 

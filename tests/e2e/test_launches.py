@@ -56,7 +56,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def smaller(launch: Launch, paths: dict[str, object]) -> list[str]:
-    """Return the launch's arguments, then those that shrink it."""
+    """Return the launch's arguments, followed by arguments that shrink it."""
     given = dict(word.lstrip("+").split("=", 1) for word in launch.words)
     ours = {key: value for key, value in (SIZES | paths).items() if given.get(key, "0") != "0"} | MACHINE
     if "reward.reward_model.enable" not in given:

@@ -93,7 +93,7 @@ def worker_pids(driver: int) -> list[int]:
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Return those that still run. A zombie does not count."""
+    """Return the processes that still run. A zombie does not count."""
 
     def runs(pid: int) -> bool:
         try:

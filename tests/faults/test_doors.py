@@ -1,4 +1,4 @@
-"""Who can reach a run: the addresses that its processes listen on, and Ray's reply to clients without its token."""
+"""Access to a run: the addresses that its processes listen on, and Ray's reply to clients without its token."""
 
 import os
 import socket

@@ -50,8 +50,8 @@ def test_a_damaged_answer_is_empty_and_counted(tiny_trainer, monkeypatch, caplog
         metrics = trainer.step(step).metrics
         assert metrics["rollout/damaged_answers"] == 1
         assert np.isfinite(metrics["actor/grad_norm"])
-    (told,) = [record for record in caplog.records if "and count as empty" in record.getMessage()]
-    assert told.getMessage().startswith("1 responses had")
+    (warning,) = [record for record in caplog.records if "and count as empty" in record.getMessage()]
+    assert warning.getMessage().startswith("1 responses had")
 
 
 def test_an_engine_that_damages_many_answers_stops_the_run(tiny_trainer):

@@ -1,4 +1,4 @@
-"""Steps that end before the longest responses: what they train on, what is continued, and with which log-probs."""
+"""Steps that end before the longest responses: their training samples, the continued responses, and their log-probs."""
 
 import json
 from collections import Counter, defaultdict

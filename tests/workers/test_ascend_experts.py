@@ -89,7 +89,7 @@ class _Worker:
 
 
 def _synced(release, *, sleeps: bool) -> bool:
-    """Whether three syncs bring the weights into the memory that graphs use."""
+    """Return True if three syncs write the weights into the memory that graphs use."""
     worker = _Worker(release)
     memory = [param.data_ptr() for param in worker.model.parameters()]
     for seed in range(3):

@@ -14,6 +14,7 @@ from rltrain.common.seeds import sample_seeds
 from rltrain.models.vision import placeholder_ids, tower
 from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from rltrain.workers.rollout.contract import Job, Sampling
+from rltrain.workers.rollout.vllm.images import image_arguments
 
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
@@ -228,6 +229,13 @@ def test_an_image_that_vllm_has_no_room_for_is_named_with_the_keys(ready):
     with pytest.raises(ConfigError, match=r"Lower data\.max_pixels, or raise"):
         run(engine, [thin], Sampling(2))
     assert answers(run(engine, asked, Sampling(2)))
+
+
+@pytest.mark.parametrize(("family", "frames"), [("qwen2_5_vl", 1), ("glm4v", 2)])
+def test_vllm_gets_the_bound_of_pixels_in_the_unit_of_the_processor(family, frames, tmp_path):
+    settings = settings_of(make_folder(tmp_path, family), rollout_of(name="vllm"))
+    arguments = image_arguments(replace(settings, images=True, max_pixels=7056))
+    assert arguments["mm_processor_kwargs"] == {"max_pixels": frames * 7056}
 
 
 @pytest.mark.long

@@ -65,7 +65,7 @@ class SampleJob:
     json_lines: Path | None = None
     """File for all prompts, in verl's format."""
     repeated: bool = False
-    """Whether a writer died while it wrote this job."""
+    """True if a writer died while it wrote this job."""
 
     def column(self, name: str) -> Array:
         """Return one number per response. If there are no rewards, the scores are used."""

@@ -41,7 +41,7 @@ def test_the_kind_of_a_failed_write_gets_to_the_driver(folder, number, kind):
 
 @pytest.mark.fault("Storage that does not answer a write ends the run with exit 75, and not as a full disk")
 def test_storage_that_fails_a_write_is_no_full_disk(tmp_path):
-    for name in ("shard", "metrics.tmp"):
+    for name in ("shard", ".metrics.jsonl.tmp"):
         (tmp_path / name).symlink_to("/proc/self/mem")  # EIO
     said = r"shard could not be written: Input/output error$"
     with pytest.raises(StorageError, match=said), hashed(tmp_path / "shard", {}) as file:

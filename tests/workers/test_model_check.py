@@ -35,6 +35,15 @@ RIGHT = {
     "deepseek_v3, latent attention": ("deepseek_v3", {}),
     "muse_glimmer, logits times a number; widths between tower and decoder": ("muse_glimmer", {}),
     "glm4v, sections of positions by its code": ("glm4v", {}),
+    "ernie4_5_vl_moe, height and width before time": (
+        "ernie4_5_vl_moe",
+        {
+            "text_config": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [22, 22, 20]}
+            }
+        },
+    ),
+    "janus, a codec of images": ("janus", {}),
 }
 REFUSED = {
     "bloom": r"a/folder: Bloom computes attention outside of transformers' attention interface",

@@ -194,6 +194,11 @@ def _half(rope: dict[str, Any], fields: dict[str, Any]) -> int:
 
 
 def _sections(rope: dict[str, Any], fields: dict[str, Any]) -> list[int]:
-    """Return the frequencies of time, height and width. Model code has defaults only for the usual head sizes."""
-    half = _half(rope, fields)
-    return [half - 2 * (half // 3), half // 3, half // 3]
+    """Return the frequencies of time, height and width, in the family's order: those of height and width are equal.
+
+    Model code has defaults only for the usual head sizes.
+    """
+    half, given = _half(rope, fields), rope.get("mrope_section") or ()
+    sections = [half // 3] * 3
+    sections[2 if given and given[0] == given[1] else 0] += half % 3
+    return sections

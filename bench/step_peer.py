@@ -8,6 +8,7 @@ vLLM does not work on a CPU, where vLLM has packed them; vLLM's `reload_weights`
 rltrain.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -29,8 +30,8 @@ def read_rows(file: str):
     import pyarrow.parquet as pq
     from datasets import Dataset, Image, List
 
-    columns = [name for name in ("prompt", "images") if name in pq.read_schema(file).names]
-    rows = pq.read_table(file, columns=columns).to_pylist()
+    columns = [name for name in ("prompt", "images", "reward_model") if name in pq.read_schema(file).names]
+    rows = [row | row.pop("reward_model", {}) for row in pq.read_table(file, columns=columns).to_pylist()]
     if "images" not in columns:
         return Dataset.from_list(rows)
     for row in rows:
@@ -66,17 +67,18 @@ def main() -> None:  # noqa: C901 - one script
         else {}
     )
     config = GRPOConfig(
-        output_dir=os.path.join(task["folder"], "peer"), use_cpu=True, bf16=bf16, seed=0, report_to=[],
-        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=1e-6, lr_scheduler_type="constant",
+        output_dir=os.path.join(task["folder"], "peer"), use_cpu=True, bf16=bf16, seed=task["seed"], report_to=[],
+        save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=task["lr"], lr_scheduler_type="constant",
         max_grad_norm=1.0, weight_decay=0.01, per_device_train_batch_size=task["micro_batch"],
         gradient_accumulation_steps=per_step // 2 // task["micro_batch"],
         steps_per_generation=per_step // task["micro_batch"], num_generations=task["answers"], num_iterations=1,
-        max_completion_length=task["limit"], max_steps=2 * task["steps"], beta=0.001, temperature=1.0,
+        max_completion_length=task["limit"], max_steps=2 * task["steps"], beta=task["kl"], temperature=1.0,
         gradient_checkpointing=False, shuffle_dataset=False, loss_type="dapo", **engine,
     )  # fmt: skip
     seconds: dict = defaultdict(float)
     steps: list = []
     lengths: list = []
+    rewards: list = []
     prompt_lengths: list = []
 
     def timed(name, function):
@@ -109,9 +111,16 @@ def main() -> None:  # noqa: C901 - one script
                 return method(model, *arguments, **named)
             return timed("ref" if model is self.ref_model else "old_log_prob", method)(model, *arguments, **named)
 
-    def reward(completions, completion_ids, **kwargs):
+    spec = importlib.util.spec_from_file_location("reward", os.path.join(task["folder"], "reward.py"))
+    scorer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scorer)
+
+    def reward(completions, completion_ids, ground_truth, **kwargs):
         lengths.append(sum(map(len, completion_ids)) / len(completion_ids))
-        return [float(len(ids) % 3 + number % 5) for number, ids in enumerate(completion_ids)]
+        texts = [completion[0]["content"] for completion in completions]
+        scores = [scorer.reward("", text, truth) for text, truth in zip(texts, ground_truth, strict=True)]
+        rewards.append(sum(scores) / len(scores))
+        return scores
 
     trainer = Timed(
         model=os.path.join(task["folder"], "model"), reward_funcs=reward, args=config,
@@ -135,8 +144,8 @@ def main() -> None:  # noqa: C901 - one script
     import trl
 
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
-    for entry, length in zip(steps, lengths, strict=True):
-        entry["response_length"] = length
+    for entry, length, mean in zip(steps, lengths, rewards, strict=True):
+        entry |= {"response_length": length, "reward": mean}
     sys.stdout.write(
         "\nRESULT " + json.dumps({"steps": steps, "prompt_tokens": prompt_tokens, "versions": versions}) + "\n"
     )

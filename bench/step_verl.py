@@ -23,6 +23,7 @@ def run_on_cpu() -> None:
 
     task = json.loads(os.environ["STEP_VERL_TASK"])
     torch.set_num_threads(1)
+    torch.manual_seed(task["seed"])  # verl has no seed of sampling
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(torch.cpu, name, lambda *_: 0)
     torch.cpu.mem_get_info = lambda *_: (0, 0)
@@ -95,7 +96,7 @@ def overrides(task: dict) -> list[str]:
         f"custom_reward_function.path={folder}/reward.py", "custom_reward_function.name=reward",
         "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.nnodes=1", "trainer.logger=[]",
         f"trainer.total_training_steps={task['steps']}", "trainer.total_epochs=1000", "trainer.val_before_train=False",
-        f"data.seed={task['seed']}", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume_mode=disable",
+        "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume_mode=disable",
         f"trainer.default_local_dir={folder}/verl",
     ]  # fmt: skip
 

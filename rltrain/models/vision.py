@@ -58,8 +58,9 @@ def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
 
     row_flops: FLOPs of a forward per row of pixels (patch or tile); pair_flops: per (query, key) pair of rows of one
     image. A weight takes 2 FLOPs, and a pair of patches 4 per layer and channel, in both directions (Narayanan et al.
-    2021, appendix). Windowed layers count full windows, and a tile is one window. backward_share: FLOPs of the update
-    (forward, gradients of activations and of weights) relative to training all weights.
+    2021, appendix). Windowed layers count full windows, and a tile is one window. row_tokens: image tokens per row.
+    backward_share: FLOPs of the update (forward, gradients of activations and of weights) relative to training all
+    weights.
     """
     vision: Any = model.config.vision_config
     merge = getattr(vision, "spatial_merge_size", None)
@@ -78,14 +79,15 @@ def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
                 # A projector processes each feature once, and a feature consists of several patches.
                 is_after = "merger" in name or "projector" in part_name
                 weights += layer.weight.numel() * (share if is_after else 1)
-    backward = {"backward_share": (1 + (trained > 0) + trained / total) / 3}
+    both = {"backward_share": (1 + (trained > 0) + trained / total) / 3, "row_tokens": share}
     if merge is None:
         patches = math.prod(vision.image_size) // math.prod(vision.patch_size)
-        return {"row_flops": patches * (2 * weights + 4 * width * layers * patches), "pair_flops": 0.0, **backward}
+        row = patches * (2 * weights + 4 * width * layers * patches)
+        return both | {"row_flops": row, "pair_flops": 0.0, "row_tokens": patches * share}
     whole = len(getattr(vision, "fullatt_block_indexes", None) or range(layers))
     window = (getattr(vision, "window_size", 0) // vision.patch_size) ** 2
     row = 2 * weights + 4 * width * (layers - whole) * window
-    return {"row_flops": row, "pair_flops": 4.0 * width * whole, **backward}
+    return both | {"row_flops": row, "pair_flops": 4.0 * width * whole}
 
 
 def read_with_images(

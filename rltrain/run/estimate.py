@@ -1,26 +1,32 @@
 """Estimate of the step time on devices that need not exist: ``--dry-run --device H100 --nodes 8``.
 
-Reads the model's config.json, and neither weights nor data. A plain dry run checks weights, data and reward.
+Reads the model's config.json and the number of rows of the data, but no weights. A plain dry run checks weights, data
+and reward.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from pathlib import Path
+
+import pyarrow.parquet as pq
 
 from rltrain.common.chips import CHIPS, Chip, find_chip
 from rltrain.common.device import Device, get_device
 from rltrain.common.errors import ConfigError, short
 from rltrain.common.logs import count
-from rltrain.config.check import check
+from rltrain.config.check import as_list, check
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.config.schema.arguments import read_arguments
+from rltrain.models.weights.spec import actor_spec
 from rltrain.run.preflight.memory_room import check_memory
 from rltrain.run.preflight.models import problems_of_experts
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import Lengths, lognormal, read_lengths
-from rltrain.run.seconds.step import StepEstimate, estimate_step
-from rltrain.trainer.plan import Plan, make_plan
+from rltrain.run.seconds.step import StepEstimate, estimate_step, sizes_of
+from rltrain.trainer.plan import ImageSizes, Plan, make_plan
 
 # Mean response length as a share of data.max_response_length, if --lengths is not given.
 _MEAN = 0.5
@@ -37,7 +43,7 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     chip = named_chip(arguments.device) if arguments.device else None
     if chip:  # first, so that the user's trainer.device takes precedence
         words.insert(0, f"trainer.device={chip.kind}")
-    # No data is read, because the estimate needs only the lengths of prompts and responses.
+    # Data is optional, because the estimate needs only the lengths of prompts and responses.
     loaded = load_config(["data.train_files=none", *words], arguments.config, arguments.problems)
     check(loaded)
     cfg = loaded.config
@@ -45,12 +51,12 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     if chip is None:
         raise ConfigError("--device is not given, and this machine has no accelerator with known peak FLOP/s. Give "
                           "--device H100 or another.")  # fmt: skip
-    plan = make_plan(cfg)
+    lengths = read_lengths(arguments.lengths) if arguments.lengths else _usual_lengths(cfg)
+    plan = plan_of(cfg, lengths)
     if not plan.passes.trains:
         raise ConfigError("trainer.val_only=True: an evaluation has no training step. Remove it.")
     cfg.trainer.device_memory_gb = cfg.trainer.device_memory_gb or chip.memory_bytes / 2**30 or None
     size = cfg.trainer.device_memory_gb
-    lengths = read_lengths(arguments.lengths) if arguments.lengths else _usual_lengths(cfg)
     changes = list(filter(None, (arguments.assume or "").split(",")))
     assumed = read_arguments(Assumptions, changes, where="--assume")
     step = estimate_step(cfg, plan, lengths, chip, assumed, round(size * 2**30) if size else None)
@@ -60,6 +66,29 @@ def estimate(arguments: argparse.Namespace) -> tuple[str, bool]:
     lines = [_describe(step, plan, chip, lengths, assumed), *memory]
     lines += [f"a run would run out of memory: {too_large}"] if too_large else []
     return "\n".join(lines) + "\n", bool(too_large)
+
+
+def plan_of(cfg: Config, lengths: Lengths) -> Plan:
+    """Return the plan, with an image in each prompt if ``lengths`` has some."""
+    prompts = _num_prompts(cfg)
+    if not lengths.image:
+        return make_plan(cfg, prompts)
+    model = cfg.actor_rollout_ref.model.path
+    if not hasattr(actor_spec(cfg, get_device(cfg.trainer.device)).load_config(), "vision_config"):
+        raise ConfigError(f"--lengths image:{lengths.image}: {model} is not a vision-language model. Leave image: out.")
+    sizes = sizes_of(cfg, make_plan(cfg, prompts, images=ImageSizes(1.0, 1, 1, 1)))
+    rows = math.ceil(lengths.image / sizes["row_tokens"])
+    return make_plan(cfg, prompts, images=ImageSizes(1.0, 1, rows, lengths.image))
+
+
+def _num_prompts(cfg: Config) -> int | None:
+    """Return the rows of the training files, if all are Parquet files of this machine."""
+    files = as_list(cfg.data.train_files)
+    if not files or not all(file.endswith(".parquet") and Path(file).is_file() for file in files):
+        return None
+    rows = sum(pq.read_metadata(file).num_rows for file in files)
+    most = cfg.data.train_max_samples
+    return min(rows, most) if most > 0 else rows
 
 
 def named_chip(name: str) -> Chip:
@@ -96,6 +125,9 @@ def _describe(step: StepEstimate, plan: Plan, chip: Chip, lengths: Lengths, assu
         share = f"{value / step.step_s:4.0%}"
         lines.append(f"  {label:<{width}} {_seconds(value):>8} s {share}  {step.why.get(name, '')}".rstrip())
     rate = step.response_tokens / (step.seconds["generate_sequences"] * step.num_devices)
+    if plan.steps_per_epoch:
+        hours = plan.steps_per_epoch * step.step_s / 3600
+        lines.append(f"epoch       {hours:,.3g} hours for {count(plan.steps_per_epoch, 'step')}, without validation")
     lines += [
         f"throughput  {step.throughput:,.1f} tokens/s/device over the whole step; {rate:,.1f} response tokens in "
         "generate_sequences",

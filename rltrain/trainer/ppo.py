@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rltrain.algorithms.aggregation import Denominators
 from rltrain.algorithms.moments import Moments, join
@@ -28,7 +27,7 @@ from rltrain.data.prompts import PromptStore
 from rltrain.models.optim import learning_rate
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.advantage import Advantages, Whitening, regroup_by_prompt
-from rltrain.trainer.batching.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
+from rltrain.trainer.batching.balance import Ids, Layout, Workload, cost_of, image_cost, lay_out, rank_tokens
 from rltrain.trainer.batching.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.entropy_bonus import EntropyBonus
 from rltrain.trainer.experience import Experience
@@ -341,18 +340,13 @@ class PPOTrainer:
         if not self.plan.passes.images_in_training:
             return work
 
-        def cost(rows: Ids, number: Ids) -> NDArray[np.float64]:
-            # Exact if the images of a text have equal sizes, else a slight underestimate.
-            flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(number, 1)
-            share = sizes["backward_share"] if updates else 1.0
-            return share * flops / (2 * sizes["matmul_parameters"])
-
         if prompts is not None and prompts.has_images:
             rows, number = (values[samples[c.ROW]] for values in (prompts.image_rows, prompts.num_images))
-            work = work.with_images(groups, rows, cost(rows, number))
+            work = work.with_images(groups, rows, image_cost(sizes, rows, number, updates=updates))
         if self.plan.passes.images_between_turns and c.ANSWER_IMAGE_ROWS in samples.numbers:
             own = samples[c.ANSWER_IMAGE_ROWS]
-            work = replace(work, own_rows=own, own_cost=cost(own, samples[c.ANSWER_IMAGES]))
+            cost = image_cost(sizes, own, samples[c.ANSWER_IMAGES], updates=updates)
+            work = replace(work, own_rows=own, own_cost=cost)
         return work
 
     def _denominators(self, samples: Samples, ids: Ids) -> Denominators:

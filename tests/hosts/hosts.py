@@ -12,7 +12,7 @@ from tests.clock import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 _UNSHARE = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @functools.cache

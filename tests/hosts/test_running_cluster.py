@@ -14,7 +14,7 @@ TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 LOOK = "python -m tests.hosts.look trainer.device=cpu trainer.nnodes=2 trainer.n_gpus_per_node=1"
 ADDRESS, ENV = "ray_kwargs.ray_init.address", "ray_kwargs.ray_init.runtime_env.env_vars"
 # Ray's client server alone takes half a minute on a busy machine.
-LIMIT_S = 240
+LIMIT_S = 800
 DASHBOARD = installed("aiohttp_cors") and installed("opencensus")
 
 

@@ -3,6 +3,7 @@
 import os
 import socket
 import tempfile
+from uuid import uuid4
 
 import pytest
 
@@ -83,14 +84,16 @@ def test_no_process_of_the_machine_is_reached(tmp_path):
     ],
 )
 def test_a_script_without_end_is_ended(tmp_path, attack):
-    assert calls(tmp_path, f"{LAUNCH}\n{attack}", most_seconds=2)[0][2] == "verl.trainer.main_ppo"
-    assert not [entry for entry in os.scandir("/proc") if entry.name.isdigit() and _of_jail(entry.path)]
+    # An argument of the script, by which its processes are found: other jails may run on this machine.
+    mark = f"mark-{uuid4()}"
+    assert calls(tmp_path, f"{LAUNCH}\n{attack}", mark, most_seconds=2)[0][2] == "verl.trainer.main_ppo"
+    assert not [entry for entry in os.scandir("/proc") if entry.name.isdigit() and _has_argument(entry.path, mark)]
 
 
-def _of_jail(folder):
+def _has_argument(folder, argument):
     try:
         with open(f"{folder}/cmdline", "rb") as file:
-            return b"/__PWD__/" in file.read()
+            return argument.encode() in file.read()
     except OSError:
         return False
 

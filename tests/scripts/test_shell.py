@@ -22,7 +22,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     clean = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("RANK", "HEAD_FILE", "HEAD_ADDRESS", "RAY_AUTH_TOKEN")
+        if name not in ("RANK", "HEAD_FILE", "HEAD_ADDRESS", "RAY_AUTH_TOKEN", "RLTRAIN_PYTHON")
     }
     return subprocess.run(command, capture_output=True, text=True, check=False, env=clean | environment, cwd=ROOT)
 

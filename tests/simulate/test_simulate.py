@@ -2,6 +2,7 @@
 
 import re
 
+import pandas as pd
 import pytest
 
 from rltrain.main_ppo import main as train
@@ -60,6 +61,15 @@ def test_the_dry_run_with_a_device_is_the_same_command(words, simulate, capsys):
     assert "--device is a flag of --dry-run" in capsys.readouterr().err
 
 
+def test_hours_of_an_epoch_come_from_the_rows_of_the_data(simulate, tmp_path):
+    pd.DataFrame({"prompt": ["?"] * 100}).to_parquet(tmp_path / "rows.parquet")
+    flags = ("--device", "H100", "--lengths", "mean:20,max:64", "--assume", "reward_ms=1000000", f"{R}n=2")
+    text = simulate(*flags, f"data.train_files={tmp_path / 'rows.parquet'}", "data.train_batch_size=8")[1]
+    # 12 steps of 16 samples, which are scored for 1,000 s each.
+    assert "epoch       53.3 hours for 12 steps" in text
+    assert "epoch" not in simulate(*flags)[1]
+
+
 def test_a_device_that_would_be_out_of_memory_is_refused(simulate):
     code, text, _ = simulate("--device", "H100", "trainer.device_memory_gb=0.001", f"{R}name=hf")
     assert code == 2
@@ -75,6 +85,11 @@ LENGTHS = ["--lengths", "mean:20,max:64"]
         (["--device", "H1000"], "--device H1000: the peaks of this chip are not known. Known are 910B1, "),
         (LENGTHS, "--device is not given"),
         (["--device", "H100", "--lengths", "mean:x,max:64"], "'x' is not a number"),
+        (["--device", "H100", "--lengths", "mean:20,max:64,prompt:8,image:9"], "image: is part of prompt:"),
+        (
+            ["--device", "H100", "--lengths", "mean:20,max:64,image:9"],
+            "is not a vision-language model. Leave image: out",
+        ),
         (["--device", "H100", *LENGTHS, "--nodes", "0"], "trainer.nnodes"),
         (["--device", "H100", *LENGTHS, "--assume", "mfu=1"], "unknown key mfu. Known are"),
         (["--device", "H100", *LENGTHS, "--assume", "update_share=2"], "it must be over 0 and at most 1"),

@@ -8,12 +8,14 @@ import pytest
 from rltrain.common.chips import find_chip
 from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
+from rltrain.run.estimate import plan_of
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
 from rltrain.run.seconds.step import estimate_step, pass_speed, sizes_of
 from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import make_plan
+from tests.tiny_vision import save_tiny_vision_model
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 SIZES = {"matmul_parameters": 5.0, "trained_parameters": 5.0, "attention_width": 0.0}
@@ -99,6 +101,26 @@ def test_phases_add_up_to_the_step(settings):
     assert found.seconds["gen"] == pytest.approx(found.seconds["generate_sequences"] + found.seconds["reshard"])
     assert found.seconds["reward"] == pytest.approx(32 * 0.002)
     assert found.throughput == pytest.approx(found.tokens / found.step_s / 2)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_tower_encodes_the_image_of_a_prompt_once_per_pass(settings, family, tmp_path):
+    folder = save_tiny_vision_model(tmp_path, family, tied=False)
+    cfg, lengths = settings(f"actor_rollout_ref.model.path={folder}"), read_lengths("mean:20,max:64,prompt:32,image:16")
+    plan, chip, assumed = plan_of(cfg, lengths), find_chip("H100"), Assumptions()
+    sizes = sizes_of(cfg, plan)
+    assert plan.images.most_rows * sizes["row_tokens"] == 16
+    # So many patches or tiles that the time of all else does not count.
+    plan, rows = replace(plan, images=replace(plan.images, most_rows=10**9)), 10**9
+    seconds = estimate_step(cfg, plan, lengths, chip, assumed).seconds
+    tower = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2
+    # Each of the two devices encodes 4 of the 8 prompts.
+    forward_s = 4 * tower / (chip.peak_flops * assumed.forward_share)
+    assert seconds["generate_sequences"] == pytest.approx(forward_s, rel=0.02)
+    assert seconds["ref"] == pytest.approx(forward_s, rel=0.02)
+    # Three forwards, and a fourth of gradient checkpointing.
+    update_s = 4 * sizes["backward_share"] * 4 * tower / (chip.peak_flops * assumed.update_share)
+    assert seconds["update_actor"] == pytest.approx(update_s, rel=0.02)
 
 
 def test_an_answer_that_has_no_room_names_the_key(settings):

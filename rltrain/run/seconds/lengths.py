@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 # Standard deviation of the logarithm of a length, and the share of its variance that the responses to a prompt have in
 # common. Both are assumed, and typical of mathematics.
 SPREAD, ALIKE = 0.7, 0.5
-_WAY_OUT = "Give mean:10426,max:27648 (and spread:, alike:, prompt: if they are known), or the folder of a run."
+_WAY_OUT = "Give mean:10426,max:27648 (and spread:, alike:, prompt:, image: if they are known), or the folder of a run."
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Lengths:
     """Description for the user."""
     draw: Callable[[int, int], tuple[Ints, Ints]]
     """(number of prompts, responses per prompt) -> tokens of the prompts [p] and of the responses [p, n]."""
+    image: int = 0
+    """Tokens of a prompt that belong to its image."""
 
     def cut(self, most_prompt: int, most_answer: int) -> Lengths:
         """Return the lengths truncated as in a run."""
@@ -100,6 +102,7 @@ class _Named:
     spread: float = key(SPREAD, over=0, most=3)
     alike: float = key(ALIKE, least=0, most=1)
     prompt: int = key(128, least=1)
+    image: int = key(0, least=0)
 
 
 def _named(text: str) -> Lengths:
@@ -107,7 +110,11 @@ def _named(text: str) -> Lengths:
     named = read_arguments(_Named, parts, where="--lengths", hint=_WAY_OUT)
     if named.mean >= named.max:
         raise ConfigError(f"--lengths {short(text)}: mean: must be below max:.")
-    return lognormal(named.mean, named.max, named.spread, named.alike, named.prompt)
+    if named.image > named.prompt:
+        raise ConfigError(f"--lengths {short(text)}: image: is part of prompt:, so it must not be larger.")
+    lengths = lognormal(named.mean, named.max, named.spread, named.alike, named.prompt)
+    image = f", {named.image:,} of them of an image" if named.image else ""
+    return replace(lengths, description=lengths.description + image, image=named.image)
 
 
 def _kept(run: Path) -> Lengths:

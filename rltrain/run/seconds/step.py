@@ -20,7 +20,7 @@ from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.engine import EngineSpeed, Generation, generate
 from rltrain.run.seconds.lengths import Ints, Lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
-from rltrain.trainer.batching.balance import Workload
+from rltrain.trainer.batching.balance import Workload, image_cost
 from rltrain.trainer.plan import Plan, devices_per_copy
 
 Sizes = Mapping[str, float]
@@ -93,6 +93,12 @@ def estimate_step(
     if plan.passes.greedy_baseline:
         greedy = generate(prompts, answers[:, :1], speed, plan.num_engine_replicas)
         seconds["gen_max"], why["gen_max"] = greedy.seconds, _told(greedy)
+    if plan.images:
+        rows = plan.images.most_rows * np.ones(len(prompts), dtype=np.int64)
+        flops = 2 * sizes["matmul_parameters"] * float(image_cost(sizes, rows, np.ones_like(rows), updates=False).sum())
+        tower_s = flops / (speed.flops * plan.num_engine_replicas)
+        seconds["generate_sequences"] += tower_s
+        why["generate_sequences"] += f", {tower_s:,.2f} s for images"
     passes = _passes(cfg, plan, sizes, chip, assumed, prompts, answers)
     seconds |= {name: found for name, (found, _) in passes.items()}
     why |= {name: text for name, (_, text) in passes.items()}
@@ -155,18 +161,23 @@ def _passes(
     """Return the seconds of each pass of a step, with an explanation."""
     n = plan.answers_per_prompt
     pair_cost = 2 * sizes["attention_width"] / sizes["matmul_parameters"]
-    work = Workload.of_groups(prompts.repeat(n), answers.ravel(), np.arange(len(prompts)).repeat(n), pair_cost)
+    groups = np.arange(len(prompts)).repeat(n)
+    text = Workload.of_groups(prompts.repeat(n), answers.ravel(), groups, pair_cost)
     everyone = np.arange(answers.size)
-    outside = work.tokens(everyone) / work.cost(everyone)
+    outside = text.tokens(everyone) / text.cost(everyone)
     found = {}
     for name, row in PASSES.items():
         if row.rate is None or not plan.passes.makes(name, plan.num_mini_batches):
             continue
+        work = text
+        if plan.images and name != "reward":
+            rows = plan.images.most_rows * np.ones_like(groups)
+            work = text.with_images(groups, rows, image_cost(sizes, rows, np.ones_like(rows), updates=row.updates))
         speed = pass_speed(name, cfg, plan, sizes, chip, assumed, outside)
         keys = cfg.actor_rollout_ref.actor, cfg.critic.ppo_epochs, cfg.data.seed
-        seconds, text = time_pass(name, mini_batches_of(name, *keys, plan, assumed), work, plan, sizes, speed)
+        seconds, parts = time_pass(name, mini_batches_of(name, *keys, plan, assumed), work, plan, sizes, speed)
         moved = _moved_bytes(name, cfg, plan, sizes) / (assumed.host_gb_per_s * 1e9)
-        found[name] = seconds + moved, text + (f", host memory {moved:,.2f} s" if moved else "")
+        found[name] = seconds + moved, parts + (f", host memory {moved:,.2f} s" if moved else "")
     return found
 
 

@@ -7,6 +7,7 @@ process groups use gloo, attention is SDPA instead of flash-attention, and FSDP 
 does not exist. The training loop, the padding and `rollout.name=hf` are verl's. Imports nothing of rltrain.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ def run_on_cpu() -> None:
         setattr(torch.cpu, name, lambda *_: 0)
     torch.cpu.mem_get_info = lambda *_: (0, 0)
     torch.cpu.empty_cache = torch.cpu.set_device = lambda *_: None
-    torch.cpu.current_device = lambda: "cpu"
+    torch.cpu.current_device = torch.cpu.get_device_name = lambda *_: "cpu"
     start_group = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda *_, backend=None, **named: start_group(backend="gloo", **named)
     build = fsdp.FullyShardedDataParallel.__init__
@@ -46,6 +47,7 @@ def run_on_cpu() -> None:
     import transformers
     import verl.utils.device
     from verl.utils.tracking import Tracking
+    from verl.workers.rollout.hf_rollout import HFRollout
 
     verl.utils.device.get_nccl_backend = lambda: "gloo"
     load = transformers.AutoConfig.from_pretrained
@@ -54,6 +56,14 @@ def run_on_cpu() -> None:
         return load(*arguments, **named | {"attn_implementation": "sdpa"})
 
     transformers.AutoConfig.from_pretrained = load_without_flash_attention
+
+    start = HFRollout.__init__
+
+    def start_rollout(self, module, config):
+        start(self, module, copy.deepcopy(config))
+        self.config.n = 1  # the trainer repeats the prompts already
+
+    HFRollout.__init__ = start_rollout
 
     def log(self, data, step, backend=None):
         with open(os.path.join(task["folder"], "verl.jsonl"), "a") as file:

@@ -40,7 +40,7 @@ conformance:  ## what the adapters use, in the wheels of all supported versions:
 oldest:  ## the tests of models with the transformers that Ascend's set pins, in an environment of its own
 	bash scripts/test_oldest.sh
 
-extras:  ## the tests of all trackers, of Ray's dashboard and of lm-evaluation-harness, in an environment of its own
+extras:  ## the tests of all trackers, Ray's dashboard, lm-evaluation-harness and VLMEvalKit, in separate environments
 	bash scripts/test_extras.sh
 
 audit:  ## known advisories of the lowest versions that setup.py allows; needs pip-audit and a network
@@ -56,9 +56,10 @@ bench:  ## tables under bench/results (bench/README.md); python -m bench.ages sa
 	$(PYTHON) -m bench.learning
 	$(PYTHON) -m bench.turns
 
-bench-peers:  ## whole steps against TRL, which is installed into .bench-env (a few GB) and, for pictures, .bench-env/images
+bench-peers:  ## whole steps against TRL and verl, which are installed into .bench-env (a few GB each)
 	$(PYTHON) -m bench.step
 	$(PYTHON) -m bench.step --kinds images --peers hf --dtype float32 --steps 1 --rounds 2 --out vision_step_cpu.md
+	$(PYTHON) -m bench.step --kinds learning --steps 60 --rounds 3 --peers hf,verl --out learning_peers_cpu.md
 
 quickstart:  ## environment, small model, GRPO until the reward has risen
 	bash scripts/quickstart.sh

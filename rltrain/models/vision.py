@@ -9,9 +9,12 @@ by 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -88,6 +91,18 @@ def tower_numbers(model: PreTrainedModel) -> dict[str, float]:
     window = (getattr(vision, "window_size", 0) // vision.patch_size) ** 2
     row = 2 * weights + 4 * width * (layers - whole) * window
     return both | {"row_flops": row, "pair_flops": 4.0 * width * whole}
+
+
+def image_cost(
+    sizes: Mapping[str, float], rows: NDArray[np.int64], images: NDArray[np.int64], *, updates: bool
+) -> NDArray[np.float64]:
+    """Return the cost [n] in tokens of n prompts with ``rows`` [n] in ``images`` [n].
+
+    sizes: of the model, with those of `tower_numbers`. Exact if the images of a prompt have equal sizes,
+    else a slight underestimate.
+    """
+    flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(images, 1)
+    return (sizes["backward_share"] if updates else 1.0) * flops / (2 * sizes["matmul_parameters"])
 
 
 def read_with_images(

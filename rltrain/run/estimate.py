@@ -20,6 +20,7 @@ from rltrain.config.check import as_list, check
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.config.schema.arguments import read_arguments
+from rltrain.models.vision import takes_images
 from rltrain.models.weights.spec import actor_spec
 from rltrain.run.preflight.memory_room import check_memory
 from rltrain.run.preflight.models import problems_of_experts
@@ -74,7 +75,7 @@ def plan_of(cfg: Config, lengths: Lengths) -> Plan:
     if not lengths.image:
         return make_plan(cfg, prompts)
     model = cfg.actor_rollout_ref.model.path
-    if not hasattr(actor_spec(cfg, get_device(cfg.trainer.device)).load_config(), "vision_config"):
+    if not takes_images(actor_spec(cfg, get_device(cfg.trainer.device)).load_config()):
         raise ConfigError(f"--lengths image:{lengths.image}: {model} is not a vision-language model. Leave image: out.")
     sizes = sizes_of(cfg, make_plan(cfg, prompts, images=ImageSizes(1.0, 1, 1, 1)))
     rows = math.ceil(lengths.image / sizes["row_tokens"])

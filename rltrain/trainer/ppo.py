@@ -25,9 +25,10 @@ from rltrain.config.passes import PASSES, UPDATES
 from rltrain.config.schema import Config
 from rltrain.data.prompts import PromptStore
 from rltrain.models.optim import learning_rate
+from rltrain.models.vision import image_cost
 from rltrain.runtime.samples import Samples
 from rltrain.trainer.advantage import Advantages, Whitening, regroup_by_prompt
-from rltrain.trainer.batching.balance import Ids, Layout, Workload, cost_of, image_cost, lay_out, rank_tokens
+from rltrain.trainer.batching.balance import Ids, Layout, Workload, cost_of, lay_out, rank_tokens
 from rltrain.trainer.batching.mini_batches import cut_prompts, denominators, num_tokens, per_rank
 from rltrain.trainer.entropy_bonus import EntropyBonus
 from rltrain.trainer.experience import Experience

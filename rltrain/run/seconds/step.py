@@ -14,13 +14,14 @@ from rltrain.config.passes import PASSES, ROLES, Role, step_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.models.forward import model_numbers
+from rltrain.models.vision import image_cost
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, specs_of
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.engine import EngineSpeed, Generation, generate
 from rltrain.run.seconds.lengths import Ints, Lengths
 from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
-from rltrain.trainer.batching.balance import Workload, image_cost
+from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import Plan, devices_per_copy
 
 Sizes = Mapping[str, float]

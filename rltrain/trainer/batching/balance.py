@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -107,16 +107,6 @@ class Workload:
         """Return the cost of a micro-batch."""
         text = float(self.answer_cost[ids].sum() + self.prompt_cost[self._once(ids)].sum())
         return text + self._of_images(self.image_cost, ids)
-
-
-def image_cost(sizes: Mapping[str, float], rows: Ids, images: Ids, *, updates: bool) -> NDArray[np.float64]:
-    """Return the cost [n] in tokens of n prompts with ``rows`` [n] in ``images`` [n].
-
-    sizes: of the model, with those of `models.vision.tower_numbers`. Exact if the images of a prompt have equal sizes,
-    else a slight underestimate.
-    """
-    flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(images, 1)
-    return (sizes["backward_share"] if updates else 1.0) * flops / (2 * sizes["matmul_parameters"])
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,16 @@ the result of a run over both."""
 
 import json
 import os
+import re
+import shutil
 
+import pandas as pd
 import pytest
 
 from rltrain.common.env import cpu_quota, installed
 from tests.clock import eventually
 from tests.hosts.test_two_hosts import Run
+from tests.tiny_vision import save_tiny_vision_model, write_pictures
 
 TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 LOOK = "python -m tests.hosts.look trainer.device=cpu trainer.nnodes=2 trainer.n_gpus_per_node=1"
@@ -75,6 +79,35 @@ def test_a_run_over_two_hosts_learns_what_one_process_learns(
     for line, other in zip(run.lines, alone, strict=True):
         assert line["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
         assert line["rollout/log_prob_gap/mean"] < 1e-5
+
+
+@pytest.mark.long
+def test_images_of_a_shared_folder_over_two_hosts(hosts, process_group, tmp_path):
+    """The files name the images by their paths, as those of ViRL39K do."""
+    model = save_tiny_vision_model(tmp_path / "model", "qwen2_5_vl", tied=True)
+    folder = hosts[0].shared / "images"
+    folder.mkdir()
+    files = [tmp_path / f"{split}.parquet" for split in ("train", "test")]
+    for file, rows in zip(files, (range(24), range(24, 30)), strict=True):
+        table = pd.read_parquet(write_pictures(file, rows))
+        for row, images in enumerate(table["images"]):
+            for number, image in enumerate(images):
+                path = folder / f"{file.stem}_{row}_{number}.png"
+                path.write_bytes(image.pop("bytes"))
+                image["path"] = str(path)
+        table.to_parquet(file)
+    sizes = {"data__max_prompt_length": 48, "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 128}
+    run = Run(hosts, model, files, TOKEN, **sizes)
+    job = run.start(2, 1, 2)
+    assert job.wait(LIMIT_S) == 0, job.output
+    for line, other in zip(run.lines, run.learns_what_one_process_learns(tmp_path / "alone"), strict=True):
+        assert line["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], abs=1e-5)
+        assert line["rollout/log_prob_gap/mean"] < 1e-5
+    # Without the folder, a run is refused with a row and its image.
+    shutil.rmtree(folder)
+    job = run.start(2, 1, 3)
+    assert job.wait(LIMIT_S) == 2, job.output
+    assert re.search(r"error: .*train.parquet.*row \d.*_\d.png", job.output, re.DOTALL), job.output
 
 
 @pytest.mark.long

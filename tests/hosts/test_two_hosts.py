@@ -5,8 +5,10 @@ import re
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from rltrain.models.weights.names import CheckpointNames, gathered_weights
 from rltrain.run.report.table import read_metrics
 from tests.clock import eventually
 from tests.distance import distance
@@ -40,15 +42,16 @@ def of_run(host) -> list[int]:
 class Run:
     """The command of a run, repeated on the first host with different numbers of nodes and workers."""
 
-    def __init__(self, hosts, model, files, environment=None) -> None:
+    def __init__(self, hosts, model, files, environment=None, **keys) -> None:
         self.hosts, self.shared, self.ended, self._environment = hosts, hosts[0].shared, [], environment or {}
+        self._keys = keys
         self.folder = self.shared / "run"
         self.model = shutil.copytree(model, self.shared / "model")
         self.files = tuple(shutil.copy(file, self.shared) for file in files)
 
     def start(self, nodes: int, workers: int, steps: int = 100000, **changes):
         keys = {"trainer__nnodes": nodes, "trainer__n_gpus_per_node": workers, "trainer__total_training_steps": steps}
-        keys |= {"trainer__save_freq": 1, "ray_kwargs__ray_init__address": "auto", **changes}
+        keys |= {"trainer__save_freq": 1, "ray_kwargs__ray_init__address": "auto", **self._keys, **changes}
         words = small_run(self.model, self.files, self.folder, **keys)
         return self.hosts[0].start(f"exec python -m rltrain.main_ppo {' '.join(words)}", self._environment)
 
@@ -60,10 +63,12 @@ class Run:
         """Check that its last weights are those of one process that makes all steps. Return that process's metrics."""
         found = load_file(self.folder / f"global_step_{self.last_step}/huggingface/model.safetensors")
         start = load_file(self.model / "model.safetensors")
-        alone = local_trainer(small_run(self.model, self.files, folder, trainer__total_training_steps=self.last_step))
+        keys = {"trainer__total_training_steps": self.last_step, **self._keys}
+        alone = local_trainer(small_run(self.model, self.files, folder, **keys))
         metrics = [alone.step(step).metrics for step in range(1, self.last_step + 1)]
         policy = alone.worker.actor.policy
-        expected = {name.removeprefix("model."): each.full_tensor() for name, each in policy.named_parameters()}
+        weights = gathered_weights(policy, torch.float32, names=CheckpointNames(policy.model))
+        expected = {weight.name: weight.values for weight in weights}
         moved = [{name: each[name] - start[name] for name in start} for each in (found, expected)]
         assert distance(*moved) < 1e-4
         return metrics

@@ -165,8 +165,8 @@ def _report_converted_moments(cfg: Config, folder: Path) -> None:
         weights = resolve_dtype(get(cfg, f"{ROLES[role].fsdp}.model_dtype"), get_device(cfg.trainer.device))
         key = f"{ROLES[role].section}.optim"
         now = moments_dtype(get(cfg, key), weights)
-        saved = read_metadata(folder / role).state_dict_metadata.items()
-        for then in {tensor.properties.dtype for name, tensor in saved if name.endswith(".exp_avg")} - {now}:
+        saved: dict[str, Any] = read_metadata(folder / role).state_dict_metadata
+        for then in {value.properties.dtype for name, value in saved.items() if name.endswith(".exp_avg")} - {now}:
             name = str(then).removeprefix("torch.")
             log.warning(
                 "note: %s.moments=%s: the moments in %s are in %s, and are converted to %s. To keep them, set "

@@ -149,7 +149,8 @@ class _Offloadable:
 
     def __init__(self, model: nn.Module, device: Device, queue: Any) -> None:
         """``queue``: stream of the copies."""
-        self.owner, self._device, self._queue = model, device, queue
+        self.owner: Any = model
+        self._device, self._queue = device, queue
         self.is_here = True
         self.seen: set[str] = set()
         """Phases since the parameters were onloaded."""

@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, object]] = {
     "grpo, Ulysses 2": OFFLOAD
     | {f"{_A}ulysses_sequence_parallel_size": 2, f"{_A}ppo_max_token_len_per_gpu": (PROMPT + ANSWERS * ANSWER) // 2},
     "grpo, LoRA": OFFLOAD | {"actor_rollout_ref.model.lora_rank": 8},
+    "grpo, moments in bfloat16": {f"{_A}optim.moments": "bfloat16"},
     "grpo, no recomputation": OFFLOAD | {"actor_rollout_ref.model.enable_gradient_checkpointing": False},
 }
 

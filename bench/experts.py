@@ -113,7 +113,7 @@ def learn(rank: int, world: int, folder: Path, sizes: list[int]) -> None:
     for size in sizes:
         spec = ModelSpec(str(folder), fsdp=ShardingConfig(expert_parallel_size=size))
         policy = sharded_model(PolicyModel, spec, get_device("cpu")).train()
-        optimizer = make_optimizer(policy.parameters(), OptimConfig(lr=1e-3), get_device("cpu"))
+        optimizer = make_optimizer(policy, OptimConfig(lr=1e-3), get_device("cpu"))
         generator = torch.Generator().manual_seed(rank)
         for _ in range(STEPS):
             rows = [torch.randint(2, 128, (24,), generator=generator, dtype=torch.int32) for _ in range(4)]

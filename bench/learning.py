@@ -3,9 +3,10 @@
     python -m bench.learning [--steps 100] [--seeds 3] [--jobs 2] [--only grpo,gae]
     python -m bench.learning --newer --out learning_newer_cpu.md …
     python -m bench.learning --moe --out learning_moe_cpu.md …
+    python -m bench.learning --moments --out learning_moments_cpu.md …
 
 Complete runs in the folder `--work` are reused. The plot needs matplotlib (extra `dev`). `--newer`: the methods of 2025
-and 2026, and grpo. `--moe`: a model with eight experts per layer.
+and 2026, and grpo. `--moe`: a model with eight experts per layer. `--moments`: AdamW's moments in two dtypes.
 """
 
 from __future__ import annotations
@@ -91,6 +92,10 @@ MOE = {
     "experts with R3": [*GRPO, f"{A}router_replay.mode=R3"],
     "experts with a moving bias": [*GRPO, f"{A}router_bias_update_rate=0.001"],
 }
+MOMENTS = {
+    name: [*GRPO, f"{A}optim.moments={dtype}", "trainer.save_at_end=True", f"{A}checkpoint.save_contents=[model]"]
+    for name, dtype in {"moments in float32": "float32", "moments in bfloat16": "bfloat16"}.items()
+}
 
 
 def prepare(out: Path, experts: int = 0, warm_up: int = 400) -> list[str]:
@@ -142,6 +147,16 @@ def curve(run: Path) -> dict[int, float]:
     return {line["step"]: line.get(KEYS[0], line[KEYS[1]]) for line in lines}
 
 
+def sizes(runs: dict[str, list[Path]]) -> str:
+    """Return the sizes of the saved training states: weights and two moments."""
+    bytes_of = {
+        name: sum(file.stat().st_size for file in first.glob("global_step_*/actor/*.distcp"))
+        for name, (first, *_) in runs.items()
+    }
+    texts = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in bytes_of.items() if size)
+    return f"Weights in float32 and two moments, as saved: {texts}." if texts else ""
+
+
 def row(name: str, curves: list[dict[int, float]], seconds: float) -> str:
     reached = [next((step for step, value in curve.items() if value >= GOAL), None) for curve in curves]
     last = [list(curve.values())[-1] for curve in curves]
@@ -179,10 +194,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--newer", action="store_true", help="methods of 2025 and 2026, and grpo")
     parser.add_argument("--moe", action="store_true", help="a model with experts")
+    parser.add_argument("--moments", action="store_true", help="AdamW's moments in two dtypes")
     parser.add_argument("--only", help="comma-separated names")
     parser.set_defaults(warm_up=400)
     options = parse(parser, out="learning_cpu.md", work="outputs/learning", steps=1, seeds=1, warm_up=1)
-    known = NEWER if options.newer else MOE if options.moe else ALGORITHMS
+    known = NEWER if options.newer else MOE if options.moe else MOMENTS if options.moments else ALGORITHMS
     names = [name for name in known if not options.only or name in options.only.split(",")]
     names = names[-1:] if options.smoke else names
     keys = [*COMMON, *prepare(options.work, 8 * options.moe, options.warm_up)]
@@ -207,6 +223,7 @@ def main() -> None:
         options,
         f"Task, model and step of scripts/quickstart.sh; held-out accuracy (128 prompts, 4 sampled answers each) every "
         f"{EVERY} steps. Seconds a step with other jobs on the same cores: an upper bound.",
+        sizes(runs),
         table(titles, [row(name, curves[name], seconds_a_step(runs[name])) for name in names]),
         f"![held-out accuracy]({options.out.stem}.png)",
     )

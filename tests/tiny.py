@@ -43,10 +43,12 @@ def save_tiny_tokenizer(folder: Path, template: str = TEMPLATE, characters: str 
 
 
 def save_tiny_model(
-    folder: Path, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 128, width: int = 32
-) -> Path:
-    """A random two-layer Qwen3 over the tiny tokenizer."""
-    return _save(folder, Qwen3Config(**_sizes(heads, kv_heads, positions, width)), seed)
+    folder: Path, seed: int = 0, heads: int = 2, kv_heads: int = 1, positions: int = 128, width: int = 32,
+    layers: int = 2,
+) -> Path:  # fmt: skip
+    """A random Qwen3 over the tiny tokenizer."""
+    sizes = _sizes(heads, kv_heads, positions, width) | {"num_hidden_layers": layers}
+    return _save(folder, Qwen3Config(**sizes), seed)
 
 
 def save_tiny_moe(folder: Path, heads: int = 2, kv_heads: int = 1, **changes: object) -> Path:

@@ -183,11 +183,16 @@ def _lists(config: Config) -> Iterator[str]:
 
 
 def _precision(config: Config) -> Iterator[str]:
-    """Yield errors for trained weights in half precision, whose small steps would vanish."""
-    trained = {_A + "actor.fsdp_config": True, "critic.model.fsdp_config": has_critic(config)}
-    for section in (section for section, is_trained in trained.items() if is_trained):
-        if get(config, key := f"{section}.model_dtype") in HALF:
-            yield f"{key}={get(config, key)}: {NO_MASTER}."
+    """Yield errors for trained weights in half precision, whose small steps would vanish, and for their moments."""
+    trained = {_A + "actor": ("fsdp_config", True), "critic": ("model.fsdp_config", has_critic(config))}
+    for role, section in ((role, section) for role, (section, is_trained) in trained.items() if is_trained):
+        if (dtype := get(config, key := f"{role}.{section}.model_dtype")) in HALF:
+            yield f"{key}={dtype}: {NO_MASTER}."
+        if (moments := get(config, f"{role}.optim.moments")) != "auto" and dtype not in ("float32", "fp32"):
+            yield (
+                f"{role}.optim.moments={moments}: moments of weights in {dtype} have the dtype of the weights. Leave "
+                f"it out, or set {key}=float32."
+            )
 
 
 def _uneven_batches(config: Config) -> Iterator[str]:

@@ -324,14 +324,14 @@ def rests_on_host(config: Config, role: Role) -> bool:
 
 
 def offloads(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield offloading keys, and the phases in which the offloaded state is on the device anyway.
+    """Yield offloading keys, and the phases in which the offloaded state is on the device anyway (optimizer: none).
 
     The key that costs the least time is first.
     """
     passes = make_step_passes(config)
     for role, row in ROLES.items():
         if role in passes.roles and updates_of(role):
-            yield f"{row.fsdp}.optimizer_offload", updates_of(role)
+            yield f"{row.fsdp}.optimizer_offload", ()
         if role in passes.roles and role != "actor":
             yield f"{row.fsdp}.param_offload", passes.needs(role)
     if passes.trains:

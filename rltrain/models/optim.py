@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,17 +12,35 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rltrain.common.device import Device
+from rltrain.common.device import DEVICES, Device, resolve_dtype
 from rltrain.config.schema.model import OptimConfig
+from rltrain.models.layerwise_adamw import LayerwiseAdamW, layers_of
+from rltrain.models.weights.shard import local
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], cfg: OptimConfig, device: Device) -> torch.optim.AdamW:
-    """Build AdamW over the sharded fp32 master weights, fused if the device supports it."""
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    betas = (cfg.betas[0], cfg.betas[1])
-    decay, fused = cfg.weight_decay, device.fused_optimizer or None
-    groups = [{"params": group} for group in alike(trainable)]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, eps=cfg.eps, weight_decay=decay, fused=fused)
+def make_optimizer(model: nn.Module, cfg: OptimConfig, device: Device, *, offload: bool = False) -> torch.optim.AdamW:
+    """Build AdamW over the sharded master weights, fused if the device supports it. offload: keep the moments in host
+    memory."""
+    fused = device.fused_optimizer or None
+    options: Any = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+    if offload or cfg.moments != "auto":
+        groups = layers_of(model)
+        dtype = moments_dtype(cfg, groups[0][0].dtype)
+        return LayerwiseAdamW(groups, dtype, device, offload=offload, fused=fused, **options)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW([{"params": group} for group in alike(trainable)], fused=fused, **options)
+
+
+def moments_dtype(cfg: OptimConfig, weights: torch.dtype) -> torch.dtype:
+    """Return the dtype of the moments of ``weights``."""
+    return weights if cfg.moments == "auto" else resolve_dtype(cfg.moments, DEVICES["cpu"])
+
+
+def moments_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the two moments of this rank's weights, allocated or not."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    dtype = optimizer.dtype if isinstance(optimizer, LayerwiseAdamW) else weights[0].dtype
+    return sum(2 * local(weight).numel() * dtype.itemsize for weight in weights)
 
 
 def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:
@@ -53,7 +72,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 def _norm(group: list[nn.Parameter]) -> Tensor:
     """Compute the norm of equally sharded gradients over all ranks."""
     gradients = [weight.grad for weight in group if weight.grad is not None]
-    norm = get_total_norm([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients])
+    norm = get_total_norm([local(grad) for grad in gradients])
     if isinstance(first := group[0], DTensor):
         squares = norm.square()
         for dim, placement in enumerate(first.placements):

@@ -26,7 +26,6 @@ from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch, DictionaryColumn
 from rltrain.common.columns.ragged import Ragged
 from rltrain.common.device import resolve_dtype
-from rltrain.config.passes import updates_of
 from rltrain.config.schema import Config
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import chat_encoder
@@ -92,9 +91,7 @@ class ActorRefWorker(Actor):
         if passes.exact_teacher:
             teacher, loss = self.inference_models.models["teacher"], self._cfg.distillation.distillation_loss
             self._reference_distribution = ReferenceDistribution(teacher, divergence_of(loss))
-        # Register the optimizer last: onloading follows this order, and an update needs the models before the
-        # optimizer.
-        self.offloader.add_optimizer(self.updater.optimizer, *updates_of("actor"), offload=fsdp.optimizer_offload)
+        self.offloader.add_optimizer(self.updater.optimizer, offload=fsdp.optimizer_offload)
 
     @property
     def num_updates(self) -> int:

@@ -10,7 +10,6 @@ from rltrain.algorithms.aggregation import loss_mask, token_weights
 from rltrain.algorithms.losses import LossShare, aggregate, make_loss_share, value_loss
 from rltrain.common.columns import names as c
 from rltrain.common.columns.batch import Batch
-from rltrain.config.passes import updates_of
 from rltrain.config.schema.declarations import TOKEN_MEAN
 from rltrain.config.schema.model import CriticConfig
 from rltrain.config.schema.trainer import TrainerConfig
@@ -46,7 +45,7 @@ class CriticWorker(SavesState, Critic):
         fsdp = cfg.model.fsdp_config
         self.updater = Updater("critic", self.model, cfg.optim, fsdp, trainer, self._device)
         self._writer = StateWriter(self.model, self.updater.optimizer, self.updater.loss_scale, self._device)
-        offloader.add_optimizer(self.updater.optimizer, *updates_of("critic"), offload=fsdp.optimizer_offload)
+        offloader.add_optimizer(self.updater.optimizer, offload=fsdp.optimizer_offload)
 
     def values(self, batch: Batch, micro_sizes: Sequence[int]) -> tuple[Batch, PassNumbers]:
         """Compute V of the state before each response token."""

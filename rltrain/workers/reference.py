@@ -11,9 +11,10 @@ import torch
 from rltrain.config.schema import RefConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.routing import correction_biases
+from rltrain.models.weights.shard import local
 from rltrain.models.weights.state import load_training_state, weights_by_name
 from rltrain.workers.interface.roles import Reference
-from rltrain.workers.state.offload_manager import OffloadManager, local
+from rltrain.workers.state.offload_manager import OffloadManager
 from rltrain.workers.state.saving import SavesState, StateWriter
 
 

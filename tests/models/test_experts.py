@@ -57,7 +57,7 @@ def given(part: int) -> Batch:
 
 def step(policy, parts, scale: int, *, once: bool = False) -> dict[str, torch.Tensor]:
     """Return log-probs, those of tokens sent to other ranks, gradients, and the weights after a step of AdamW."""
-    optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
+    optimizer = make_optimizer(policy, OPTIM, get_device("cpu"))
     found = {}
     for part in parts:
         inputs = pack(given(part), CPU)
@@ -166,7 +166,7 @@ def goes_between_layouts(rank: int, world: int, folder: Path) -> None:
         policy = sharded_model(PolicyModel, own, get_device("cpu"))
         names = CheckpointNames(policy.model)
         files[size] = {name: each.clone() for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12, names)}
-        optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
+        optimizer = make_optimizer(policy, OPTIM, get_device("cpu"))
         for parameter in policy.parameters():
             parameter.grad = torch.cos(size[0] * parameter.detach())
         optimizer.step()

@@ -111,7 +111,7 @@ def found_of(folder: Path, layout: str, critic: bool) -> dict[str, dict[str, tor
     learning = {f"{'model.' * critic}{name.removeprefix('model.')}": each for name, each in model.named_parameters()
                 if each.grad is not None}  # fmt: skip
     gradients = {name: whole(each.grad).clone() for name, each in learning.items()}
-    optimizer = make_optimizer(list(learning.values()), OPTIM, get_device("cpu"))
+    optimizer = make_optimizer(torch.nn.ParameterList(learning.values()), OPTIM, get_device("cpu"))
     clip_gradients(list(learning.values()), OPTIM.clip_grad)
     moved = after_step(learning, optimizer.step)
     moved = {name: whole(each).clone() for name, each in moved.items()}

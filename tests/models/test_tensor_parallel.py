@@ -78,7 +78,7 @@ def of_rank(parts: dict[int, Batch], rank: int, world: int, same: int) -> dict[i
 
 def step(policy, parts: dict[int, Batch], scale: float) -> dict[str, torch.Tensor]:
     """Return log-probs of numbered batches, gradients, their norm, and the weights after a step of AdamW."""
-    optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
+    optimizer = make_optimizer(policy, OPTIM, get_device("cpu"))
     found = {}
     for part, samples in parts.items():
         outputs = policy(pack(samples, CPU), 0.7, True, None, True)
@@ -216,7 +216,7 @@ def goes_between_sizes(rank: int, world: int, folder: Path) -> None:
         files[layout] = {
             name: each.clone() for name, each, _ in gathered_weights(policy, torch.float32, 1 << 12, names)
         }
-        optimizer = make_optimizer(policy.parameters(), OPTIM, get_device("cpu"))
+        optimizer = make_optimizer(policy, OPTIM, get_device("cpu"))
         for parameter in policy.parameters():
             parameter.grad = torch.cos((len(states) + 1) * parameter.detach())
         optimizer.step()
@@ -297,7 +297,7 @@ def compare_kinds(rank: int, world: int, folder: Path) -> None:
 
 def results_of(kind: str, model, made: ModelSpec, world: int) -> dict[str, torch.Tensor]:
     """Return scores, gradients and the weights after a step of AdamW."""
-    optimizer = make_optimizer(model.parameters(), OPTIM, get_device("cpu"))
+    optimizer = make_optimizer(model, OPTIM, get_device("cpu"))
     inputs = pack(images_batch(made.path) if kind == "images" else given()[0], CPU)
     if kind == "critic":
         with torch.no_grad():

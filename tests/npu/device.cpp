@@ -51,6 +51,7 @@ struct Underway {
   bool to_host;
   StreamId queue;
   int64_t number;
+  bool kernels_wait = false;
 };
 std::mutex mutex;
 std::vector<Underway> underway;
@@ -118,9 +119,12 @@ struct Guard final : impl::DeviceGuardImplInterface {
     std::lock_guard<std::mutex> lock(mutex);
     *static_cast<Recorded*>(*event) = {Clock::now(), stream.id(), queued};
   }
-  void block(void* event, const Stream&) const override {
+  void block(void* event, const Stream& waiting) const override {
     const auto* own = static_cast<Recorded*>(event);
     arrive(own->queue, own->last, false);
+    if (waiting.id()) return;
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& each : underway) each.kernels_wait |= each.queue == own->queue && each.number <= own->last;
   }
   bool queryEvent(void* event) const override {
     const auto* own = static_cast<Recorded*>(event);
@@ -501,8 +505,8 @@ void before_free(const void* pointer, int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   for (auto& each : underway) {
     const bool inside = pointer <= each.place && each.place < static_cast<const char*>(pointer) + bytes;
-    // What comes has no place any more. What leaves in a queue of its own is overwritten before it has left.
-    if (inside && each.to_host && each.queue) std::memset(each.source.data_ptr(), 0xFF, each.source.nbytes());
+    // What comes has no place any more. What leaves in a queue that the kernels do not wait for is overwritten first.
+    if (inside && each.to_host && each.queue && !each.kernels_wait) std::memset(each.source.data_ptr(), 0xFF, each.source.nbytes());
     (inside && !each.to_host ? lost : others).push_back(std::move(each));
   }
   underway.swap(others);

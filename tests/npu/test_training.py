@@ -5,7 +5,7 @@ import pytest
 from tests.npu.standin import run
 
 
-@pytest.mark.parametrize("promise", ["no_wait_per_micro_batch", "offloads", "fuses"])
+@pytest.mark.parametrize("promise", ["no_wait_per_micro_batch", "offloads", "streams", "fuses"])
 def test_training_on_the_device(promise, tmp_path):
     run(f"tests.npu.training:{promise}", tmp_path, timeout=300)
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import re
 import traceback
 from collections import Counter
@@ -26,11 +27,12 @@ from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.models.files.safe import read_metadata
+from rltrain.models.weights.shard import local
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.interface.tasks import MiniBatch, SaveTask, UpdateTask
 from rltrain.workers.rollout.embedded.kv import KeyValues
-from rltrain.workers.state.offload_manager import OffloadManager, local
+from rltrain.workers.state.offload_manager import OffloadManager
 from tests.distance import distance
 from tests.tiny import save_tiny_model, write_arithmetic
 from tests.workers.test_actor import TASK, denominators_of, make_worker, scored
@@ -62,10 +64,10 @@ def waits() -> Iterator[list[str]]:
         torch_npu.npu.standin.listen(None)
 
 
-def workers(folder: str) -> Any:
+def workers(folder: str, layers: int = 2) -> Any:
     """make(device, **changes): return an actor worker of this process only."""
     dist.init_process_group("cpu:gloo,npu:hccl", store=dist.HashStore(), rank=0, world_size=1)
-    model = save_tiny_model(Path(folder) / "model")
+    model = save_tiny_model(Path(folder) / "model", layers=layers)
     files = (
         write_arithmetic(Path(folder) / "train.parquet", range(24)),
         write_arithmetic(Path(folder) / "val.parquet", range(6)),
@@ -140,15 +142,49 @@ def offloads(folder: str) -> None:
     assert all(map(torch.equal, trained(worker), results[-1][1:])), "what a checkpoint reads has arrived"
 
 
+def streams(folder: str) -> None:
+    """Offloaded moments are on the device for two layers at most, in every step and when a checkpoint is loaded."""
+    standin = torch_npu.npu.standin
+    worker = workers(folder, layers=8)("npu", **OFFLOAD)
+    optimizer, step = worker.updater.optimizer, worker.updater.optimizer.step
+
+    def counted() -> None:
+        standin.reset_peak(0)
+        before.append(standin.allocated(0))
+        step()
+        peaks.append(standin.peak(0))
+
+    optimizer.step = counted
+    before: list[int] = []
+    peaks: list[int] = []
+    batch = scored(worker)
+    worker.update(batch, update(batch, 2, minis=4))
+    sizes = [sum(2 * local(each).nbytes for each in group["params"]) for group in optimizer.param_groups]
+    most = max(a + b for a, b in itertools.pairwise(sorted(sizes)))
+    print(sizes, before, peaks)
+    # torch's foreach kernels need as much as one moment of a layer.
+    assert len(peaks) == 4
+    assert max(peaks) - min(before) < 1.5 * most < sum(sizes) / 2
+    assert worker.offloader.resident_bytes()["optimizer"] == 0
+    save(worker, Path(folder) / "saved")
+    worker.offloader.enter_phase("gen")
+    held = standin.allocated(0)
+    standin.reset_peak(0)
+    worker.load(str(Path(folder) / "saved"), False)
+    weights = sum(local(each).nbytes for each in worker.policy.parameters())
+    assert standin.peak(0) - held <= weights
+
+
 def states(worker: Any) -> list[torch.Tensor]:
     """Return AdamW's moments."""
-    return [each for state in worker.updater.optimizer.state.values() for each in state.values() if each.dim()]
+    of_weights = (worker.updater.optimizer.state[weight] for weight in worker.policy.parameters())
+    return [each for state in of_weights for each in state.values() if each.dim()]
 
 
 def trained(worker: Any) -> list[torch.Tensor]:
     """Return weights and moments, on the host."""
     worker.offloader.enter_phase("update_actor", whole=True)
-    return [each.full_tensor().cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
+    return [local(each).cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
 
 
 def save(role: Any, folder: Path, copies: bool = True, export: bool = True, meanwhile: Any = None) -> dict[str, Any]:

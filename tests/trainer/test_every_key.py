@@ -61,7 +61,7 @@ IS, RS, BYPASS = (
 OPTIM, FSDP, LOSS, KL_CTRL = ACTOR + "optim.", ACTOR + "fsdp_config.", ACTOR + "policy_loss.", ALGORITHM + "kl_ctrl."
 GROUPS = [
     (OPTIM, {}, {"lr": 0.001, "lr_warmup_steps": 2, "lr_warmup_steps_ratio": 0.5, "lr_scheduler_type": "cosine"}),
-    (OPTIM, {}, {"weight_decay": 0.9, "betas": "[0.5,0.6]", "clip_grad": 1e-6, "eps": 0.1}),
+    (OPTIM, {}, {"weight_decay": 0.9, "betas": "[0.5,0.6]", "clip_grad": 1e-6, "eps": 0.1, "moments": "bfloat16"}),
     (OPTIM, COSINE, {"min_lr_ratio": 0.5, "num_cycles": 2.0}),
     (FSDP, None, {"param_offload": True, "optimizer_offload": True, "fsdp_size": 1}),
     (FSDP, {}, {"model_dtype": "bfloat16", "compute_dtype": "bfloat16", "reshard_after_forward": False}),

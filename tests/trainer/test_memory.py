@@ -175,6 +175,22 @@ def test_an_engine_without_room_for_its_cache_is_seen(planned, free_mib):
     assert "Set actor_rollout_ref.rollout.gpu_memory_utilization=0.15, or" in problem
 
 
+def test_an_offloaded_optimizer_leaves_the_update(planned):
+    peaks = {}
+    for name, changes in {
+        "here": {},
+        "offloaded": {A + "fsdp_config__optimizer_offload": True},
+        "half": {A + "optim__moments": "bfloat16"},
+    }.items():
+        peaks[name] = forecast(*planned(**changes), None, ("update_actor",))["update_actor"]
+    moments = pytest.approx(PARAMETERS * 8 / 64, rel=1e-3)
+    assert peaks["here"]["optimizer"] == moments
+    assert peaks["offloaded"]["optimizer"] == 0
+    assert peaks["half"]["optimizer"] * 2 == moments
+    # Two buffers of the largest weight come only when the activations are gone.
+    assert peaks["here"].total() - peaks["offloaded"].total() == moments
+
+
 def test_a_node_without_room_for_pinned_copies_is_warned_of(planned):
     offload = {f"actor_rollout_ref__actor__fsdp_config__{name}_offload": True for name in ("param", "optimizer")}
     cfg, plan = planned(**offload, trainer__host_memory_gb=20)

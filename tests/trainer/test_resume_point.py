@@ -2,12 +2,15 @@
 
 import json
 import logging
+import pickle
 import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from rltrain import __version__
 from rltrain.common.errors import CheckpointError, ConfigError
@@ -67,6 +70,22 @@ def test_what_a_checkpoint_was_made_of_must_stay(folder, before, key, then, now)
     # Checkpoints that were made before the key existed resume.
     change_record(folder, 1, lambda record: record["frozen"].pop(key))
     assert find_resume_point(same if before == GRPO else other, folder, None).step == 1
+
+
+def test_moments_of_another_dtype_are_reported(folder, caplog):
+    saver, cfg = saver_of(folder, GRPO)
+    saver.save(1, Progress())
+    saved = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([1]), [])
+    (actor := folder.step_folder(1) / "actor").mkdir(exist_ok=True)
+    (actor / ".metadata").write_bytes(pickle.dumps(Metadata({"optimizer.weight.exp_avg": saved}, storage_data={})))
+    with caplog.at_level(logging.WARNING):
+        find_resume_point(cfg, folder, None)
+    key = "actor_rollout_ref.actor.optim.moments"
+    assert f"{key}=auto: the moments in {actor} are in bfloat16, and are converted to float32." in caplog.text
+    assert f"set {key}=bfloat16" in caplog.text
+    caplog.clear()
+    find_resume_point(saver_of(folder, GRPO, f"{key}=bfloat16")[1], folder, None)
+    assert "moments" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def room(free: int, *, offload: bool = False) -> OffloadManager:
     found = OffloadManager(Card())
     found.device.free = free
     weights = torch.nn.Parameter(torch.zeros(1 << 20))
-    found.add_optimizer(torch.optim.AdamW([weights]), "update_actor", offload=offload)
+    found.add_optimizer(torch.optim.AdamW([weights]), offload=offload)
     return found
 
 

@@ -71,6 +71,9 @@ class OptimConfig:
     tiny gradients smaller."""
     clip_grad: float = key(1.0, over=0)
     """Largest global gradient norm (actor.grad_clip is the old name)."""
+    moments: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of AdamW's two moments between steps; auto: that of the weights (model_dtype). bfloat16 halves their
+    memory; the second moment is rounded stochastically."""
 
 
 @dataclass
@@ -105,7 +108,7 @@ class FSDPConfig(ShardingConfig):
     """Sharding and offloading of a trained model."""
 
     optimizer_offload: bool = key(False, only_with=_ON_DEVICE)
-    """Keep the optimizer state in host memory outside the update."""
+    """Keep the optimizer state in host memory. A step copies it to the device layer by layer."""
     model_dtype: Dtype = "float32"
     """dtype of the master weights."""
     use_no_sync_for_gradient_accumulation: bool = False

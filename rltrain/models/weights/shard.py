@@ -225,7 +225,7 @@ def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: Slic
             values = weights[name][rows]
         else:
             values = checkpoint.rows(name, rows.start, rows.stop, parameter.dtype)
-        _local(parameter).copy_(values[within])
+        local(parameter).copy_(values[within])
     for name, buffer in packed.named_buffers():
         buffer.copy_(checkpoint.buffers[huggingface_name(name)])
 
@@ -276,6 +276,17 @@ def _spread_experts(packed: PackedModel, mesh: Mesh, held: dict[str, Any]) -> No
         fully_shard(part, mesh=mesh.experts[tuple(others)], shard_placement_fn=lambda _: Shard(1), **held)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor sharded like ``tensor``, with ``local`` as this rank's shard."""
+    # Do not use `from_local`, which would move host tensors to the device.
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+
+
 def reshard(packed: PackedModel) -> None:
     """Free gathered weights. Call it after forward-only passes, before shards are read or changed."""
     for module in packed.modules():
@@ -287,27 +298,22 @@ def reshard(packed: PackedModel) -> None:
 def _hand_out(packed: PackedModel, source: dict[str, Tensor] | None) -> None:
     """Broadcast ``source`` from rank 0 into the shards, some rows at a time. It is None on other ranks."""
     for name, parameter in packed.named_parameters():
-        local, (rows, *others) = _local(parameter), _place_here(parameter)
+        shard, (rows, *others) = local(parameter), _place_here(parameter)
         step = max(1, _PIECE_BYTES // max(math.prod(parameter.shape[1:]) * parameter.element_size(), 1))
         for at in range(0, parameter.shape[0], step):
             end = min(at + step, parameter.shape[0])
-            piece = torch.empty(end - at, *parameter.shape[1:], dtype=parameter.dtype, device=local.device)
+            piece = torch.empty(end - at, *parameter.shape[1:], dtype=parameter.dtype, device=shard.device)
             if source:
                 piece.copy_(source[huggingface_name(name)][at:end])
             dist.broadcast(piece, src=0)
             first, last = max(at, rows.start), min(end, rows.stop)
             if first < last:
                 within = (slice(first - at, last - at), *others)
-                local[first - rows.start : last - rows.start] = piece[within]
+                shard[first - rows.start : last - rows.start] = piece[within]
     for name, buffer in packed.named_buffers():
         if source:
             buffer.copy_(source[huggingface_name(name)])
         dist.broadcast(buffer, src=0)
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local().detach()
 
 
 def _place_here(parameter: nn.Parameter) -> list[slice]:

@@ -63,6 +63,11 @@ class ModelSpec:
     """True to offload the model in phases that do not need it (`specs_of`)."""
 
     @property
+    def trained_dtype(self) -> torch.dtype:
+        """dtype of the trained weights."""
+        return self.lora.dtype if self.lora else self.master_dtype
+
+    @property
     def section(self) -> str:
         """Config section of the model."""
         return _section(self.role)

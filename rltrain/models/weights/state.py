@@ -18,6 +18,7 @@ from torch import nn
 from rltrain.common.errors import CheckpointError
 from rltrain.models.files.safe import SafeReader, read_metadata
 from rltrain.models.forward import PackedModel
+from rltrain.models.layerwise_adamw import LayerwiseAdamW
 from rltrain.models.optim import LossScale
 from rltrain.models.routing import correction_biases
 from rltrain.models.vision import tower
@@ -131,10 +132,15 @@ def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, keep: 
 
     Before the first step it is created here: as AdamW would create it, or on the host if ``keep`` is False.
     """
+    dtype = None
+    if isinstance(optimizer, LayerwiseAdamW):
+        dtype = optimizer.dtype
+        if keep:
+            optimizer.allocate()
     if state := optimizer.state[parameter]:
         return state
     device = parameter.device if keep else torch.device("cpu")
     # The fused kernel reads the step count on the weight's device.
     state["step"] = torch.zeros((), dtype=torch.float32, device=device if optimizer.defaults["fused"] else "cpu")
-    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, device=device) for _ in range(2))
+    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, device=device, dtype=dtype) for _ in range(2))
     return state if keep else optimizer.state.pop(parameter)

@@ -20,13 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.common import __version__
+from rltrain.common.device import get_device, resolve_dtype
 from rltrain.common.errors import CheckpointError
 from rltrain.common.logs import count, waiting
 from rltrain.common.storage import patiently
-from rltrain.config.passes import ROLES, has_critic, has_reference
+from rltrain.config.passes import ROLES, Role, has_critic, has_reference
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.models.files.digest import digest_of_weights
+from rltrain.models.files.safe import METADATA, read_metadata
+from rltrain.models.optim import moments_dtype
 from rltrain.run.checkpoints.folder import Checkpoints
 from rltrain.run.checkpoints.manifest import THINNED, has_digests, large_files, read_record, size_of
 from rltrain.runtime.group import WorkerGroup
@@ -133,6 +136,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
             _refuse_other_run(cfg, folder, record, dataset, images)
             if problem := other_weights(record, cfg):
                 raise CheckpointError(f"{folder} cannot be resumed from: {problem}")
+            _report_converted_moments(cfg, folder)
         # Check here, because the workers would detect the problem only after the models are loaded.
         needs_critic = has_critic(cfg) and not cfg.trainer.val_only
         if needs_critic and not patiently(folder, (folder / "critic").is_dir):
@@ -150,6 +154,25 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
         why = f", by the same command (trainer.resume_mode={trainer.resume_mode})" if continued else ""
         log.info("%s %s: %s%s", "weights:" if trainer.val_only else "resuming from", folder, content, why)
     return start
+
+
+def _report_converted_moments(cfg: Config, folder: Path) -> None:
+    """Log a note for each role whose moments in ``folder`` have a dtype other than those of this run."""
+    trained: tuple[Role, ...] = ("actor", "critic") if has_critic(cfg) else ("actor",)
+    for role in trained if not cfg.trainer.val_only else ():
+        if not patiently(file := folder / role / METADATA, file.exists):
+            continue
+        weights = resolve_dtype(get(cfg, f"{ROLES[role].fsdp}.model_dtype"), get_device(cfg.trainer.device))
+        key = f"{ROLES[role].section}.optim"
+        now = moments_dtype(get(cfg, key), weights)
+        saved: dict[str, Any] = read_metadata(folder / role).state_dict_metadata
+        for then in {value.properties.dtype for name, value in saved.items() if name.endswith(".exp_avg")} - {now}:
+            name = str(then).removeprefix("torch.")
+            log.warning(
+                "note: %s.moments=%s: the moments in %s are in %s, and are converted to %s. To keep them, set "
+                "%s.moments=%s.", key, get(cfg, key).moments, folder / role, name, str(now).removeprefix("torch."),
+                key, name,
+            )  # fmt: skip
 
 
 def _refuse_thinned(cfg: Config, folder: Path, record: dict[str, Any]) -> None:

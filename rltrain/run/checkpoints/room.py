@@ -25,8 +25,8 @@ _BY_TIME = 2
 def checkpoint_bytes(actor: ActorConfig, passes: StepPasses, num_parameters: int, num_trained: int) -> int:
     """Return the estimated size of a checkpoint in bytes.
 
-    It contains float32 weights and two moments per trained weight (also of a critic), the exported model, and a moving
-    reference.
+    It contains float32 weights and two moments, at most float32, per trained weight (also of a critic), the exported
+    model, and a moving reference.
     """
     copies = ("hf_model" in actor.checkpoint.save_contents) + passes.reference_moves
     return 12 * num_trained + 12 * num_parameters * ("critic" in passes.roles) + 4 * num_parameters * copies

@@ -31,6 +31,7 @@ from rltrain.config.schema.model import FSDPConfig, OptimConfig
 from rltrain.models.attention.packing import pays_to_share
 from rltrain.models.experts import parts_with_experts
 from rltrain.models.forward import PolicyModel
+from rltrain.models.optim import moments_dtype
 from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.names import ADAPTER, Part, gathered_weights
 from rltrain.models.weights.shard import empty_packed
@@ -129,6 +130,14 @@ class _Role:
             learning += size if each.requires_grad else 0
         return weights, learning, elements
 
+    @property
+    def moments(self) -> int:
+        """Bytes of the optimizer's moments, on the device or on the host."""
+        if not self.learns or self.optim is None:
+            return 0
+        weights = self.spec.trained_dtype
+        return 2 * self.sizes[1] * moments_dtype(self.optim, weights).itemsize // weights.itemsize
+
     @cached_property
     def slot(self) -> int:
         """Elements of a slot for the role's adapters in an engine whose slots have fixed ranks."""
@@ -139,10 +148,9 @@ class _Role:
 
     def resting(self, phase: str) -> Owners:
         """Return the resident memory in ``phase``, without the memory of its computation."""
-        weights, learning, _ = self.sizes
         return Counter({
-            "weights": weights if phase in self.phases or not self.offload else 0,
-            "optimizer": 2 * learning if self.learns and (phase in self.learns or not self.optimizer_offload) else 0,
+            "weights": self.sizes[0] if phase in self.phases or not self.offload else 0,
+            "optimizer": 0 if self.optimizer_offload else self.moments,
         })  # fmt: skip
 
     def peak(self, device: Device, batch: Batch, work: Work, key: str) -> Owners:
@@ -233,8 +241,9 @@ def _passes(cfg: Config, plan: Plan, device: Device, roles: Mapping[str, _Role])
         batch = fullest(cfg, budget, samples)
         assert model.optim is not None
         once = isinstance(model.spec.fsdp, FSDPConfig) and model.spec.fsdp.use_no_sync_for_gradient_accumulation
-        work = update(model.optim, -(-samples // len(batch)), entropy, learns, once)
-        return model.peak(device, batch, work, f"{budget} {samples} {entropy} {learns} learns")
+        work = update(model.optim, -(-samples // len(batch)), entropy, learns, once, model.optimizer_offload)
+        moments = f"{model.optim.moments} {model.optimizer_offload}"
+        return model.peak(device, batch, work, f"{budget} {samples} {entropy} {learns} {moments} learns")
 
     def update_critic() -> Owners:
         return learn("update_critic", plan.critic_prompts_per_mini_batch * plan.answers_per_prompt)

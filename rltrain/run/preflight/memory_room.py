@@ -123,8 +123,8 @@ def host_forecast(cfg: Config, plan: Plan) -> Counter[str]:
         offloaded += weights if role.offload else 0
         if not role.learns:
             continue
-        offloaded += 2 * learning if role.optimizer_offload else 0
-        copies += 3 * learning * per_node
+        offloaded += role.moments if role.optimizer_offload else 0
+        copies += (learning + role.moments) * per_node
         if role.spec.activation_offload:
             text, budget = role.spec.load_config().get_text_config(), plan.budgets[role.learns[0]]
             rows = budget.max_tokens or (budget.max_samples or 1) * longest_text(cfg)

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_iter
 from rltrain.common.columns.batch import Batch
 from rltrain.common.device import DEVICES, Device
 from rltrain.config.schema.model import OptimConfig
-from rltrain.models import experts, forward
+from rltrain.models import experts, forward, layerwise_adamw
 from rltrain.models.attention import delta_rule, recurrent, varlen
 from rltrain.models.attention import packed as attention
 from rltrain.models.attention.packing import PackedInputs, pack
@@ -42,7 +42,7 @@ from rltrain.models.attention.ulysses import share_of_row
 from rltrain.models.forward import PackedModel, PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.weights import lora
-from rltrain.models.weights.shard import empty_packed, join_sequences, make_mesh, reshard, spread
+from rltrain.models.weights.shard import empty_packed, join_sequences, local, make_mesh, reshard, spread
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import moments
 
@@ -168,11 +168,6 @@ class Ledger(TorchDispatchMode):
             self.live[owner] -= size
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 # -- a model without memory --------------------------------------------------------------------------------------------
 
 
@@ -208,7 +203,10 @@ def fake_model(
         enter(patch.dict(sys.modules, torch_npu=_Kernels))
         stack.callback(_forget_tables)
         _forget_tables()
-        enter(patch("torch.optim.adam._get_value", lambda step: 1))  # AdamW counts its steps in a tensor
+        # AdamW counts its steps in a tensor.
+        enter(patch("torch.optim.adam._get_value", lambda step: 1))
+        enter(patch.object(layerwise_adamw, "_count", lambda step: 1))
+        enter(patch.object(layerwise_adamw, "host_memory", lambda tensors, _: tensors))  # on the meta device
         enter(patch("torch.autograd.graph.save_on_cpu", _elsewhere))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         ledger = enter(Ledger())
@@ -353,17 +351,19 @@ def forward_only(with_entropy: bool) -> Work:
 
 
 def update(
-    optim: OptimConfig, num_micro_batches: int, with_entropy: bool, entropy_learns: bool, once: bool = False
-) -> Work:
+    optim: OptimConfig, num_micro_batches: int, with_entropy: bool, entropy_learns: bool, once: bool = False,
+    offload: bool = False,
+) -> Work:  # fmt: skip
     """Return the work of an update: up to two micro-batches and a step of AdamW.
 
     The second micro-batch finds existing gradients. once: gradients are reduced only after the last micro-batch.
+    offload: moments are on the host.
     """
 
     def work(packed: Any, ledger: Ledger, inputs: PackedInputs) -> list[Owners]:
         packed.train()
         trained = [each for each in packed.parameters() if each.requires_grad]
-        optimizer = make_optimizer(trained, optim, replace(DEVICES["cpu"], fused_optimizer=False))
+        optimizer = make_optimizer(packed, optim, replace(DEVICES["cpu"], fused_optimizer=False), offload=offload)
         for group in optimizer.param_groups:
             group["foreach"] = True  # as on accelerators
         with ledger.owner("optimizer"):

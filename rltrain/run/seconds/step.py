@@ -14,6 +14,7 @@ from rltrain.config.passes import PASSES, ROLES, Role, step_phases, updates_of
 from rltrain.config.schema import Config
 from rltrain.config.schema.keys import get
 from rltrain.models.forward import model_numbers
+from rltrain.models.optim import moments_dtype
 from rltrain.models.vision import image_cost
 from rltrain.models.weights.shard import empty_packed
 from rltrain.models.weights.spec import ModelSpec, specs_of
@@ -176,8 +177,9 @@ def _passes(
             work = text.with_images(groups, rows, image_cost(sizes, rows, np.ones_like(rows), updates=row.updates))
         speed = pass_speed(name, cfg, plan, sizes, chip, assumed, outside)
         keys = cfg.actor_rollout_ref.actor, cfg.critic.ppo_epochs, cfg.data.seed
-        seconds, parts = time_pass(name, mini_batches_of(name, *keys, plan, assumed), work, plan, sizes, speed)
-        moved = _moved_bytes(name, cfg, plan, sizes) / (assumed.host_gb_per_s * 1e9)
+        mini_batches = mini_batches_of(name, *keys, plan, assumed)
+        seconds, parts = time_pass(name, mini_batches, work, plan, sizes, speed)
+        moved = _moved_bytes(name, cfg, plan, sizes, len(mini_batches)) / (assumed.host_gb_per_s * 1e9)
         found[name] = seconds + moved, parts + (f", host memory {moved:,.2f} s" if moved else "")
     return found
 
@@ -255,13 +257,17 @@ def _of(role: Role, name: str, sizes: Sizes) -> float:
     return sizes.get(f"{role}_{name}", sizes[name])
 
 
-def _moved_bytes(name: str, cfg: Config, plan: Plan, sizes: Sizes) -> float:
-    """Return the bytes that a device loads from host memory for a pass, and writes back after an update."""
+def _moved_bytes(name: str, cfg: Config, plan: Plan, sizes: Sizes, num_steps: int) -> float:
+    """Return the bytes that a device loads from host memory for a pass, and writes back after an update.
+
+    Each of ``num_steps`` optimizer steps loads and writes the moments at the same time, so they count once.
+    """
     role: Role = PASSES[name].role if f"{PASSES[name].role}_num_parameters" in sizes else "actor"
     fsdp, spec = ROLES[role].fsdp, _spec(role, cfg, plan)
     shards = devices_per_copy(spec.fsdp.fsdp_size, plan.num_devices)
     size, learns = spec.master_dtype.itemsize, name in updates_of(role)
     moved = (1 + learns) * size * _of(role, "num_parameters", sizes) if get(cfg, f"{fsdp}.param_offload") else 0.0
     if learns and get(cfg, f"{fsdp}.optimizer_offload"):
-        moved += 2 * 2 * size * _of(role, "trained_parameters", sizes)
+        dtype = moments_dtype(get(cfg, f"{ROLES[role].section}.optim"), spec.trained_dtype)
+        moved += num_steps * 2 * dtype.itemsize * _of(role, "trained_parameters", sizes)
     return moved / shards

@@ -1,19 +1,18 @@
-"""Offloading: models, optimizer states and engines on the device in each phase.
+"""Offloading: models and engines on the device in each phase.
 
 The roles of a process together need more memory than the device has. Each role registers its tensors and the phases
 that need them; `enter_phase` first offloads everything else, so that both are never on the device at once. Transfers
 are slow, so waits are avoided. Host memory is page-locked and kept, because copies of pageable memory go through a
 driver buffer at a fraction of the speed. Onloading runs layer by layer on a separate stream: a forward pass waits at
-each layer only for that layer, and optimizer state arrives while gradients are computed. Unchanged weights are not
-copied to the host again. A save reads tensors wherever they are, so it is not a phase. Left out: overlapping offloading
-with the next phase, because that phase needs the freed memory.
+each layer only for that layer. Unchanged weights are not copied to the host again. A save reads tensors wherever they
+are, so it is not a phase. Offloaded optimizer states stay on the host in every phase (`models.layerwise_adamw`). Left
+out: overlapping offloading with the next phase, because that phase needs the freed memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -24,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from rltrain.common.device import Device, host_memory
 from rltrain.config.passes import UPDATES, Role
-from rltrain.models.weights.shard import reshard
+from rltrain.models.optim import moments_bytes
+from rltrain.models.weights.shard import like, local, reshard
 
 # Phases that write to trained weights: optimizer steps, and loading a checkpoint.
 _WRITTEN_IN = {*UPDATES}
@@ -59,21 +59,16 @@ class OffloadManager:
         self._weight_bytes[role] = sum(local(weight).nbytes for weight in model.parameters() if id(weight) not in known)
         self.models[role] = model
         if offload and self._queue is not None:
-            self._offloadables.append((frozenset(phases), _OffloadableModel(model, self.device, self._queue)))
+            self._offloadables.append((frozenset(phases), _Offloadable(model, self.device, self._queue)))
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, *phases: str, offload: bool) -> None:
-        """Register an optimizer's state; with ``offload`` it is on the host in all phases other than ``phases``."""
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
+        """Register an optimizer; with ``offload`` its state is always on the host (`LayerwiseAdamW`)."""
         self.optimizers.append(optimizer)
         self._not_offloaded += [] if offload else [optimizer]
-        if offload and self._queue is not None:
-            self._offloadables.append((frozenset(phases), _OffloadableState(optimizer, self.device, self._queue)))
 
     def future_optimizer_bytes(self) -> int:
         """Return the bytes that optimizers allocate in their first step and keep on the device: two moments (AdamW)."""
-        weights = [
-            weight for optim in self._not_offloaded for group in optim.param_groups for weight in group["params"]
-        ]
-        return sum(2 * (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes for weight in weights)
+        return sum(map(moments_bytes, self._not_offloaded))
 
     def is_here(self, model: nn.Module) -> bool:
         """Return True if the weights of a model are on the device or being copied to it."""
@@ -148,85 +143,20 @@ class OffloadManager:
         return peaks[0]
 
 
-@dataclass
 class _Offloadable:
-    """Tensors that are either on the device or offloaded to host memory."""
-
-    owner: Any
-    device: Device
-    queue: Any
-    """Stream of the copies."""
-    is_here: bool = True
-    seen: set[str] = field(default_factory=set)
-    """Phases since they were onloaded."""
-    # Host copy of each tensor.
-    _host_copies: dict[Any, Tensor] = field(default_factory=dict)
-    # Event after the last copy of each part.
-    _copy_events: dict[int, Any] = field(default_factory=dict)
-
-    def parts(self) -> list[dict[Any, Tensor]]:
-        """Return groups of tensors by name, in the order in which they are needed."""
-        raise NotImplementedError
-
-    def put(self, tensors: Mapping[Any, Tensor]) -> None:
-        """Replace the tensors of these names."""
-        raise NotImplementedError
-
-    def start_offload(self) -> None:
-        """Queue the copies to the host. The tensors must not be changed before the stream is synchronised."""
-        self.wait_onloaded()
-        self.queue.wait_stream(self.device.current_stream())
-        tensors = self._tensors()
-        missing = [tensor for name, tensor in tensors.items() if name not in self._host_copies]
-        hosts = iter(host_memory([local(tensor) for tensor in missing]))
-        with self.device.on_stream(self.queue):
-            for name, tensor in tensors.items():
-                if is_new := name not in self._host_copies:
-                    self._host_copies[name] = next(hosts)
-                if is_new or self.may_have_changed(tensor):
-                    self._host_copies[name].copy_(local(tensor), non_blocking=True)
-
-    def may_have_changed(self, tensor: Tensor) -> bool:
-        """Return True if the tensor may differ from its copy on the host."""
-        return True
-
-    def finish_offload(self) -> None:
-        """Switch to the copies on the host, which frees device memory."""
-        self.put({name: like(tensor, self._host_copies[name]) for name, tensor in self._tensors().items()})
-        self.is_here = False
-
-    def onload(self) -> None:
-        """Queue the copies to the device, part by part."""
-        parts, device = self.parts(), self.device.torch_device
-        # Memory is allocated on the compute stream, because kernels there may still use memory that was just freed.
-        on_device = {name: torch.empty_like(self._host_copies[name], device=device) for part in parts for name in part}
-        self.queue.wait_stream(self.device.current_stream())
-        for number, part in enumerate(parts):
-            for name, tensor in part.items():
-                # FSDP copies a shard that needs padding on the compute stream, so the shard is onloaded on that stream.
-                stream = self.device.current_stream() if _is_uneven(tensor) else self.queue
-                with self.device.on_stream(stream):
-                    on_device[name].copy_(self._host_copies[name], non_blocking=True)
-            self._copy_events[number] = self.queue.record_event()
-        self.put({name: like(tensor, on_device[name]) for part in parts for name, tensor in part.items()})
-        self.is_here = True
-        self.seen.clear()
-
-    def wait_onloaded(self, part: int | None = None) -> None:
-        """Wait until one part, or all of them, are on the device. The host waits, because FSDP uses further streams."""
-        for number in [part] if part is not None else list(self._copy_events):
-            if event := self._copy_events.pop(number, None):
-                event.synchronize()
-
-    def _tensors(self) -> dict[Any, Tensor]:
-        return {name: tensor for part in self.parts() for name, tensor in part.items()}
-
-
-class _OffloadableModel(_Offloadable):
-    """Parameters of a model sharded by FSDP2. Buffers are small and stay on the device."""
+    """Parameters of a model sharded by FSDP2: on the device, or in host memory. Buffers are small and stay on the
+    device."""
 
     def __init__(self, model: nn.Module, device: Device, queue: Any) -> None:
-        super().__init__(model, device, queue)
+        """``queue``: stream of the copies."""
+        self.owner: Any = model
+        self._device, self._queue = device, queue
+        self.is_here = True
+        self.seen: set[str] = set()
+        """Phases since the parameters were onloaded."""
+        self._host_copies: dict[str, Tensor] = {}
+        # Event after the last copy of each unit.
+        self._copy_events: dict[int, Any] = {}
         # The root is first, because it gathers embedding and head before any layer runs.
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         unit_of = {id(weight): number for number, unit in enumerate(units) for weight in unit.parameters()}
@@ -235,59 +165,61 @@ class _OffloadableModel(_Offloadable):
             self._names[unit_of[id(parameter)]].append(name)
         for number, unit in enumerate(units):
             # Prepended, so that it runs before FSDP's hook, which gathers the weights.
-            unit.register_forward_pre_hook(lambda *_, part=number: self.wait_onloaded(part), prepend=True)
+            unit.register_forward_pre_hook(lambda *_, part=number: self._wait_onloaded([part]), prepend=True)
 
     def start_offload(self) -> None:
+        """Queue the copies to the host. The tensors must not be changed before the stream is synchronised."""
         reshard(self.owner)  # otherwise the gathered weights of the last forward pass would be copied
-        super().start_offload()
+        self._wait_onloaded(list(self._copy_events))
+        self._queue.wait_stream(self._device.current_stream())
+        tensors = dict(self.owner.named_parameters())
+        missing = [tensor for name, tensor in tensors.items() if name not in self._host_copies]
+        hosts = iter(host_memory([local(tensor) for tensor in missing]))
+        with self._device.on_stream(self._queue):
+            for name, tensor in tensors.items():
+                if is_new := name not in self._host_copies:
+                    self._host_copies[name] = next(hosts)
+                if is_new or self._may_have_changed(tensor):
+                    self._host_copies[name].copy_(local(tensor), non_blocking=True)
 
-    def may_have_changed(self, tensor: Tensor) -> bool:
+    def finish_offload(self) -> None:
+        """Switch to the copies on the host, which frees device memory."""
+        self._put(self._host_copies)
+        self.is_here = False
+
+    def onload(self) -> None:
+        """Queue the copies to the device, unit by unit."""
+        parameters, device = dict(self.owner.named_parameters()), self._device.torch_device
+        names = [name for unit in self._names for name in unit]
+        # Memory is allocated on the compute stream, because kernels there may still use memory that was just freed.
+        on_device = {name: torch.empty_like(self._host_copies[name], device=device) for name in names}
+        self._queue.wait_stream(self._device.current_stream())
+        for number, unit in enumerate(self._names):
+            for name in unit:
+                # FSDP copies a shard that needs padding on the compute stream, so the shard is onloaded on that stream.
+                stream = self._device.current_stream() if _is_uneven(parameters[name]) else self._queue
+                with self._device.on_stream(stream):
+                    on_device[name].copy_(self._host_copies[name], non_blocking=True)
+            self._copy_events[number] = self._queue.record_event()
+        self._put(on_device)
+        self.is_here = True
+        self.seen.clear()
+
+    def _may_have_changed(self, tensor: Tensor) -> bool:
         """Return True for trained weights after an update. Tensor versions do not show it with fused kernels."""
         return tensor.requires_grad and not self.seen.isdisjoint(_WRITTEN_IN)
 
-    def parts(self) -> list[dict[Any, Tensor]]:
-        parameters = dict(self.owner.named_parameters())
-        return [{name: parameters[name] for name in names} for names in self._names]
+    def _wait_onloaded(self, units: Sequence[int]) -> None:
+        """Wait until the units are on the device. The host waits, because FSDP uses further streams."""
+        for number in units:
+            if event := self._copy_events.pop(number, None):
+                event.synchronize()
 
-    def put(self, tensors: Mapping[Any, Tensor]) -> None:
-        parameters = dict(self.owner.named_parameters())
-        new = {id(parameters[name]): tensor for name, tensor in tensors.items()}
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the local tensors of the parameters."""
+        new = {id(tensor): like(tensor, tensors[name]) for name, tensor in self.owner.named_parameters()}
         # As in `Module.to`: parameters stay the same objects, and FSDP notices the change.
         self.owner._apply(lambda tensor: new.get(id(tensor), tensor))
-
-
-class _OffloadableState(_Offloadable):
-    """Moments of an optimizer. Step counters are not moved: they are scalars, which fused AdamW needs on the device."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, device: Device, queue: Any) -> None:
-        super().__init__(optimizer, device, queue)
-        optimizer.register_step_pre_hook(lambda *_: self.wait_onloaded())
-
-    def parts(self) -> list[dict[Any, Tensor]]:
-        states = self.owner.state.items()
-        return [
-            {
-                (id(parameter), name): value
-                for parameter, state in states
-                for name, value in state.items()
-                if isinstance(value, Tensor) and value.dim()
-            }
-        ]
-
-    def put(self, tensors: Mapping[Any, Tensor]) -> None:
-        for parameter, state in self.owner.state.items():
-            state.update({name: tensors[id(parameter), name] for name in state if (id(parameter), name) in tensors})
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor sharded like ``tensor``, with ``local`` as this rank's shard."""
-    # Do not use `from_local`, which would move host tensors to the device.
-    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 
 def _is_uneven(tensor: Tensor) -> bool:

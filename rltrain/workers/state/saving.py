@@ -34,12 +34,11 @@ from rltrain.common.env import memory_left
 from rltrain.common.errors import write_error
 from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
-from rltrain.models.optim import LossScale
-from rltrain.models.weights.shard import reshard
+from rltrain.models.optim import LossScale, moments_bytes
+from rltrain.models.weights.shard import like, local, reshard
 from rltrain.models.weights.state import saved_weights, training_state
 from rltrain.runtime.exchange import gather_json
 from rltrain.workers.interface.tasks import SaveTask, Written
-from rltrain.workers.state.offload_manager import like, local
 
 # Share of the free memory that copies may use; the rest is for the running step.
 _SHARE = 0.7
@@ -71,9 +70,10 @@ class StateWriter:
         collective). Call before each save, before any other allocation for it."""
         if not copies:
             return False
-        # Weights and two moments (AdamW). The memory of earlier copies is reused.
-        weights, copies_each = saved_weights(self._packed).values(), 3 if self._optimizer else 1
-        num_bytes = more_bytes + (0 if self._hosts else sum(copies_each * local(weight).nbytes for weight in weights))
+        # The memory of earlier copies is reused.
+        weights = sum(local(weight).nbytes for weight in saved_weights(self._packed).values())
+        moments = moments_bytes(self._optimizer) if self._optimizer else 0
+        num_bytes = more_bytes + (0 if self._hosts else weights + moments)
         free = min(DEVICES["cpu"].free_memory_bytes(), memory_left())
         everybody = gather_json((socket.gethostname(), num_bytes, free))
         of_host: Counter[str] = Counter()

@@ -65,7 +65,8 @@ class Updater:
         trainer: TrainerConfig,
         device: Device,
     ) -> None:
-        self.optimizer = make_optimizer(model.parameters(), optim, device)
+        offload = fsdp.optimizer_offload and not device.is_cpu
+        self.optimizer = make_optimizer(model, optim, device, offload=offload)
         self.loss_scale = LossScale() if resolve_dtype(fsdp.compute_dtype, device) == torch.float16 else None
         self.num_steps = 0
         self._role = role

@@ -32,6 +32,7 @@ from rltrain.models.load import (
     recompute_activations,
     without_dropout,
 )
+from rltrain.models.tensor_layers import local
 from rltrain.models.tensor_parallel import split
 from rltrain.models.vision import tower
 from rltrain.models.weights.finite import check_finite
@@ -105,10 +106,8 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
 
     config: from ``spec.load_config``. Raises ConfigError for every unsupported model, so that a dry run detects it too.
     """
-    attention.register()
     attention.check_layers(config, spec.longest)
-    kinds = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
-    model = empty_model(without_dropout(config), attention.NAME, spec.master_dtype, **kinds)
+    model = _plain(kind, spec, without_dropout(config))
     decoder_layers(model)
     if how := spec.gradient_checkpointing:
         recompute_activations(model, spec.section, how, offload=spec.activation_offload)
@@ -225,7 +224,7 @@ def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: Slic
             values = weights[name][rows]
         else:
             values = checkpoint.rows(name, rows.start, rows.stop, parameter.dtype)
-        _local(parameter).copy_(values[within])
+        local(parameter.detach()).copy_(values[within])
     for name, buffer in packed.named_buffers():
         buffer.copy_(checkpoint.buffers[huggingface_name(name)])
 
@@ -287,27 +286,22 @@ def reshard(packed: PackedModel) -> None:
 def _hand_out(packed: PackedModel, source: dict[str, Tensor] | None) -> None:
     """Broadcast ``source`` from rank 0 into the shards, some rows at a time. It is None on other ranks."""
     for name, parameter in packed.named_parameters():
-        local, (rows, *others) = _local(parameter), _place_here(parameter)
+        shard, (rows, *others) = local(parameter.detach()), _place_here(parameter)
         step = max(1, _PIECE_BYTES // max(math.prod(parameter.shape[1:]) * parameter.element_size(), 1))
         for at in range(0, parameter.shape[0], step):
             end = min(at + step, parameter.shape[0])
-            piece = torch.empty(end - at, *parameter.shape[1:], dtype=parameter.dtype, device=local.device)
+            piece = torch.empty(end - at, *parameter.shape[1:], dtype=parameter.dtype, device=shard.device)
             if source:
                 piece.copy_(source[huggingface_name(name)][at:end])
             dist.broadcast(piece, src=0)
             first, last = max(at, rows.start), min(end, rows.stop)
             if first < last:
                 within = (slice(first - at, last - at), *others)
-                local[first - rows.start : last - rows.start] = piece[within]
+                shard[first - rows.start : last - rows.start] = piece[within]
     for name, buffer in packed.named_buffers():
         if source:
             buffer.copy_(source[huggingface_name(name)])
         dist.broadcast(buffer, src=0)
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local().detach()
 
 
 def _place_here(parameter: nn.Parameter) -> list[slice]:

@@ -36,7 +36,7 @@ def compare(tmp_path, capsys, monkeypatch):
 
     def call(*words, drawn=False):
         if not drawn:  # it takes a second
-            monkeypatch.setattr("rltrain.tools.compare.save_page", lambda *_: None)
+            monkeypatch.setattr("rltrain.tools.compare.write_text", lambda *_: None)
         code, out = main([*map(str, words)]), tmp_path / "compare" / "compare.json"
         printed = capsys.readouterr()
         found = json.loads(out.read_text()) if out.exists() else None

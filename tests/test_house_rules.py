@@ -170,9 +170,9 @@ def lines_of_code(text: str) -> int:
     return len(lines)
 
 
-# Lines of code of the library without converters, rounded up to the next hundred. A ratchet: it falls with the library
+# Lines of code of the library without converters, rounded up to the next ten. A ratchet: it falls with the library
 # and rises only by a number that was granted before the work.
-LIBRARY_CEILING = 41_900
+LIBRARY_CEILING = 41_440
 
 
 def test_the_library_only_shrinks():
@@ -180,11 +180,12 @@ def test_the_library_only_shrinks():
     assert lines_of_code('"""Doc."""\n\n# why\nx = 1\n') == 1
     library = [file for file in FILES if "data_preprocess" not in file.parts]
     size = sum(lines_of_code(file.read_text()) for file in library)
-    assert -(-size // 100) * 100 == LIBRARY_CEILING, f"{size} lines: remove some, or lower the ceiling to the size"
+    assert -(-size // 10) * 10 == LIBRARY_CEILING, f"{size} lines: remove some, or lower the ceiling to the size"
 
 
-# The same of tests/: lines of code, rounded likewise; and lines that replace parts of the library or reach into them.
-TESTS_CEILINGS = {"lines": 36_900, "monkeypatch.setattr": 80, "private attributes": 74}
+# The same of tests/: lines of code, rounded up to the next hundred; and lines that replace parts of the library or
+# reach into them.
+TESTS_CEILINGS = {"lines": 36_800, "monkeypatch.setattr": 80, "private attributes": 74}
 # Reads of the clock and sleeps for a fixed time in tests: how many, and why nothing else does.
 CLOCK = {
     "tests/clock.py": (1, "it does both for all other tests"),

@@ -205,7 +205,10 @@ class Chat:
             await self._request_turn()
         turn = self._next_turns.pop(0)
         self.turns.append(turn)
-        self.messages.append({"role": "assistant", "content": turn.text} | _calls_of(turn))
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls
+        ]
+        self.messages.append({"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {}))
         return turn
 
     async def _request_turn(self) -> None:
@@ -381,8 +384,3 @@ def _as_text(arguments: dict[str, Any]) -> str:
         return json.dumps(arguments, ensure_ascii=False, default=str)
     except (TypeError, ValueError):  # from a user's call format
         return repr(arguments)
-
-
-def _calls_of(turn: Turn) -> Message:
-    calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls]
-    return {"tool_calls": calls} if calls else {}

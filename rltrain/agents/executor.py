@@ -218,7 +218,8 @@ class Executor:
         elif now - self._last_reply > (self._silent_s if self._is_ready else START_TIMEOUT_S):
             if self._pending or not self._is_ready:
                 self._replace_process(f" has sent nothing for {now - self._last_reply:.0f} s")
-        elif self._has_stuck_calls():
+        # Cancelled calls keep running in threads that never end, and slow down all others.
+        elif self._stuck_s > (self._silent_s if self._pending else 0):
             self._replace_process(" had calls that never ended")
         elif now - self._last_ping > _PING_S and self._is_ready:
             self._last_ping = now
@@ -229,10 +230,6 @@ class Executor:
             return self._process.channel.recv(1 << 20)
         except OSError:
             return b""
-
-    def _has_stuck_calls(self) -> bool:
-        """Return True if cancelled calls keep running, because threads that never end slow down all others."""
-        return self._stuck_s > (self._silent_s if self._pending else 0)
 
     def _handle_line(self, text: bytearray) -> bool:
         """Handle a line from the process. Return False if it is invalid."""

@@ -27,7 +27,7 @@ _users: list[object] = []
 def importable() -> Iterator[None]:
     """Make the names importable within the context. Threads of one process may overlap."""
     user = object()
-    if not _users and not _installed():
+    if not (_users or "verl" in sys.modules or importlib.util.find_spec("verl")):
         sys.modules.update(_modules())
     _users.append(user)
     try:
@@ -38,10 +38,6 @@ def importable() -> Iterator[None]:
             for name, module in _modules().items():
                 if sys.modules.get(name) is module:
                     del sys.modules[name]
-
-
-def _installed() -> bool:
-    return "verl" in sys.modules or importlib.util.find_spec("verl") is not None
 
 
 class _Record:

@@ -114,7 +114,7 @@ def driver_environment(*more: str | None) -> dict[str, str]:
 
 
 def adopt(environment: dict[str, str]) -> None:
-    """Set the driver's variables in a worker, except variables that this node has set."""
+    """Set variables, such as the driver's in a worker, except variables that this node has set."""
     for name, value in environment.items():
         os.environ.setdefault(name, value)
 
@@ -332,37 +332,33 @@ def use_token(token: str) -> None:
 
 def prepare_vllm(rank: int, world: int) -> None:
     """Set the environment of a worker before vLLM is imported, whose engine runs inside this process."""
-    variables = {
+    adopt({
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # GiB of key-value cache on the CPU backend, which uses the worker's threads.
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    })  # fmt: skip
     # The values that torchrun would set. The process group already exists, so the address is unused.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     # The newer runner, the default on GPUs, does not support a custom sampler.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "1")
 
 
 def prepare_sglang(num_devices: int) -> None:
     """Set the environment of a worker process before SGLang starts an engine over ``num_devices`` devices."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    variables = {
+    adopt({
         # SGLang's context may exceed the model's positions by a few tokens, which no sequence uses.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # Trainers use slightly different memory per device, but SGLang rejects differences above a tenth.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         # On the CPU, SGLang would otherwise require a socket (NUMA node) for each of several processes.
         **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_devices)} if num_devices > 1 else {}),
-    }
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+    })  # fmt: skip
 
 
 def work_offline() -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from rltrain.common.background import heartbeat
 from rltrain.common.clock import SYSTEM, Backoff
 from rltrain.common.errors import DataError, StorageError, write_error
 
@@ -102,6 +103,18 @@ def lines_of(file: Path, keepends: bool = False) -> list[str]:
         return patiently(file, partial(file.read_text, encoding="utf-8", errors="replace")).splitlines(keepends)
     except FileNotFoundError:
         return []
+
+
+def sync(path: Path) -> int:
+    """Sync a file or folder to disk. Return its size, which is reliable on network storage once the file is open."""
+    heartbeat()  # a checkpoint has many files
+    # A folder can only be opened for reading, which is enough for fsync.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -196,18 +196,36 @@ def tensor_problems(config: Config) -> Iterator[str]:
             yield f"{key}={size} does not divide fsdp_size={fsdp.fsdp_size}, the ranks of a copy. Use a divisor."
         if getattr(fsdp, "use_torch_compile", False):
             yield f"{key}={size}: layers that share matrices are not compiled. Leave {row.fsdp}.use_torch_compile out."
-    together: dict[Role, dict[str, bool]] = {
-        "ref": {
-            "actor_rollout_ref.actor.kl_loss_type=full": roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full",
-            "algorithm.kl_penalty=full": config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full",
-            "actor_rollout_ref.ref.update_every_steps": bool(roles.ref.update_every_steps),
-            "LoRA": roles.model.uses_lora,
-        },
-        "teacher": {
-            f"loss_mode={config.distillation.distillation_loss.loss_mode}": config.distillation.compares_all,
-        },
-    }  # fmt: skip
-    for name, reasons in together.items():
+    reasons = reasons_to_match_actor(config)
+    reasons["ref"] += ["actor_rollout_ref.ref.update_every_steps"] if roles.ref.update_every_steps else []
+    for name in reasons:
         key = f"{ROLES[name].fsdp}.tensor_parallel_size"
-        for why in (why for why, holds in reasons.items() if holds and tensor_size(config, name) != actor):
+        for why in reasons[name] if tensor_size(config, name) != actor else []:
             yield f"{key}={get(config, key)}: with {why} it must divide weights like the actor. Use {key}={actor}."
+
+
+def sequence_problems(config: Config) -> Iterator[str]:
+    """Yield errors for models that compute together with the actor but split sequences differently."""
+    for role, reasons in reasons_to_match_actor(config).items():
+        section, model = ROLES[role].section, {"ref": "reference"}.get(role, role)
+        for name in ("ulysses_sequence_parallel_size", "ring_attention_size"):
+            key = f"{section}.{name}"
+            size, actor = get(config, key), get(config, f"actor_rollout_ref.actor.{name}")
+            for why in reasons if size != actor else []:
+                yield (
+                    f"{key}={size}: with {why} actor and {model} share the devices of a sequence. Use {key}={actor}, "
+                    "as the actor."
+                )
+
+
+def reasons_to_match_actor(config: Config) -> dict[Role, list[str]]:
+    """Return the settings with which a model computes together with the actor, by role."""
+    roles, distillation = config.actor_rollout_ref, config.distillation
+    of_reference = {
+        "actor_rollout_ref.actor.kl_loss_type=full": roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full",
+        "algorithm.kl_penalty=full": config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full",
+        "LoRA": roles.model.uses_lora,
+    }
+    of_teacher = {f"loss_mode={distillation.distillation_loss.loss_mode}": distillation.compares_all}
+    by_role: dict[Role, dict[str, bool]] = {"ref": of_reference, "teacher": of_teacher}
+    return {role: [why for why, holds in reasons.items() if holds] for role, reasons in by_role.items()}

@@ -14,7 +14,7 @@ from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import is_plugin, plugin_file
 from rltrain.common.storage import converter_hint, matching
 from rltrain.config.agents import several_turns
-from rltrain.config.budgets import budget_problems, tensor_problems
+from rltrain.config.budgets import budget_problems, sequence_problems, tensor_problems
 from rltrain.config.engine_rules import engine_problems, replay_problems, supervised_problems, tail_problems
 from rltrain.config.loaded import LoadedConfig
 from rltrain.config.passes import has_critic, has_reference, step_phases
@@ -80,8 +80,8 @@ def broken_rules(loaded: LoadedConfig) -> list[str]:
     rules += [name_problems(trainer), _run(config)]
     # An evaluation is usually a training command with one more key, so keys that only training needs are allowed.
     if "actor" in roles_of(config):
-        rules += [rule(config) for rule in (_mixing, _precision, _comparison, _correction, _entropy, _shared_sequences)]
-        rules.append(tensor_problems(config))
+        rules += [rule(config) for rule in (_mixing, _precision, _comparison, _correction, _entropy)]
+        rules += [tensor_problems(config), sequence_problems(config)]
         rules += [reward_terms(config.scoring, algorithm), tail_problems(config), replay_problems(config)]
         rules.append(supervised_problems(config))
         rules.append(asked_of_scorers(config.reward_model, algorithm, config.data.sampler.name))
@@ -346,33 +346,6 @@ def _mixing(config: Config) -> Iterator[str]:
         yield f"data.mixing={as_text(mixing)}: every weight is 0, so no prompt is left. Set one above 0."
     if mixing and sampler != "shuffle":
         yield f"data.mixing and data.sampler.name={sampler} both choose the prompts of a batch. Keep one of them."
-
-
-def _shared_sequences(config: Config) -> Iterator[str]:
-    """Yield errors for models that compute together with the actor but split sequences differently."""
-    for name in ("ulysses_sequence_parallel_size", "ring_attention_size"):
-        yield from _shared_by(config, name)
-
-
-def _shared_by(config: Config, name: str) -> Iterator[str]:
-    roles, key = config.actor_rollout_ref, f"{_A}ref.{name}"
-    actor, ref = getattr(roles.actor, name), getattr(roles.ref, name)
-    distillation, of_teacher = config.distillation, f"distillation.teacher.{name}"
-    if distillation.compares_all and (size := getattr(distillation.teacher, name)) != actor:
-        yield (
-            f"{of_teacher}={size}: with loss_mode={distillation.distillation_loss.loss_mode} actor and teacher share "
-            f"the devices of a sequence. Use {of_teacher}={actor}, as the actor."
-        )
-    together = {
-        f"{_A}actor.kl_loss_type=full": roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full",
-        "algorithm.kl_penalty=full": config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full",
-        "LoRA": roles.model.uses_lora,
-    }
-    for why in (why for why, shared in together.items() if shared and actor != ref):
-        yield (
-            f"{key}={ref}: with {why} actor and reference share the devices of a sequence. Use {key}={actor}, as the "
-            "actor."
-        )
 
 
 def _run(config: Config) -> Iterator[str]:

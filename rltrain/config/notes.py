@@ -46,11 +46,7 @@ def unused_keys(loaded: LoadedConfig) -> dict[str, str]:
     for source in (
         _not_read,
         _unused_by_engine,
-        _given_adapter,
-        _one_copy,
-        _own_attention,
-        _full_old_log_prob_pass,
-        _complete_checkpoints,
+        _decided_by_others,
         _conditions,
         lambda loaded: unused_sizes(loaded.config),
     ):
@@ -193,36 +189,22 @@ def _unused_by_engine(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
             yield key, f"{name} has no such argument any more"
 
 
-def _given_adapter(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    if loaded.config.actor_rollout_ref.model.lora_adapter_path is not None:
+def _decided_by_others(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+    """Yield keys whose value another key, or rltrain itself, decides."""
+    trainer, roles = loaded.config.trainer, loaded.config.actor_rollout_ref
+    if roles.model.lora_adapter_path is not None:
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
             yield f"{_A}model.{name}", "lora_adapter_path determines rank, scale and layers"
-
-
-def _one_copy(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    trainer, size = loaded.config.trainer, loaded.config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    if size >= trainer.nnodes * trainer.n_gpus_per_node:
+    if roles.actor.fsdp_config.fsdp_size >= trainer.nnodes * trainer.n_gpus_per_node:
         yield f"{_A}actor.fsdp_config.fsdp_size", "all devices share one copy of the weights anyway"
-
-
-def _own_attention(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
     for model in (_A + "model", "critic.model"):
         if "attn_implementation" in get(loaded.config, model).override_config:
-            yield (
-                f"{model}.override_config.attn_implementation",
-                "attention always runs over packed sequences, in rltrain's code",
-            )
-
-
-def _full_old_log_prob_pass(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
+            key = f"{model}.override_config.attn_implementation"
+            yield key, "attention always runs over packed sequences, in rltrain's code"
     if loaded.config.algorithm.rollout_correction.bypass_mode:
         yield f"{_A}actor.recompute_old_log_prob", "with bypass_mode there is no old_log_prob pass"
     elif keys := needs_all_old_log_probs(loaded.config):
         yield f"{_A}actor.recompute_old_log_prob", f"the old_log_prob pass covers all samples because of {keys[0]}"
-
-
-def _complete_checkpoints(loaded: LoadedConfig) -> Iterator[tuple[str, str]]:
-    contents = set(loaded.config.actor_rollout_ref.actor.checkpoint.save_contents)
-    if left_out := sorted({"model", "optimizer", "extra"} - contents):
+    if left_out := sorted({"model", "optimizer", "extra"} - set(roles.actor.checkpoint.save_contents)):
         why = f"{', '.join(left_out)} omitted, but always saved, so that every checkpoint can be resumed"
         yield f"{_A}actor.checkpoint.save_contents", why

@@ -121,22 +121,15 @@ def mixed_order(rows: Rows, weights: Mapping[str, Any], batch_size: int, seed: i
     of_row = np.array(names)
     parts = [np.flatnonzero(of_row == name) for name in shares]
     for (name, share), part in zip(shares.items(), parts, strict=True):
-        most = batch_size if len(shares) == 1 else min(batch_size, _max_prompts(share, batch_size))
+        # Among n consecutive multiples of the golden ratio, an interval gets at most 1.1 + 0.4 ln n more than its
+        # length's share (counted for n up to 2^15; the excess grows with ln n).
+        most = min(batch_size, int(share * batch_size + 1.1 + 0.4 * math.log(batch_size)))
         if len(part) < most:
             raise ConfigError(
                 f"{_KEY}: '{name}' has {len(part)} prompts, and a batch of {batch_size} takes up to {most} of them. "
                 f"Lower its weight ({share:.0%} of the prompts) or data.train_batch_size, or provide more prompts."
             )
     return MixedOrder(len(rows), batch_size, seed, parts, list(shares.values()), shuffle)
-
-
-def _max_prompts(share: float, batch_size: int) -> int:
-    """Return the maximum number of prompts in a batch for a part with this share.
-
-    Among n consecutive multiples of the golden ratio, an interval gets at most 1.1 + 0.4 ln n more than its length's
-    share (counted for n up to 2^15; the excess grows with ln n).
-    """
-    return int(share * batch_size + 1.1 + 0.4 * math.log(batch_size))
 
 
 def _weight_name(weights: Mapping[str, Any], source: str, file: str) -> str | None:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
+from unittest import mock
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -120,9 +121,8 @@ def start_ray(cfg: ClusterConfig) -> bool:
         arguments["runtime_env"] = runtime | {"env_vars": variables}
     try:
         with contextlib.ExitStack() as stack:
-            if arguments["address"] == "local":
-                stack.enter_context(_on_this_machine())
-                stack.enter_context(_without(_unasked(arguments)))
+            for patch in _patches_of_local_ray(arguments) if arguments["address"] == "local" else []:
+                stack.enter_context(patch)
             _init(arguments)
     except (ValueError, TypeError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         arguments_shown = {**settings, "address": address} if address else settings
@@ -177,41 +177,19 @@ def _check_limits() -> None:
         )
 
 
-@contextlib.contextmanager
-def _on_this_machine() -> Iterator[None]:
-    """Make a local Ray that starts inside the context listen on the loopback only, unreachable from other hosts."""
+def _patches_of_local_ray(arguments: dict[str, Any]) -> list[Any]:
+    """Return contexts for settings of a local Ray that are no arguments of ray.init: it listens on the loopback only,
+    unreachable from other hosts, and starts no process that a run does not need (each takes a second of CPU and 100
+    MB).
+    """
+    unused = {"start_monitor": True, "start_log_monitor": not arguments["log_to_driver"],
+              "start_api_server": not arguments["include_dashboard"]}  # fmt: skip
     # Ray's mode for desktops, enabled by a variable that it reads on import. It does not accept 127.0.0.1 as an
     # address.
-    constants, name = ray._private.ray_constants, "ENABLE_RAY_CLUSTER"
-    before = getattr(constants, name, True)
-    setattr(constants, name, False)
-    try:
-        yield
-    finally:
-        setattr(constants, name, before)
-
-
-def _unasked(arguments: dict[str, Any]) -> list[str]:
-    """Return processes that Ray starts but a run does not need; each takes a second of CPU and 100 MB."""
-    return [
-        "start_monitor",
-        *(["start_log_monitor"] if not arguments["log_to_driver"] else []),
-        *(["start_api_server"] if not arguments["include_dashboard"] else []),
-    ]
-
-
-@contextlib.contextmanager
-def _without(parts: list[str]) -> Iterator[None]:
-    """Disable these parts of a Ray that starts inside the context. ray.init has no argument for it."""
+    loopback = mock.patch.object(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False, create=True)
     node = ray._private.node.Node
-    before = {name: getattr(node, name) for name in parts if hasattr(node, name)}
-    for name in before:
-        setattr(node, name, lambda self, **_: None)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(node, name, method)
+    names = [name for name, is_unused in unused.items() if is_unused and hasattr(node, name)]
+    return [loopback, *(mock.patch.object(node, name, return_value=None) for name in names)]
 
 
 def _init(arguments: dict[str, Any]) -> None:

@@ -7,13 +7,9 @@ be applied twice. So any error ends all workers, and the run resumes from a chec
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import secrets
-import signal
-import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +25,7 @@ from rltrain.common.device import Device
 from rltrain.common.env import driver_environment, worker_environment
 from rltrain.common.errors import AGAIN, RltrainError, WorkerLost
 from rltrain.runtime import ray_watchdog
+from rltrain.runtime.actors import Actors
 from rltrain.runtime.calls import Call, Polls, Stream, bind
 from rltrain.runtime.cluster import lost_node
 from rltrain.runtime.cross_node import RowsByReader, route_calls
@@ -48,12 +45,8 @@ _Ranks = range | None
 
 # Timeout of one poll of results and streams.
 _POLL_S = 0.5
-# Seconds for workers to return their stacks. A worker that does not respond is suspended, or its node is lost.
-_STACKS_S = 5.0
 # Time for workers to leave the process group; busy ones are then killed.
 _LEAVE_S = 10.0
-# Maximum number of ranks named in a message: in a hang, all ranks of a cluster may be late.
-_NAMED_RANKS = 4
 
 
 class Handle(Generic[_Result]):
@@ -104,8 +97,8 @@ class Handle(Generic[_Result]):
             if seconds > limit_s and not _look(waiting)[0]:
                 raise group.hung(self._phase, late, seconds)
             if seconds > limit_s / 2 and not warned:
-                place = group.place(late, self._phase)
-                log.warning("%s: not done after %.0f s; the run ends after %.0f s", place, seconds, limit_s)
+                text = "%s: not done after %.0f s; the run ends after %.0f s"
+                log.warning(text, group.actors.place(late, self._phase), seconds, limit_s)
                 warned = True
             # Wait for one reference, to process a chunk or an error at once. The timeout is for `check` and the
             # deadline, if nothing arrives.
@@ -166,7 +159,7 @@ class WorkerGroup:
         before_end: Callable[[], object] = lambda: None,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._role, self.clock = role, clock
+        self.clock = clock
         self.deadlines = deadlines or Deadlines()
         self.check = check
         self._before_end = before_end
@@ -180,9 +173,10 @@ class WorkerGroup:
         bundles = [(group, index) for group in placement for index in range(group.bundle_count)]
         self.world, self._num_nodes = len(bundles), len(placement)
         self.workers = [self._spawn(rank, group, index, threads) for rank, (group, index) in enumerate(bundles)]
+        self.actors = actors = Actors(self.workers, "rank", f"{role} worker, ")
         self._identities: list[dict[str, Any]] = []
         self.deadlines.show(
-            "workers", lambda: {f"{role} worker, rank {rank}": stack for rank, stack in self._stacks().items()}
+            "workers", lambda: {f"{role} worker, rank {rank}": stack for rank, stack in actors.stacks().items()}
         )
         # Node of each rank, numbered by first ranks; known once all ranks have started.
         self.nodes = [0] * self.world
@@ -196,7 +190,7 @@ class WorkerGroup:
     def _identify_ranks(self) -> None:
         """Get process and node of every rank, so that errors of later phases can name them."""
         if not self._identities:
-            self._identities = self._wait("start", [host.identity.remote() for host in self.workers])
+            self._identities = self._wait("start", self.actors.identities)
             node_ids = [identity["node_id"] for identity in self._identities]
             numbers = {node_id: number for number, node_id in enumerate(dict.fromkeys(node_ids))}
             self.nodes = [numbers[node_id] for node_id in node_ids]
@@ -326,7 +320,7 @@ class WorkerGroup:
         if not self.ended and not any(isinstance(error, LOST) for error in errors.values()):
             self._before_end()
         self.kill()
-        return explain(errors, lambda ranks: self.place(ranks, phase), self._lost)
+        return explain(errors, lambda ranks: self.actors.place(ranks, phase), self._lost)
 
     def _lost(self, wait_s: float) -> tuple[list[int], str]:
         """Return the ranks and the name of a lost node (never the driver's)."""
@@ -334,33 +328,14 @@ class WorkerGroup:
         node, name = lost_node(set(ids) - {ray.get_runtime_context().get_node_id()}, wait_s)
         return [rank for rank, node_id in enumerate(ids) if node_id == node], name
 
-    def place(self, ranks: Sequence[int], phase: str) -> str:
-        """Describe role, ranks, processes, nodes and the call."""
-        known = dict(enumerate(self._identities))
-        named = [(rank, known.get(rank, {"pid": "?", "node": "?"})) for rank in ranks[:_NAMED_RANKS]]
-        names = [f"rank {rank} of {self.world} (pid {found['pid']} on {found['node']})" for rank, found in named]
-        remainder = f" and {len(ranks) - len(names)} more" if len(ranks) > len(names) else ""
-        return f"{self._role} worker, {', '.join(names)}{remainder}, in {phase}"
-
-    def _stacks(self) -> dict[int, str]:
-        """Return the stacks of the responding workers, by rank."""
-        rank_of = {host.stacks.remote(): rank for rank, host in enumerate(self.workers)}
-        answered, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=_STACKS_S)
-        stacks = {rank_of[reference]: get(reference)[0] for reference in answered}
-        return {rank: stack for rank, stack in sorted(stacks.items()) if stack}  # a dead process has no stack
-
     def hung(self, phase: str, late: list[int], seconds: float) -> WorkerLost:
         """Write all stacks, end all workers, and return an error with the silent ranks, or else the late ones."""
-        stacks = self._stacks()
+        stacks, place = self.actors.stacks(), self.actors.place
         self.kill()
         # A process that does not return its stack is stopped or lost, so it is reported.
         silent = [rank for rank in late if rank not in stacks]
-        for identity in (self._identities[rank] for rank in silent if rank < len(self._identities)):
-            # Kill the process directly, because Ray only requests an exit, to which a stopped process does not react.
-            if identity["node"] == socket.gethostname():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(identity["pid"], signal.SIGKILL)
-        stack_of_place = {self.place([rank], phase): stack for rank, stack in stacks.items()}
+        self.actors.kill_here(silent)
+        stack_of_place = {place([rank], phase): stack for rank, stack in stacks.items()}
         stacks_file = self.deadlines.write_stacks(phase, workers=stack_of_place)
         state = (
             "and not responding: stopped, or its node is lost"
@@ -368,7 +343,7 @@ class WorkerGroup:
             else "but responding: hung, or waiting for a hung rank"
         )
         return WorkerLost(
-            f"{self.place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
+            f"{place(silent or late, phase)}: not done after {seconds:.0f} s ({state}; "
             f"{self.deadlines.keys}).{stacks_file} All workers were terminated. "
             + (different_collectives(stacks, self.world) or AGAIN)
         )

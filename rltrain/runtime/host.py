@@ -29,17 +29,17 @@ from rltrain.common.env import SESSION, adopt, see_own_device, use_interface
 from rltrain.common.errors import AGAIN, WorkerLost
 from rltrain.common.imports import importing
 from rltrain.common.logs import open_worker_log
+from rltrain.runtime.actors import CONTROL, ActorProcess
 from rltrain.runtime.calls import Call
 from rltrain.runtime.cross_node import pack_for_node
 from rltrain.runtime.exchange import sign_objects
 from rltrain.runtime.processes import node_memory
 from rltrain.runtime.samples import FETCH_SECONDS, Request, StoredRows, assemble
-from rltrain.runtime.stacks import stacks_here
 
 log = logging.getLogger(__name__)
 
 
-class _Host:
+class _Host(ActorProcess):
     def __init__(self, rank: int, world: int, threads: int, logs: str | None, environment: dict[str, str]) -> None:
         # An engine ends this process by SIGQUIT when one of its processes has died. A run started in the background
         # (`&`) by a script inherits an ignored SIGQUIT and would wait forever.
@@ -74,11 +74,6 @@ class _Host:
         terms = (self._world, True, COLLECTIVE_TIMEOUT, False)
         store = self._store = dist.TCPStore(host, port, *terms, master_listen_fd=file)
         return host, store.port
-
-    def identity(self) -> dict[str, Any]:
-        """Return process id, host name and address, and Ray's node id."""
-        address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "node": socket.gethostname(), "address": address, "node_id": node_id}
 
     def ask(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call a function in this process, before the worker is built."""
@@ -125,7 +120,7 @@ class _Host:
                 raise explained_error from None
             raise
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group=CONTROL)
     def poll(self, call: Call[Any]) -> Any:
         """Run a call concurrently with ``run``."""
         return self.run(call)
@@ -145,20 +140,15 @@ class _Host:
         dist.barrier()
         dist.destroy_process_group()
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group=CONTROL)
     def measure(self) -> dict[str, float]:
         """Return the memory of this node's processes as metrics."""
         return node_memory()
 
-    @ray.method(concurrency_group="control")
-    def stacks(self) -> str:
-        """Return `stacks_here`, also while ``run`` is busy."""
-        return stacks_here()
-
 
 # No restarts and no retries: a repeated optimizer step would be applied twice.
 # The control group has one thread for polls and stacks, so a poll must be short: stacks of a hang wait for it.
-_GROUPS = {"control": 1, "bundles": 1, "saving": 1}
+_GROUPS = {CONTROL: 1, "bundles": 1, "saving": 1}
 _OPTIONS: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": _GROUPS}
 HOST: Any = ray.remote(**_OPTIONS)(_Host)
 _GONE = (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError)

@@ -37,6 +37,7 @@ from rltrain.common.errors import AGAIN, Interrupted, RltrainError, WorkerError,
 from rltrain.runtime import cleanup
 from rltrain.runtime.cleanup import ORDERLY, SILENT, exit_message, kill_session_processes, remove_shared_memory
 from rltrain.runtime.hang import Deadlines
+from rltrain.runtime.slots.process import start
 from rltrain.runtime.stacks import stacks_here
 
 _POLL_S = 1.0
@@ -269,7 +270,7 @@ def cleanup_after_exit(local: bool) -> Iterator[None]:
     node: Any = ray._private.worker._global_node
     session = node.get_session_dir_path() if local else ""
     command = [sys.executable, "-IS", cleanup.__file__, session]
-    _cleanup_process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    _cleanup_process = start(command, stdin=subprocess.PIPE)
     _set_exit_message(SILENT)
     try:
         yield

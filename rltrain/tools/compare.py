@@ -24,11 +24,11 @@ from yaml import YAMLError, safe_load
 
 from rltrain.common.errors import DataError, RltrainError, command, short
 from rltrain.common.logs import count
-from rltrain.common.storage import distinct_suffixes, patiently, read_json, write_json
+from rltrain.common.storage import distinct_suffixes, patiently, read_json, write_json, write_text
 from rltrain.config.load import load_config
 from rltrain.config.notes import unused_keys
 from rltrain.config.verl.keys import leaves_of
-from rltrain.run.report.charts import Line, Section, Table, line_chart, save_page
+from rltrain.run.report.charts import Line, Section, Table, line_chart, page
 from rltrain.run.report.table import by_step, read_metrics
 from rltrain.tools.evaluate.report import console_of, write_table
 
@@ -135,9 +135,9 @@ def compare(folders: Sequence[Path], out: Path, patterns: Sequence[str] = ()) ->
     charts = [line_chart(metric, [*_lines(metric, groups)]) for metric in metrics]
     bands = any(len(group.runs) > 1 for group in groups)
     note = "A band is the standard deviation over runs that differ only in their seeds." if bands else ""
-    save_page(out / "compare.html", " and ".join(lines), "Differences are from the first run.",
-              [Section("Curves", note, charts), Section("Values", tables=tables[:1]),
-               Section("Settings and versions that differ", tables=tables[1:] if differing else [])])  # fmt: skip
+    sections = [Section("Curves", note, charts), Section("Values", tables=tables[:1])]
+    sections.append(Section("Settings and versions that differ", tables=tables[1:]))
+    write_text(out / "compare.html", page(" and ".join(lines), "Differences are from the first run.", [], sections))
     sys.stdout.write(f"written: {out / 'compare.json'}, {out / 'compare.html'}\n")
 
 

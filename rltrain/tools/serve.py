@@ -8,7 +8,6 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib.metadata import distributions
 
@@ -77,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     arguments = _parser().parse_intermixed_args(words[:split])
-    settings = read_settings(arguments.words)
+    settings = read_arguments(ServeSettings, arguments.words)
     # Import here, so that --help does not wait for torch.
     from rltrain.common.device import get_device
     from rltrain.run.checkpoints.model_folder import find_model
@@ -102,11 +101,6 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.flush()
     # vLLM is started as a module, because a program `vllm` of another environment may be first in PATH.
     os.execve(sys.executable, [sys.executable, "-m", *server], environment)
-
-
-def read_settings(words: Sequence[str]) -> ServeSettings:
-    """Parse ``KEY=VALUE`` arguments. Raises ConfigError with all errors."""
-    return read_arguments(ServeSettings, words)
 
 
 def vllm_arguments(settings: ServeSettings, path: str, port: int) -> list[str]:

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from rich.table import Table
 from rich.text import Text
 
-from rltrain.common.errors import ConfigError, RewardError, command
+from rltrain.common.errors import ConfigError, RewardError, command, short
 from rltrain.common.logs import SanitizedConsole
 from rltrain.common.plugin import user_traceback
 from rltrain.config.check import broken_rules
@@ -41,6 +41,7 @@ Scored = tuple[float, dict[str, float | str]]
 _JUDGE = "judge"
 WRONG = "I do not know."
 _SHOWN_CHARS = 60
+_short = partial(short, most=_SHOWN_CHARS)
 
 
 @command
@@ -67,7 +68,13 @@ def main(argv: list[str] | None = None) -> int:
             # One failure is kept per place in the user's code, so that the same failure on every row is shown once.
             failures.setdefault((type(error), where.filename, where.lineno), failure)
             outcome = [type(error).__name__, ""]
-        cells = [str(position), row.data_source, _short(answer), _short(str(row.ground_truth)), *outcome]
+        cells = [
+            str(position),
+            row.data_source,
+            _short(answer),
+            _short(row.ground_truth),
+            *outcome,
+        ]
         table.add_row(*map(Text, [*cells, f"{time.perf_counter() - started:.3f}"]))
     console = SanitizedConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)
@@ -184,10 +191,6 @@ class _Judge:
         counts = self._judged.take_counts()
         self._judged.close()
         return "judge: " + ", ".join(f"{name} {counts[name]:g}" for name in sorted(counts))
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"
 
 
 if __name__ == "__main__":

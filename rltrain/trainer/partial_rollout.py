@@ -119,7 +119,14 @@ class PendingPrompts:
         served = samples[c.SERVED]
         new_tokens = np.where(served, samples[c.POLICY_TOKENS], 0)
         if self._carries:
-            metrics |= _staleness(batch)
+            # staleness: age of a token in steps
+            carried = batch[c.CARRIED_LENGTH]
+            metrics |= {
+                "rollout/tail/carried_tokens": float(carried.sum()),
+                "rollout/tail/carried_samples": float((carried > 0).sum()),
+                "rollout/tail/staleness/mean": float(batch[c.TOKEN_AGES].sum() / max(batch[c.POLICY_TOKENS].sum(), 1)),
+                "rollout/tail/staleness/max": float(batch[c.OLDEST].max()),
+            }
             new_tokens -= np.where(served, samples[c.CARRIED_LENGTH], 0)
             metrics["rollout/tail/prompts_carried_over"] = float(len(left))
         else:
@@ -186,14 +193,3 @@ class PendingPrompts:
             for ids in np.arange(len(answers)).reshape(-1, self._n):
                 answers_of[int(answers[c.SLOT][ids[0]]) // self._n] = Samples.join([(answers, ids)])
         self._waiting = [Prompt(row, draw, age, answers_of.get(i)) for i, (row, draw, age) in enumerate(state)]
-
-
-def _staleness(batch: Samples) -> Metrics:
-    """Return metrics of tokens from earlier policies. staleness: age of a token in steps, mean and maximum."""
-    carried = batch[c.CARRIED_LENGTH]
-    return {
-        "rollout/tail/carried_tokens": float(carried.sum()),
-        "rollout/tail/carried_samples": float((carried > 0).sum()),
-        "rollout/tail/staleness/mean": float(batch[c.TOKEN_AGES].sum() / max(batch[c.POLICY_TOKENS].sum(), 1)),
-        "rollout/tail/staleness/max": float(batch[c.OLDEST].max()),
-    }

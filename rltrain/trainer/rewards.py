@@ -8,7 +8,6 @@ because it shares the devices with the engine.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,8 +101,8 @@ class Rewards:
             if self._judge:
                 self.timing = {"timing_s/judge": begun.ask(self._judge, at_once)}
             columns = begun.collect()
-            self.seconds = begun.seconds
-            self.judged = {f"judge/{name}": float(begun.judged[name]) for name in self._judge_counts}
+            self.seconds = begun.scoring.seconds
+            self.judged = {f"judge/{name}": float(begun.scoring.judged[name]) for name in self._judge_counts}
         if self._weights:
             columns[c.SCORE] = self._weigh(columns, failed_of(samples))
         total = columns[c.SCORE]
@@ -144,7 +143,7 @@ class AnswersInScoring:
     """
 
     def __init__(self, scoring: Scoring) -> None:
-        self._scoring = scoring
+        self.scoring = scoring
         self._ids: list[Ids] = []
 
     def arrived(self, texts: Any, ids: Ids, rows: Ids) -> None:
@@ -153,7 +152,7 @@ class AnswersInScoring:
 
     def tick(self) -> None:
         """Submit pending work without blocking."""
-        self._scoring.advance()
+        self.scoring.advance()
 
     def select(self, ids: Ids) -> None:
         """Keep the samples ``ids``, renumbered from 0, and drop the scores of all others."""
@@ -181,34 +180,24 @@ class AnswersInScoring:
         """
         seconds, is_wanted = 0.0, np.concatenate(self._ids) >= 0
         for reading in range(judge.readings):
-            messages = self._scoring.messages(is_wanted)
+            messages = self.scoring.messages(is_wanted)
             if not len(messages):
                 break
             costs = judge.replies(messages, reading, at_once)
             seconds += costs["seconds"]
-            self._scoring.add_replies(messages, costs, again=reading + 1 < judge.readings)
+            self.scoring.add_replies(messages, costs, again=reading + 1 < judge.readings)
         return seconds
 
     def collect(self) -> dict[str, Column]:
         """Wait for the scores and return their columns [n] by sample."""
-        columns, ids = self._scoring.collect(), np.concatenate(self._ids)
+        columns, ids = self.scoring.collect(), np.concatenate(self._ids)
         is_kept = ids >= 0
         # The ids are a permutation of 0 to n - 1, so sorting by them orders the scores by sample.
         by_sample = np.argsort(ids[is_kept])
         return {name: values[is_kept][by_sample] for name, values in columns.items()}
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of scoring so far, summed over all scoring processes."""
-        return self._scoring.seconds
-
-    @property
-    def judged(self) -> Counter[str]:
-        """Costs of the judge so far."""
-        return self._scoring.judged
-
     def _add(self, texts: Any, ids: Ids, rows: Ids, positions: Ids) -> None:
-        self._scoring.add(texts, rows, positions)
+        self.scoring.add(texts, rows, positions)
         self._ids.append(ids)
 
 

@@ -229,7 +229,7 @@ def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str,
         return
     yield f"std@{n}", float(np.nanstd(values, 1).mean())
     binary = np.isin(values[~np.isnan(values)], (0.0, 1.0)).all()
-    for k in _sizes(n):
+    for k in sizes(n)[1:]:
         pairs = {"best": _expected_best(values, k), "worst": _expected_best(-values, k)}
         # The worst of v is minus the best of -v; the second moment is the same.
         pairs["worst"] = (-pairs["worst"][0], pairs["worst"][1])
@@ -242,13 +242,8 @@ def _statistics(values: Floats, votes: dict[int, Floats]) -> Iterator[tuple[str,
             yield f"{kind}@{k}/mean", float(first.mean())
             yield f"{kind}@{k}/std", float(np.sqrt(np.maximum(second - first**2, 0.0)).mean())
     if binary:
-        for k in (1, *_sizes(n)):
+        for k in sizes(n):
             yield f"pass@{k}", float(pass_at(values, k).mean())
-
-
-def _sizes(n: int) -> list[int]:
-    """Return 2, 4, 8 ... below n, and n."""
-    return [*(2**power for power in range(1, n.bit_length()) if 2**power < n), n]
 
 
 def _expected_best(values: Floats, k: int) -> tuple[Floats, Floats]:
@@ -265,19 +260,24 @@ def _vote_shares(votes: Column) -> dict[int, Floats]:
     n = votes.shape[1]
     # The generator is seeded for each source, so that no metric depends on the other sources.
     random = np.random.default_rng(_SEED)
-    shares = {k: np.zeros(votes.shape) for k in _sizes(n)}
+    shares = {k: np.zeros(votes.shape) for k in sizes(n)[1:]}
     for prompt, texts in enumerate(votes.astype(str)):
         _, codes = np.unique(texts, return_inverse=True)
-        sizes = np.bincount(codes)
-        rows = len(sizes) * np.arange(_DRAWS)[:, None]
+        counts_of_texts = np.bincount(codes)
+        rows = len(counts_of_texts) * np.arange(_DRAWS)[:, None]
         for k, share in shares.items():
             drawn = codes[random.integers(n, size=(_DRAWS, k))]
             # Each draw has a separate range of codes, so that a single bincount counts the votes of all draws.
-            counts = np.bincount((rows + drawn).ravel(), minlength=_DRAWS * len(sizes)).reshape(_DRAWS, -1)
+            counts = np.bincount((rows + drawn).ravel(), minlength=_DRAWS * len(counts_of_texts)).reshape(_DRAWS, -1)
             winners = counts == counts.max(1, keepdims=True)
             # Responses with the winning text are equally likely to be evaluated, hence the division by their number.
-            share[prompt] = ((winners / winners.sum(1, keepdims=True)).mean(0) / sizes)[codes]
+            share[prompt] = ((winners / winners.sum(1, keepdims=True)).mean(0) / counts_of_texts)[codes]
     return shares
+
+
+def sizes(n: int) -> list[int]:
+    """Return the k of pass@k and maj@k: 1, 2, 4, 8 … below n, and n."""
+    return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
 
 
 def pass_at(values: Floats, k: int) -> Floats:

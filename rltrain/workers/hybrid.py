@@ -67,8 +67,11 @@ class HybridWorker(Models, Advantages):
         self.rollout = (
             DemonstrationWorker(self._prompts, chat_encoder(self._cfg), images=passes.images)
             if passes.supervised
-            else self._make_rollout(passes)
-        )
+            else RolloutWorker(
+                self._cfg, passes, offloader, self._prompts, actor.policy, lambda: actor.num_updates,
+                actor.text_log_probs, self._rows,
+            )
+        )  # fmt: skip
         self.roles += [self.actor, self.rollout, *([self.actor.inference_models] if passes.trains else [])]
         if passes.reference_moves:
             self.roles.append(
@@ -92,13 +95,6 @@ class HybridWorker(Models, Advantages):
         for role, model in offloader.models.items():
             sizes |= {f"{role}_{name}": number for name, number in model_numbers(model).items()}
         return sizes | {"log_prob_gap_limit": log_prob_gap_limit(self._cfg, device)}
-
-    def _make_rollout(self, passes: StepPasses) -> RolloutWorker:
-        actor = self.actor
-        return RolloutWorker(
-            self._cfg, passes, self.offloader, self._prompts, actor.policy, lambda: actor.num_updates,
-            actor.text_log_probs, self._rows,
-        )  # fmt: skip
 
     def explain(self, error: Exception) -> Exception:
         """Convert an error for the user: an out-of-memory error lists memory by owner and the keys that reduce it."""

@@ -5,7 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from rltrain.tools.evaluate.statistics import average, draws_of, figures, majority_of, mean_of, pass_of, sizes
+from rltrain.tools.evaluate.statistics import average, draws_of, figures, majority_of, mean_of, pass_of
+from rltrain.trainer.validation import sizes
 
 NAN = float("nan")
 

@@ -20,10 +20,11 @@ from rltrain.common.errors import ConfigError
 from rltrain.common.plugin import load_plugin
 from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, Limits
 from rltrain.runtime.slots.proc import descendants
+from rltrain.runtime.slots.process import run_within
 from rltrain.runtime.slots.service import Service
 from rltrain.runtime.slots.slot import Slot
 from tests.clock import PATIENCE_S, eventually
-from tests.faults.plug import ended
+from tests.faults.plug import alive, ended
 
 TOOLS = """
     import asyncio, os, signal, subprocess, sys
@@ -261,3 +262,11 @@ def test_a_call_is_made_twice_at_most_and_once_where_it_must_not_be_repeated(mak
     statuses = ["ok", "crashed", "ok"] if may_repeat else ["crashed"] * 3
     assert [outcome.status for outcome in outcomes] == statuses
     assert Counter(file.read_text().split()) == dict.fromkeys("012", times)
+
+
+@pytest.mark.parametrize(("rest", "code"), [("exit 3", 3), ("sleep 1000", None)])
+def test_a_command_leaves_no_process_after_its_end_or_its_time(tmp_path, rest, code):
+    with open(tmp_path / "pid", "w+", encoding="utf-8") as stdout:
+        assert run_within(5, ["sh", "-c", f"sleep 1000 & echo $!; {rest}"], stdout=stdout) == code
+        stdout.seek(0)
+        eventually(partial(lambda pid: not alive([pid]), int(stdout.read())))

@@ -11,8 +11,7 @@ from rltrain.config.load import load_config
 from rltrain.run.estimate import plan_of
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
-from rltrain.run.seconds.passes import PassSpeed, mini_batches_of, time_pass
-from rltrain.run.seconds.step import estimate_step, pass_speed, sizes_of
+from rltrain.run.seconds.step import PassSpeed, estimate_step, mini_batches_of, pass_speed, sizes_of, time_pass
 from rltrain.trainer.batching.balance import Workload
 from rltrain.trainer.plan import make_plan
 from tests.tiny_vision import save_tiny_vision_model

@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -13,21 +14,17 @@ from rltrain.config.load import load_config
 from rltrain.config.schema.trainer import TrainerConfig
 from rltrain.run.callbacks.profile import Profile
 from rltrain.trainer.metrics.step import Answered
-from rltrain.workers.diagnostics.profiling import Kernel, Profiler, busy, table
-
-
-def kernel(name, begin, end):
-    return Kernel(name, begin, end, end - begin)
+from rltrain.workers.diagnostics.profiling import Profiler, table
 
 
 def test_kernels_that_overlap_are_busy_once_and_gaps_are_named():
-    kernels = [kernel("a", 0, 4e6), kernel("b", 1e6, 2e6), kernel("a", 3e6, 5e6), kernel("c", 8e6, 10e6)]
-    assert busy(kernels) == 7e6
+    kernels = pd.DataFrame({"name": [*"abac"], "begin": [0, 1e6, 3e6, 8e6], "end": [4e6, 2e6, 5e6, 10e6]})
+    kernels["own"] = kernels["end"] - kernels["begin"]
     lines = table(kernels).splitlines()
     assert lines[0] == "10.0000 s from the first kernel to the last, of which 70.0% was busy; 4 kernels."
     assert lines[4] == "| a | 2 | 6.0000 | 60.0% |"
     assert lines[-1] == "| a | 3.0000 | c |"
-    assert table([]) == "No kernel ran.\n"
+    assert table(kernels[:0]) == "No kernel ran.\n"
 
 
 def test_a_profile_is_a_trace_that_a_viewer_reads_and_a_table(tmp_path):

@@ -139,7 +139,9 @@ def encode_demonstrations(
         if length > max_length and (filter_overlong or truncation != "right" or len(prompt) >= max_length):
             overlong.append((position, length))
             continue
-        tokens, mask = _ending_with_policy(tokens[: max_length - len(prompt)], mask[: max_length - len(prompt)])
+        # Tokens after the assistant's last token are dropped, because a rollout ends there too.
+        end = int(np.flatnonzero(mask[: max_length - len(prompt)]).max(initial=-1)) + 1
+        tokens, mask = tokens[:end], mask[:end]
         if not len(tokens):
             overlong.append((position, length))
             continue
@@ -181,12 +183,6 @@ def _tried(rows: Rows, encoder: ChatEncoder) -> Iterator[tuple[Any, int]]:
         of_chunk = numbers[start : start + _CHUNK_ROWS]
         encoder.try_template([[*row.prompt, *row.extra_info[_TURNS]] for row in chunk], of_chunk)
         yield from zip(chunk, of_chunk, strict=True)
-
-
-def _ending_with_policy(tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Drop the tokens after the assistant's last token, because a rollout ends there too."""
-    end = int(np.flatnonzero(mask).max(initial=-1)) + 1
-    return tokens[:end], mask[:end]
 
 
 class _TurnWriter:

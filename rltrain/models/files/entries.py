@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from rltrain.models.files.hashed import DTYPES
 from rltrain.models.files.safe import UNREADABLE
 
 # The kinds of files in search order, each with its index file.
@@ -21,11 +22,7 @@ KINDS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class NoEntries(Exception):

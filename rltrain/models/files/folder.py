@@ -13,7 +13,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from rltrain.common.errors import DataError
-from rltrain.common.storage import disk_errors
+from rltrain.common.storage import disk_errors, sync
 from rltrain.models.files.hashed import Digests, write_weights
 
 # The files of tokenizers, processors, chat templates and generation configs.
@@ -69,16 +69,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         yield folder
         with disk_errors(final):
             for entry in [*folder.rglob("*"), folder]:
-                _sync(entry)
+                sync(entry)
             os.rename(folder, final)
-            _sync(final.parent)
+            sync(final.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,7 @@ _BUFFER = 1 << 20
 # Each piece is synced and dropped from the page cache. A whole checkpoint in the cache would take memory from the step,
 # and would be written in bursts that slow down concurrent computation.
 _PIECE = 32 << 20
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -192,7 +192,7 @@ def write_weights(
     order, end = sorted(weights, key=lambda name: (-weights[name].element_size(), name)), 0
     for name in order:
         start, end, tensor = end, end + weights[name].nbytes, weights[name]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with hashed(path, digests) as file:

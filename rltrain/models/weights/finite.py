@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rltrain.common.errors import NonFiniteError
 from rltrain.common.logs import count
 from rltrain.models.forward import PackedModel
+from rltrain.models.tensor_layers import local
 from rltrain.models.weights.names import huggingface_name
 from rltrain.runtime.exchange import gather_json
 
@@ -33,11 +33,10 @@ def check_finite(packed: PackedModel, compute_dtype: torch.dtype, key: str, file
     """
     damaged, too_large = [], []
     for name, parameter in packed.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local, short = local.detach(), huggingface_name(name)
-        if not all_finite(local):
+        shard, short = local(parameter.detach()), huggingface_name(name)
+        if not all_finite(shard):
             damaged.append(short)
-        elif compute_dtype == torch.float16 != local.dtype and not all_finite(local.to(compute_dtype)):
+        elif compute_dtype == torch.float16 != shard.dtype and not all_finite(shard.to(compute_dtype)):
             too_large.append(short)
     # Buffers are checked for NaN only, because they may contain infinite bounds.
     buffers = (

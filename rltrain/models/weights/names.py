@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 
+from rltrain.models.tensor_layers import local
 from rltrain.models.weights.lora import adapted_weights, lora_layers, merged, times_scale
 
 # For a model with adapters: all weights with merged adapters, the weights without adapters, or adapters only.
@@ -201,14 +202,14 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
             yield Weight(name, cast.full_tensor())
         return
     if ranks == 1:
-        yield from _joined([(name, weight, _local(weight).to(dtype)) for name, weight in bucket])
+        yield from _joined([(name, weight, local(weight).to(dtype)) for name, weight in bucket])
         return
     assert isinstance(first, DTensor)
     sizes = [_shard_size(weight) for _, weight in bucket]
-    send = torch.zeros(sum(sizes), dtype=dtype, device=_local(first).device)
+    send = torch.zeros(sum(sizes), dtype=dtype, device=local(first).device)
     offset = 0
     for (_, weight), size in zip(bucket, sizes, strict=True):
-        shard = _local(weight).reshape(-1)
+        shard = local(weight).reshape(-1)
         send[offset : offset + len(shard)].copy_(shard)
         offset += size
     received = send.new_empty(ranks, len(send))
@@ -265,10 +266,6 @@ def _part_shape(weight: Tensor) -> list[int]:
     if isinstance(weight, DTensor) and (dim := _tensor_dim(weight)) is not None:
         shape[dim] //= weight.device_mesh.size(weight.device_mesh.ndim - 1)
     return shape
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _shard_dim(weight: DTensor) -> int:

@@ -32,6 +32,7 @@ from rltrain.models.load import (
     recompute_activations,
     without_dropout,
 )
+from rltrain.models.tensor_layers import local
 from rltrain.models.tensor_parallel import split
 from rltrain.models.vision import tower
 from rltrain.models.weights.finite import check_finite
@@ -105,10 +106,8 @@ def empty_packed(kind: type[Model], spec: ModelSpec, config: PretrainedConfig) -
 
     config: from ``spec.load_config``. Raises ConfigError for every unsupported model, so that a dry run detects it too.
     """
-    attention.register()
     attention.check_layers(config, spec.longest)
-    kinds = {"decoder_only": issubclass(kind, ScalarModel), "trust_remote_code": spec.trust_remote_code}
-    model = empty_model(without_dropout(config), attention.NAME, spec.master_dtype, **kinds)
+    model = _plain(kind, spec, without_dropout(config))
     decoder_layers(model)
     if how := spec.gradient_checkpointing:
         recompute_activations(model, spec.section, how, offload=spec.activation_offload)

@@ -7,28 +7,22 @@ node died, during which phase, and which command to run (`RewardWorkers.errors`,
 from __future__ import annotations
 
 import math
-import os
-import signal
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rltrain.common.env import driver_environment
 from rltrain.common.errors import AGAIN, JudgeError, RewardError, WorkerError, WorkerLost
 from rltrain.config.schema import ScoringConfig
 from rltrain.rewards.processes.log import RewardLog
 from rltrain.rewards.processes.worker import RewardWorker
-
-# Calls of this group are served while a response is scored.
-_CONTROL = "control"
-# Timeout for the workers' stacks, in seconds.
-_STACKS_S = 5.0
-# Maximum number of workers that a message names.
-_NAMED = 4
+from rltrain.runtime.actors import CONTROL, Actors
 
 
 @dataclass(frozen=True)
@@ -64,8 +58,6 @@ class RewardWorkers:
         watch: PoolWatch | None = None,
         places: Sequence[Any] = ("SPREAD",),
     ):
-        import ray
-
         self._cfg, self.reward = cfg, cfg.reward
         self.log = RewardLog(log_file)
         self.watch = watch or PoolWatch()
@@ -78,7 +70,7 @@ class RewardWorkers:
         self._tokens_used = self._batches = 0
         options: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": self._lanes}
         # A separate thread serves stacks while a response is scored.
-        actor = ray.remote(**options | {"concurrency_groups": {_CONTROL: 1}})(RewardWorker)
+        actor = ray.remote(**options | {"concurrency_groups": {CONTROL: 1}})(RewardWorker)
         placed = [actor.options(scheduling_strategy=places[at % len(places)]) for at in range(num_workers)]
         # A Ray cluster started before this run does not have the judge's key in its environment.
         environment = driver_environment(judge.api_key_env)
@@ -86,8 +78,7 @@ class RewardWorkers:
             place.remote(cfg, f"worker {at}", splits, environment, num_workers) for at, place in enumerate(placed)
         ]
         self._numbers = {worker._actor_id.hex(): number for number, worker in enumerate(self.workers)}
-        # Process ids are requested now, because a dead worker can no longer report its own.
-        self._identities = [worker.identity.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
+        self._actors = Actors(self.workers, "reward worker")
 
     def count_tokens(self, counts: Counter[str]) -> None:
         """Raise RewardError if the judge has exceeded its token limit."""
@@ -112,17 +103,15 @@ class RewardWorkers:
     def cancel_judging(self, batch: int) -> None:
         """Make all workers stop waiting for the judge of a batch."""
         for worker in self.workers:
-            worker.cancel_judging.options(concurrency_group=_CONTROL).remote(batch)
+            worker.cancel_judging.options(concurrency_group=CONTROL).remote(batch)
 
     @contextmanager
     def errors(self, phase: str, busy: Sequence[int]) -> Iterator[None]:
         """Convert Ray's errors to rltrain's. busy: the workers that may have failed, if Ray does not name one."""
-        from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
-
         try:
             yield
         except RayTaskError as error:
-            where = self._describe(busy if len(busy) == 1 else [], phase)
+            where = self._actors.place(busy if len(busy) == 1 else [], phase)
             if isinstance(error.cause, RewardError | JudgeError):
                 raise type(error.cause)(str(error.cause)) from None
             if isinstance(error.cause, ObjectLostError):
@@ -131,7 +120,7 @@ class RewardWorkers:
             raise WorkerError(f"{where}: {error}") from error
         except RayError as error:
             number = self._numbers.get(getattr(error, "actor_id", None) or "")
-            where = self._describe(busy if number is None else [number], phase)
+            where = self._actors.place(busy if number is None else [number], phase)
             if isinstance(error, RayActorError) and error._actor_init_failed:
                 raise WorkerError(f"{where}: {error}") from error
             raise WorkerLost(f"{where}: {self.watch.gone(error)}") from error
@@ -141,29 +130,20 @@ class RewardWorkers:
 
         The error names the unresponsive workers, or all late workers if every one responds.
         """
-        import ray
-
-        stacks = self._stacks()
-        unresponsive = [number for number in late if not stacks[number]]
-        place, stacks_file = self._describe(unresponsive or late, phase), self.watch.hung()
-        for number in unresponsive:
-            # SIGKILL, because Ray only requests the process to exit, and a stopped process does not react.
-            with suppress(ray.exceptions.RayError, ProcessLookupError, PermissionError):
-                pid, node = ray.get(self._identities[number], timeout=0)
-                if node == socket.gethostname():
-                    os.kill(pid, signal.SIGKILL)
+        stacks = self._actors.stacks()
+        unresponsive = [number for number in late if number not in stacks]
+        place, stacks_file = self._actors.place(unresponsive or late, phase), self.watch.hung()
+        self._actors.kill_here(unresponsive)
         state = "no reply: stopped, or its node is gone" if unresponsive else "but it replies"
         return WorkerLost(f"{place}: not done after {seconds:.0f} s ({state}; {limit}).{stacks_file} {AGAIN}")
 
     def stacks(self) -> dict[str, str]:
         """Return the stacks of the workers and their processes."""
-        no_reply = "no reply: stopped, or its node is gone\n"
-        return {f"reward worker {number}": stack or no_reply for number, stack in enumerate(self._stacks())}
+        stacks, no_reply = self._actors.stacks(), "no reply: stopped, or its node is gone\n"
+        return {f"reward worker {number}": stacks.get(number, no_reply) for number in range(len(self.workers))}
 
     def shutdown(self) -> None:
         """End all workers and their processes."""
-        import ray
-
         closing = [worker.close.remote() for worker in self.workers]
         if closing:
             # Workers close first, because a worker that is killed at once cannot end its scorers' processes. A hanging
@@ -172,29 +152,3 @@ class RewardWorkers:
         for worker in self.workers:
             ray.kill(worker)
         self.workers.clear()
-
-    def _describe(self, numbers: Sequence[int], phase: str) -> str:
-        """Return a description of the workers: role, numbers, processes, nodes and phase."""
-        import ray
-
-        ready, _ = ray.wait(self._identities, num_returns=len(self._identities), timeout=0)
-        names = []
-        for number in numbers[:_NAMED]:
-            pid, node = "?", "?"
-            with suppress(ray.exceptions.RayError):
-                pid, node = ray.get(self._identities[number]) if self._identities[number] in ready else (pid, node)
-            names.append(f"reward worker {number} of {len(self.workers)} (pid {pid} on {node})")
-        remainder = f" and {len(numbers) - len(names)} more" if len(numbers) > len(names) else ""
-        return f"{', '.join(names) or 'a reward worker'}{remainder}, in {phase}"
-
-    def _stacks(self) -> list[str]:
-        """Return the stacks of the workers and their processes; "" for workers that do not reply."""
-        import ray
-
-        calls = [worker.stacks.options(concurrency_group=_CONTROL).remote() for worker in self.workers]
-        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=_STACKS_S) if calls else ([], [])
-        stacks = [""] * len(calls)
-        for number, call in enumerate(calls):
-            with suppress(ray.exceptions.RayError):
-                stacks[number] = ray.get(call) if call in answered else ""
-        return stacks

@@ -22,6 +22,7 @@ from rltrain.rewards.grading.latex import last_boxed
 from rltrain.rewards.judge.message import Question, Template
 from rltrain.rewards.judge.reply import Reply, Unreadable, is_complete_verdict, reader, without_thinking
 from rltrain.rewards.judge.server import api_key
+from rltrain.rewards.processes.load_scorer import last_turn
 from rltrain.rewards.processes.score import JUDGE, Score, ScorerCall
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.scorers.registry import FORMS
@@ -96,7 +97,7 @@ class Judging:
 
     def message(self, call: ScorerCall, question: Question) -> str:
         """Return the judge's prompt. Raises RewardError if the template cannot be filled in."""
-        return self._template.filled(question.text, _answer(call), call[2], call[0], call[3])
+        return self._template.filled(question.text, last_turn(call[1], call[3]), call[2], call[0], call[3])
 
     def read(self, reply: Reply, call: ScorerCall) -> Score:
         """Return the score from a judge's reply, with the judge's number as the extra ``judge``."""
@@ -123,7 +124,7 @@ class Judging:
 
     def _by_function(self, reply: str, call: ScorerCall) -> Score:
         assert self._function
-        return self._function.score(call[0], reply, call[2], call[3] | {"answer": _answer(call)})
+        return self._function.score(call[0], reply, call[2], call[3] | {"answer": last_turn(call[1], call[3])})
 
     def _by_extraction(self, reply: str, call: ScorerCall) -> Score:
         """Return the rule scorer's best score of the result that the judge extracted, over all `FORMS`."""
@@ -173,12 +174,6 @@ class Questions:
             return Question(texts[-1] if texts else "")
         with self._reading:
             return Question(texts[-1] if texts else "", tuple(self._images.of(row)))
-
-
-def _answer(call: ScorerCall) -> str:
-    """Return the last turn of a response with several turns, as the scorers do."""
-    turn = call[3].get("last_turn")
-    return turn if isinstance(turn, str) else call[1]
 
 
 def _is_right(rule: Score) -> bool:

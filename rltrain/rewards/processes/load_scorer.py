@@ -4,7 +4,8 @@ Imports neither torch nor Ray nor NumPy, because every slot process imports it.
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class ScorerLoader:
         try:
             if self.custom is None:
                 scorer = find_scorer(source)
-                return lambda _, text, truth, extra: _read(source, scorer(_last_turn(text, extra), truth, extra))
+                return lambda _, text, truth, extra: _read(source, scorer(last_turn(text, extra), truth, extra))
             return _Lists(self.custom) if self.custom.batch else _Single(self.custom)
         except RltrainError:
             raise
@@ -39,7 +40,7 @@ class ScorerLoader:
             raise RewardError(f"the scorer of {source!r} cannot be imported:\n{user_traceback(error)}") from None
 
 
-def _last_turn(solution: str, extra: dict[str, Any]) -> str:
+def last_turn(solution: str, extra: dict[str, Any]) -> str:
     """Return the last turn of a multi-turn response, because a tool's result may look like an answer."""
     turn = extra.get("last_turn")
     return turn if isinstance(turn, str) else solution
@@ -55,18 +56,12 @@ class _Single:
     def __call__(self, *call: Any) -> Any:
         if self.is_async:
             return self._awaited(call)
-        try:
+        with _hint(self._custom):
             return _read(call[0], self._function(*call))
-        except pickle.PicklingError as error:
-            _add_hint(error, self._custom)
-            raise
 
     async def _awaited(self, call: Sequence[Any]) -> dict[str, Any]:
-        try:
+        with _hint(self._custom):
             return _read(call[0], await self._function.begin(*call))
-        except pickle.PicklingError as error:
-            _add_hint(error, self._custom)
-            raise
 
 
 class _Lists:
@@ -78,20 +73,22 @@ class _Lists:
         self._custom, self._function = custom, RewardFunction(custom)
 
     def __call__(self, *calls: ScorerCall) -> list[Any]:
-        try:
+        with _hint(self._custom):
             returned = list(self._function(*map(list, zip(*calls, strict=True))))
-        except pickle.PicklingError as error:
-            _add_hint(error, self._custom)
-            raise
         if len(returned) != len(calls):
             raise Rejected(f"the reward function returned {len(returned)} results for {len(calls)} responses")
         return [_read_or_error(call[0], value) for call, value in zip(calls, returned, strict=True)]
 
 
-def _add_hint(error: pickle.PicklingError, custom: CustomReward) -> None:
-    """Add a hint to the error if the function was given as an object."""
-    if custom.path.endswith(".pkl"):
-        error.args = (f"{error}{_NAMELESS}",)
+@contextmanager
+def _hint(custom: CustomReward) -> Iterator[None]:
+    """Add a hint to an error of pickling if the function was given as an object."""
+    try:
+        yield
+    except pickle.PicklingError as error:
+        if custom.path.endswith(".pkl"):
+            error.args = (f"{error}{_NAMELESS}",)
+        raise
 
 
 def _read_or_error(source: str, returned: Any) -> Any:

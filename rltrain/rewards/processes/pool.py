@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import ray
+
 from rltrain.rewards.custom import custom_reward
 from rltrain.rewards.processes.actors import RewardWorkers
 from rltrain.rewards.processes.score import Score
@@ -50,8 +52,6 @@ class RewardPool(RewardWorkers):
         return Scoring(self, self._batches, split, total)
 
     def _wait(self, calls: list[Any]) -> list[Any]:
-        import ray
-
         watch, late, started = self.watch, list(range(len(calls))), time.monotonic()
         phase = "the trial on a row of every data source"
         while late:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
+from ray.util import ActorPool
 
 from rltrain.common.columns import names as c
 from rltrain.common.errors import JudgeError, RewardError
@@ -56,8 +58,6 @@ class Scoring:
     """
 
     def __init__(self, pool: RewardWorkers, batch: int, split: str, total: int) -> None:
-        from ray.util import ActorPool
-
         self.seconds = 0.0
         self.judged: Counter[str] = Counter()
         self._is_over = False
@@ -100,8 +100,6 @@ class Scoring:
 
     def _timed_out(self, number: int, count: int) -> Any:
         """Return the result of a worker whose wait for the judge timed out."""
-        import ray
-
         sentence = f"not judged within {self._pool.reward.judge.deadline_s:g} s (reward.judge.deadline_s)"
         scores = [Score(None, "timeout", sentence, kind=JUDGE)] * count
         return ray.put(((self._batch, number), scores, 0.0, Counter(), ("driver", ""), None))

@@ -1,7 +1,5 @@
 """Reward worker: a scorer and the rows of every split, in a Ray actor."""
 
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import ray
 
 from rltrain.common.columns.answer import AnswerText
 from rltrain.common.env import adopt
@@ -24,7 +23,7 @@ from rltrain.rewards.processes.remote_scorer import RemoteScorer
 from rltrain.rewards.processes.score import PendingScore, Score, ScorerCall, parse_result
 from rltrain.rewards.processes.slot import ScoringSlot
 from rltrain.rewards.processes.trial import try_truths
-from rltrain.runtime.stacks import stacks_here
+from rltrain.runtime.actors import ActorProcess
 
 Scorer = ScoringSlot | RemoteScorer | RemoteJudge | DeviceJudge
 CallNumber = tuple[int, int]  # (batch, index of the call in the batch)
@@ -44,14 +43,12 @@ def make_scorer(cfg: ScoringConfig, num_sharing: int = 1) -> Scorer:
     return ScoringSlot.of(cfg)
 
 
-class RewardWorker:
+class RewardWorker(ActorProcess):
     """One scorer and the rows of every split; runs as a Ray actor."""
 
     def __init__(
         self, cfg: ScoringConfig, name: str, splits: dict[str, Any], environment: dict[str, str], num_workers: int = 1
     ):
-        import ray
-
         adopt(environment)
         self._name = name
         # The tables stay in the node's object store; `Rows` builds rows on demand.
@@ -65,8 +62,6 @@ class RewardWorker:
         self, number: CallNumber, split: str, texts: list[Any], rows: np.ndarray, positions: np.ndarray
     ) -> Scored:
         """Score the texts at ``positions`` of a list (by reference in ``texts``) as responses to ``rows``."""
-        import ray
-
         started = time.perf_counter()
         texts_here = ray.get(texts[0])
         answers = [texts_here[place] for place in positions.tolist()]
@@ -97,8 +92,6 @@ class RewardWorker:
         replies: objects by reference, each with indices into ``pending`` and the matching rows of the object. again:
         see `DeviceJudge.read`.
         """
-        import ray
-
         started = time.perf_counter()
         assert isinstance(self._scorer, DeviceJudge)
         texts_here = ray.get(texts[0])
@@ -130,14 +123,6 @@ class RewardWorker:
         """Stop waiting for the judge of a batch; its responses are not scored."""
         if isinstance(self._scorer, RemoteJudge):
             self._scorer.cancel(batch)
-
-    def identity(self) -> tuple[int, str]:
-        """Return process id and host."""
-        return os.getpid(), socket.gethostname()
-
-    def stacks(self) -> str:
-        """Return the stacks, also while a response is scored."""
-        return stacks_here()
 
     def close(self) -> None:
         """End the slot's process."""

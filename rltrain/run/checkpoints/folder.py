@@ -23,8 +23,8 @@ from typing import IO
 
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import CheckpointError, ConfigError, DiskError, StorageError, write_error
-from rltrain.common.storage import patiently, swapping
-from rltrain.run.checkpoints.manifest import find_damage, sync, write_manifest
+from rltrain.common.storage import patiently, swapping, sync
+from rltrain.run.checkpoints.manifest import find_damage, write_manifest
 
 log = logging.getLogger(__name__)
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")

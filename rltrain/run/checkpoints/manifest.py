@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import xxhash
 
-from rltrain.common.background import heartbeat
 from rltrain.common.clock import SYSTEM, Clock
 from rltrain.common.errors import CheckpointError, DiskError, StorageError
-from rltrain.common.storage import patiently
+from rltrain.common.storage import patiently, sync
 from rltrain.models.files.safe import METADATA, read_metadata
 from rltrain.run.checkpoints.foreign import describe_verl_checkpoint
 from rltrain.workers.diagnostics.node import checksum_mismatches
@@ -167,15 +165,3 @@ def checkpoint_digest(folder: Path) -> str:
     """
     before = read_record(folder).get(THINNED)
     return before if isinstance(before, str) else xxhash.xxh3_128((folder / MANIFEST).read_bytes()).hexdigest()
-
-
-def sync(path: Path) -> int:
-    """Sync a file or folder to disk. Return its size, which is reliable on network storage once the file is open."""
-    heartbeat()  # a checkpoint has many files
-    # A folder can only be opened for reading, which is enough for fsync.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)

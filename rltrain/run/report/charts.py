@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from rltrain.common.storage import write_text
-
 # Okabe and Ito's colour-blind safe palette, without black and yellow, which would be invisible on one of the two pages.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7fd6", "#7f8c8d", "#a6761d")
 _THEME = Path(__file__).with_name("theme.yaml")
@@ -57,7 +55,7 @@ class Section:
     @property
     def empty(self) -> bool:
         """True if there is nothing to show."""
-        return not (self.charts or self.tables or self.answers)
+        return not (self.charts or any(table.rows for table in self.tables) or self.answers)
 
 
 def line_chart(title: str, lines: Sequence[Line], unit: str = "", x_label: str = "step", **settings: Any) -> Any:
@@ -103,11 +101,6 @@ def page(title: str, subtitle: str, facts: Sequence[tuple[str, str]], sections: 
     library = Resources(mode="inline", components=["bokeh"]).render_js() if charts else ""
     template = Environment(autoescape=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(title=title, subtitle=subtitle, facts=facts, parts=parts, script=script, library=library)
-
-
-def save_page(file: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
-    """Write a page atomically. Raises DiskError or StorageError."""
-    write_text(file, page(title, subtitle, [], sections))
 
 
 def _new_chart(title: str, unit: str, num_lines: int, **settings: Any) -> Any:

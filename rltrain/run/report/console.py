@@ -35,9 +35,6 @@ _VALIDATION = re.compile(r"(val-core/.*)/((?:mean|best|maj|worst|std|pass)@.*)")
 class _Phase(ProgressColumn):
     """Column with the running phase and its seconds."""
 
-    # Drawn at every refresh, because the seconds of a phase advance between steps.
-    max_refresh = None
-
     def render(self, task: Task) -> Text:
         name, since = task.fields["phase"], task.fields["since"]
         return Text(f"{name} {time.monotonic() - since:.0f} s" if name else "")
@@ -49,7 +46,8 @@ class _Bar(Progress):
     numbers: tuple[str, ...] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        yield Text(_fitting(self.numbers, logs.console.width), no_wrap=True)
+        lines = accumulate(self.numbers, "{}  {}".format)
+        yield Text(max((line for line in lines if len(line) <= logs.console.width), key=len, default=""), no_wrap=True)
         yield self.make_tasks_table(self.tasks)
 
 
@@ -121,9 +119,3 @@ def validation_lines(metrics: dict[str, float]) -> dict[str, list[str]]:
         elif match := _VALIDATION.fullmatch(key):
             lines.setdefault(match[1], []).append(f"{match[2]}={value:.4g}")
     return lines
-
-
-def _fitting(parts: Iterable[str], width: int) -> str:
-    """Return the first parts that fit into a line."""
-    lines = accumulate(parts, "{}  {}".format)
-    return max((line for line in lines if len(line) <= width), key=len, default="")

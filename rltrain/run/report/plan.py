@@ -12,15 +12,16 @@ from rltrain.config.schema import Config
 from rltrain.config.schema.declarations import TOKEN_MEAN
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.spec import specs_of
-from rltrain.trainer.plan import ImageSizes, Plan
+from rltrain.trainer.plan import Plan
 
 
 def describe(plan: Plan, config: Config) -> str:
     """Return the plan as text. An evaluation has no steps and uses only the policy and a reward model."""
-    trains = plan.passes.trains
+    trains, wanted, kind = plan.passes.trains, config.trainer.device, get_device(config.trainer.device).kind
+    device = kind if kind == wanted else f"{wanted}: {kind} here"  # the kind that ``auto`` selects on this machine
     rows = [
         *([("algorithm", _algorithm(plan, config))] if trains else []),
-        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({_device(config)})"),
+        ("devices", f"{plan.num_nodes} x {plan.devices_per_node} = {plan.num_devices} ({device})"),
         *(_training(plan, config) if trains else [("engine replicas", f"{_replicas(plan, config)})")]),
         *_rewards(plan, config),
         *_tools(config),
@@ -72,12 +73,6 @@ def _algorithm(plan: Plan, config: Config) -> str:
     return f"{estimator} advantages{single}, {loss} loss, {plan.passes.aggregation}{more}"
 
 
-def _device(config: Config) -> str:
-    """Return the device kind that ``auto`` selects on this machine."""
-    kind = get_device(config.trainer.device).kind
-    return kind if kind == config.trainer.device else f"{config.trainer.device}: {kind} here"
-
-
 def _micro_batches(plan: Plan, config: Config) -> list[str]:
     """Return the budgets of the passes of a step. Passes with equal budgets share a line."""
     # Note for models whose number of data-parallel ranks differs from the actor's.
@@ -94,7 +89,13 @@ def _micro_batches(plan: Plan, config: Config) -> list[str]:
 
 def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Return rows that only some algorithms have."""
-    rows = [("images", _images(plan.images))] if plan.images and plan.images.most_rows else []
+    rows: list[tuple[str, str]] = []
+    if (images := plan.images) and images.most_rows:
+        rows.append((
+            "images", f"in {images.share:.0%} of the prompts, at most {count(images.most_images, 'image')} "
+            f"({images.most_rows:,} patches or tiles, {images.most_tokens:,} tokens) in one (data.max_pixels bounds an "
+            "image)",
+        ))  # fmt: skip
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:
             rows.append(("reference" if role == "ref" else role.replace("_", " "), spec.path))
@@ -135,13 +136,6 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
         workers = f"{plan.num_reward_workers} process{'es' if plan.num_reward_workers > 1 else ''}"
         rows.append(("scoring", masked_text(f"{workers} {where}").rstrip() + f", at most {limit_s}"))
     return rows
-
-
-def _images(images: ImageSizes) -> str:
-    return (
-        f"in {images.share:.0%} of the prompts, at most {count(images.most_images, 'image')} ({images.most_rows:,} "
-        f"patches or tiles, {images.most_tokens:,} tokens) in one (data.max_pixels bounds an image)"
-    )
 
 
 def _reward(config: Config) -> str:

@@ -32,7 +32,7 @@ _NUMBERS = (
 )  # fmt: skip
 _TABLE = ("step", "data_source", "question", "answer", "ground_truth", "score", "finish_reason")
 _EXAMPLE_EVERY = 10
-_LAST_WAIT_S = 60.0
+_TABLE_WAIT_S, _LAST_WAIT_S = 60.0, 60.0
 _LOOK_S = 1.0
 
 
@@ -68,7 +68,11 @@ class SampleLogger(Callback):
     def on_validation(self, made: Answered) -> Metrics:
         """Submit the samples, and send ``log_val_generations`` of them to every tracker with tables."""
         self._submit("val", made)
-        self._log_examples(made)
+        # The same prompts in every validation.
+        prompts = _spread(len(made.samples) // made.answers_per_prompt, self._cfg.log_val_generations)
+        if len(prompts):
+            job = _job("val", made.step, made.samples, prompts, made.answers_per_prompt, most=1)
+            self._report(self._writer.submit(replace(job, table=_TABLE)) + self._writer.flush(_TABLE_WAIT_S, made.step))
         return {}
 
     def _submit(self, split: str, answered: Answered) -> None:
@@ -91,19 +95,6 @@ class SampleLogger(Callback):
         numbers = [values.tolist() if values.dtype == object else values for values in job.numbers.values()]
         places = [place[1:] for place in job.texts]
         self._bytes_through_driver += driver_bytes([numbers, places, job.rows, job.kept])
-
-    def _log_examples(self, answered: Answered) -> None:
-        step, answers_per_prompt = answered.step, answered.answers_per_prompt
-        # The same prompts in every validation.
-        prompts = _spread(len(answered.samples) // answers_per_prompt, self._cfg.log_val_generations)
-        if not len(prompts):
-            return
-        job = _job("val", step, answered.samples, prompts, answers_per_prompt, most=1)
-        rows = self._writer.examples(job, _TABLE)
-        if rows is None:
-            log.warning("step %d: the responses for trainer.log_val_generations did not arrive", step)
-        else:
-            self._tracker.log_table(step, "val/generations", list(_TABLE), rows)
 
     def write(self, answered: Answered, file: Path) -> None:
         """Write all samples to ``file``, and wait for it. Raises DiskError if that fails."""
@@ -143,6 +134,8 @@ class SampleLogger(Callback):
                 if (kind := re.sub(r"\d+", "", result.problem)) not in self._logged_problems:
                     self._logged_problems.add(kind)
                     log.warning("step %d, %s: responses are not saved: %s", result.step, result.split, result.problem)
+            elif result.table:
+                self._tracker.log_table(result.step, "val/generations", list(_TABLE), result.table)
             elif result.example and (result.split == "val" or result.step == 1 or result.step % _EXAMPLE_EVERY == 0):
                 # The line names its step, because it is logged after writing, perhaps after lines of later steps.
                 log.info("a response of step %d, %s: %s", result.step, result.split, result.example)
@@ -150,12 +143,8 @@ class SampleLogger(Callback):
 
 def _ranges(steps: list[int]) -> str:
     """Return ascending numbers as ``1-3, 7``."""
-    parts: list[list[int]] = []
-    for step in sorted(set(steps)):
-        if parts and step == parts[-1][-1] + 1:
-            parts[-1].append(step)
-        else:
-            parts.append([step])
+    ordered = np.unique(steps)
+    parts = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 

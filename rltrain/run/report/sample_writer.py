@@ -7,7 +7,6 @@ a warning. torch and other slow imports are avoided, because they would delay th
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -30,14 +29,13 @@ from rltrain.common.errors import first_line, replace_surrogates
 from rltrain.common.storage import swapping
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
-from rltrain.run.report.samples import one_line, without_middle
+from rltrain.run.report.samples import one_line, text_of, without_middle
 
 log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 # Maximum number of jobs in the process, and of queued jobs. Each keeps the texts of a step in Ray's store.
 MOST_AT_ONCE, MOST_WAITING = 4, 12
-_EXAMPLES_WAIT_S = 60.0
 _POLL_S = 0.2
 # Maximum characters of a saved conversation, but at least this many per message. The response has the whole text.
 _MOST_CHARS, _LEAST_CHARS = 200_000, 200
@@ -64,6 +62,8 @@ class SampleJob:
     """File for the prompts selected by ``kept`` [p]."""
     json_lines: Path | None = None
     """File for all prompts, in verl's format."""
+    table: tuple[str, ...] = ()
+    """Columns that `Written.table` returns."""
     repeated: bool = False
     """True if a writer died while it wrote this job."""
 
@@ -82,6 +82,8 @@ class Written:
     step: int
     problem: str | None = None
     example: str = ""
+    table: list[list[Any]] | None = None
+    """The rows of `SampleJob.table`."""
 
 
 class SampleWriter:
@@ -114,7 +116,9 @@ class SampleWriter:
             where = (job.parquet or job.json_lines or Path()).parent
             problem = f"the disk of {where} is full" if full else f"{type(error).__name__}: {error}"
             return Written(job.split, job.step, problem)
-        return Written(job.split, job.step, None, one_line(example))
+        lists = [np.asarray(columns[name], dtype=object).tolist() for name in job.table]
+        table = [list(row) for row in zip(*lists, strict=True)] if job.table else None
+        return Written(job.split, job.step, None, "" if table else one_line(example), table)
 
     def columns(self, job: SampleJob) -> dict[str, Any]:
         """Return the columns of the table."""
@@ -143,12 +147,6 @@ class SampleWriter:
                 columns[name if short in columns else short] = values
         return {name: _storable(values) for name, values in columns.items()}
 
-    def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]]:
-        """Return the given columns, as rows."""
-        columns = self.columns(job)
-        lists = [columns[name].tolist() if hasattr(columns[name], "tolist") else columns[name] for name in names]
-        return [list(row) for row in zip(*lists, strict=True)]
-
     def _prompt(self, split: str, row: int) -> dict[str, Any]:
         record = self._rows[split][row]
         message = next((turn for turn in reversed(record.prompt) if turn["role"] == "user"), record.prompt[-1])
@@ -156,16 +154,16 @@ class SampleWriter:
         return {
             "data_source": record.data_source,
             "index": None if index is None else str(index),
-            "question": _text(message["content"]),
+            "question": text_of(message["content"]),
             "prompt": self._decoded(split, row, skip_special_tokens=False),
             **self._images(split, row),
-            "ground_truth": None if record.ground_truth is None else _text(record.ground_truth),
+            "ground_truth": None if record.ground_truth is None else text_of(record.ground_truth),
         }
 
     def _decoded(self, split: str, row: int, **options: bool) -> str:
         """Return the prompt as tokenized for the model, or its messages if there is no tokenizer."""
         if self._tokenizer is None:
-            return "\n".join(f"{turn['role']}: {_text(turn['content'])}" for turn in self._rows[split][row].prompt)
+            return "\n".join(f"{turn['role']}: {text_of(turn['content'])}" for turn in self._rows[split][row].prompt)
         return self._tokenizer.decode(self._prompts[split].short(row).tolist(), **options)
 
     def _images(self, split: str, row: int) -> dict[str, Any]:
@@ -216,10 +214,6 @@ def _bounded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
 def _storable(values: Any) -> Any:
     """Return a column whose texts can be stored in every file format."""
     if isinstance(values, np.ndarray) and values.dtype != object:
@@ -240,23 +234,25 @@ class _WriterProcess(SampleWriter):
 class WriterProcess:
     """A `SampleWriter` in another process on this node, which is restarted if it dies.
 
-    Only `examples` and `close` wait for it, with a timeout.
+    Only `flush` and `close` wait for it, with a timeout.
     """
 
     def __init__(self, rows: dict[str, Any], prompts: Any, tokenizer: Any) -> None:
+        import ray
+
+        self._ray: Any = ray
         self._given = (rows, [prompts], tokenizer)
         self._running: dict[Any, SampleJob] = {}
         self._waiting: list[SampleJob] = []
         self._start()
 
     def _start(self) -> None:
-        import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        this_node = NodeAffinitySchedulingStrategy(self._ray.get_runtime_context().get_node_id(), soft=False)
         # It takes no CPU slot, because workers may hold all slots of a local Ray. Ray does not restart it, because Ray
         # would not report lost jobs.
-        actor = ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=this_node)
+        actor = self._ray.remote(num_cpus=0, max_restarts=0)(_WriterProcess).options(scheduling_strategy=this_node)
         self._actor: Any = actor.remote(*self._given)
 
     def submit(self, job: SampleJob) -> list[Written]:
@@ -276,9 +272,7 @@ class WriterProcess:
             self._running[self._actor.write.remote(job)] = job
 
     def _take(self, wait_s: float) -> list[Written]:
-        import ray
-
-        calls = list(self._running)
+        calls, ray = list(self._running), self._ray
         ready = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
         outcomes = []
         for call in [running for running in calls if running in ready]:
@@ -300,14 +294,6 @@ class WriterProcess:
         self._hand_out()
         return outcomes
 
-    def examples(self, job: SampleJob, names: Sequence[str]) -> list[list[Any]] | None:
-        """Return `SampleWriter.examples`, or None after an error or a timeout."""
-        import ray
-
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            return ray.get(self._actor.examples.remote(job, list(names)), timeout=_EXAMPLES_WAIT_S)
-        return None
-
     def flush(self, wait_s: float, step: int | None = None) -> list[Written]:
         """Wait up to ``wait_s`` for the jobs of steps up to ``step`` (None: all). Return outcomes."""
         outcomes, deadline = self._take(0), time.monotonic() + wait_s
@@ -321,9 +307,7 @@ class WriterProcess:
 
     def close(self, wait_s: float) -> list[Written]:
         """Flush, and end the process. Return the remaining outcomes."""
-        import ray
-
         outcomes = self.flush(wait_s)
-        ray.kill(self._actor)
+        self._ray.kill(self._actor)
         left = [*self._running.values(), *self._waiting]
         return outcomes + [Written(job.split, job.step, f"not written within {wait_s:g} s") for job in left]

@@ -56,6 +56,11 @@ def conversation(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     return json.loads(sample.get("messages") or "[]")
 
 
+def text_of(value: Any) -> str:
+    """Return a text unchanged, and other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
 def shorten(text: str, width: int) -> str:
     """Return one line of at most ``width`` characters, with the start and the end of the text."""
     text = sanitize(" ".join(text.split()))

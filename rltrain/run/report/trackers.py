@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,11 @@ class Sink:
     def __init__(self, run: RunInfo) -> None:
         raise NotImplementedError
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log(metrics, step=step)
 
     def log_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        self._run.log({name: self._table(columns, rows)}, step=step)
+        self.log(step, {name: self._table(columns, rows)})
 
     def finish(self, summary: dict[str, float], failed: bool) -> None:
         self._run.log(summary)
@@ -73,7 +73,7 @@ class TensorBoard(Sink):
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
         self.log_table(run.first_step, "config", ["key", "value"], [list(pair) for pair in flat(run.config).items()])
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -121,11 +121,8 @@ class WandB(Sink):
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({**metrics, _STEP: step})
-
-    def log_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        self._run.log({name: self._table(columns, rows), _STEP: step})
 
     def finish(self, summary: dict[str, float], failed: bool) -> None:
         self._run.summary.update(summary)
@@ -171,7 +168,7 @@ class MLflow(Sink):
             # Older MLflow servers refuse values of more than 500 characters.
             self._client.log_param(self.run_id, _plain(name), str(value)[:500])
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -224,7 +221,7 @@ class ClearML(Sink):
             self._task.connect_configuration(run.config, name="rltrain")
         self._logger = self._task.get_logger()
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
             title, _, series = name.partition("/")
             self._logger.report_scalar(title, series or title, value, step)

@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,7 @@ class Sender(threading.Thread):
             log.warning(text, self._tracker, type(error).__name__, error)
 
 
-class Tracker(Callback):
+class Tracker(Callback, AbstractContextManager["Tracker"]):
     """Sender of metrics and tables to all outputs of ``trainer.logger``.
 
     The exit of its context finishes these outputs.
@@ -277,9 +278,6 @@ class Tracker(Callback):
         deadline = time.monotonic() + (_CLOSE_AFTER_FAILURE_S if failed else self._close_s)
         for sender in senders:
             sender.wait_until_finished(deadline - time.monotonic())
-
-    def __enter__(self) -> Tracker:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: Any) -> None:
         self.close(failed=error is not None)

@@ -21,6 +21,7 @@ from rltrain.common.env import address_towards, devices_here, first_set
 from rltrain.common.errors import ConfigError, NodesMissing
 from rltrain.runtime.launch.arguments import Launch
 from rltrain.runtime.launch.store import MARK, group_is_alive, is_here
+from rltrain.runtime.slots.process import start
 
 # Ray rejects a node whose versions of these differ from the head's.
 VERSIONS = f"Python {platform.python_version()} and Ray {ray.__version__}"
@@ -102,10 +103,7 @@ def run_command(launch: Launch, address: str, signals: list[int], poll_signals: 
 
 
 def _run(command: list[str], signals: list[int], poll_signals: Callable[[], None], environment: dict[str, str]) -> int:
-    try:
-        driver = subprocess.Popen(command, env=environment, start_new_session=True)
-    except OSError as error:
-        raise ConfigError(f"the command cannot be started: {error}") from error
+    driver = start(command, environment)
     num_forwarded = 0
     # After a signal, wait for the whole process group, because a script without exec ends first, while its run is still
     # saving.

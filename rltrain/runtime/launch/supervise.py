@@ -9,7 +9,6 @@ monitor a live run, which has deadlines, or processes on other nodes.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -24,9 +23,10 @@ from pathlib import Path
 
 from rltrain.common.attempt import ATTEMPT, interpret_exit, read_reports, shell_code
 from rltrain.common.clock import SYSTEM, Clock
-from rltrain.common.errors import ConfigError, command
-from rltrain.runtime.slots.limits import send
+from rltrain.common.errors import command
+from rltrain.runtime.slots.limits import adopt_orphans, send
 from rltrain.runtime.slots.proc import catches, descendants
+from rltrain.runtime.slots.process import start
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 75
@@ -37,8 +37,6 @@ _POLL_S, _MAX_WAIT_S = 0.1, 300.0
 _LEAVE_S, _LEFT_S = 5.0, 60.0
 # Seconds that storage and nodes may be unavailable before repeated failures by that cause count as a crash loop.
 _AWAY_S = 1800.0
-# Linux: orphaned descendants become children of this process, not of init.
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the exit code of the last attempt."""
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # an ignored signal (nohup) stays ignored
                 signal.signal(number, self._forward_signal)
@@ -105,25 +103,20 @@ class Supervisor:
             self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
-        try:
-            # Start it in a new session, because otherwise a terminal would send Ctrl-C to the run too, in addition to
-            # `_forward_signal`.
-            self._child = child = os.posix_spawnp(
-                self._command[0], self._command, environment, setsid=True, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
-            )
-        except OSError as error:
-            raise ConfigError(f"the command cannot be started: {error}") from error
+        # In a session of its own, it gets Ctrl-C from `_forward_signal` alone.
+        process = start(self._command, environment)
+        self._child = process.pid
         if self._stop_signal:  # a signal arrived during the start
             self._forward_signal(self._stop_signal, None)
         pid = 0
-        while pid != child:  # the first process of a container must reap adopted processes
+        while pid != process.pid:  # the first process of a container must reap adopted processes
             pid, status = os.waitpid(-1, 0)
-        self._child = 0
+        self._child, process.returncode = 0, os.waitstatus_to_exitcode(status)
         if status:
             self._end_processes_left_behind()
         report = read_reports(self._file)
         self._folder = Path(report["folder"]) if "folder" in report else self._folder
-        code, cause = interpret_exit(shell_code(os.waitstatus_to_exitcode(status)), report)
+        code, cause = interpret_exit(shell_code(process.returncode), report)
         if code > 128 and not cause:
             with suppress(ValueError):
                 cause = f"killed by {signal.Signals(code - 128).name}"

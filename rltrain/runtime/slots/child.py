@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from rltrain.common.errors import RltrainError
 from rltrain.common.plugin import user_traceback
 from rltrain.runtime import stacks
-from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, Limits, impose, kill_below, remove_folder
+from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, Limits, adopt_orphans, impose, kill_below, remove_folder
 from rltrain.runtime.slots.proc import descendants
 from rltrain.runtime.slots.service import MAX_RESULT_BYTES, Service
 
@@ -188,7 +188,7 @@ def _print_by_lines() -> None:
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
 
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 
 
 def fork_below(parent: int, channel: int) -> None:
@@ -204,7 +204,7 @@ def fork_below(parent: int, channel: int) -> None:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored signal, which a parent may have set, would never arrive
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     _end_with(parent, signal.SIGTERM)
     own, child = os.getpid(), os.fork()
     if not child:

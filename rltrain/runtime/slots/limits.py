@@ -1,5 +1,6 @@
 """Limits of a slot's calls, and termination of the processes that they start."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from rltrain.runtime.slots.proc import descendants
 
 # Maximum rounds, because a fork bomb may start processes faster than they are found.
 _MAX_SWEEPS = 20
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 # Variable of a slot's process: the folder for files of programs, which is removed after the process.
@@ -83,6 +85,11 @@ def remove_folder(folder: str) -> None:
         subprocess.run([*command, folder], check=False, stderr=subprocess.DEVNULL)
         if not os.path.exists(folder):
             break
+
+
+def adopt_orphans() -> None:
+    """Make orphaned descendants children of this process, not of init (Linux only)."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def send(pids: Iterable[int], number: int) -> None:

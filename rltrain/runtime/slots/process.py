@@ -1,4 +1,8 @@
-"""A separate interpreter for code that may run forever. It can be killed with all its descendants."""
+"""The way in which rltrain starts other processes than Ray's: in a session of their own, so that no terminal's signal
+reaches them and `kill_tree` ends them with all their descendants.
+
+`ChildProcess` is a separate interpreter for code that may run forever; it ends with this process.
+"""
 
 import os
 import signal
@@ -6,9 +10,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from rltrain.common.env import slot_environment
+from rltrain.common.errors import ConfigError, host_error
 from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, has_ended, kill_tree, remove_folder, send
 from rltrain.runtime.slots.output import Printed
 
@@ -19,6 +26,27 @@ _LAST_CHARS = 2000
 # The parent's sys.path, because the command or a plugin may have changed it. -c instead of -m, so that it is set before
 # rltrain is imported.
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd}, {parent})"
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **streams: Any
+) -> subprocess.Popen[bytes]:
+    """Start a command. streams: further arguments of Popen. Raises ConfigError if there is no such program."""
+    try:
+        return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+    except OSError as error:
+        raise host_error(error) or ConfigError(f"the command cannot be started: {error}") from error
+
+
+def run_within(seconds: float, command: Sequence[str], **streams: Any) -> int | None:
+    """Run a command. Return its exit code, or None after the time. No process that it started survives."""
+    process = start(command, **streams)
+    try:
+        in_time = has_ended(process, seconds)
+    finally:
+        kill_tree(process.pid)
+        process.wait()
+    return process.returncode if in_time else None
 
 
 class ChildProcess:
@@ -37,11 +65,9 @@ class ChildProcess:
         printed.renew()
         with far_end:
             code = _COMMAND.format(path=sys.path, module=module, fd=far_end.fileno(), parent=os.getpid())
-            # A new process group, which `kill_tree` can end as a whole.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=printed.writer,
-                stderr=self._crash_log, pass_fds=[far_end.fileno()], start_new_session=True,
-                env=slot_environment() | {PROGRAMS_FOLDER: self._folder},
+            self._process = start(
+                [sys.executable, "-c", code], slot_environment() | {PROGRAMS_FOLDER: self._folder},
+                stdin=subprocess.DEVNULL, stdout=printed.writer, stderr=self._crash_log, pass_fds=[far_end.fileno()],
             )  # fmt: skip
         self.channel.settimeout(START_TIMEOUT_S)
         with suppress(OSError):  # the reader of the channel notices how the process ended

@@ -10,17 +10,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rltrain.common.env import shipped
 from rltrain.common.errors import ConfigError
 from rltrain.runtime.slots.jail import MAX_FILE_BYTES
-from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, current_limits, has_ended, kill_tree, remove_folder
+from rltrain.runtime.slots.limits import PROGRAMS_FOLDER, current_limits, remove_folder
+from rltrain.runtime.slots.process import run_within
 
 _JAIL = Path(__file__).with_name("jail.py")
 _MEMORY_MB = 1024
@@ -96,31 +97,40 @@ def end_of_program(
         _scratch() as folder,
         tempfile.TemporaryFile() as stdin_file,
         tempfile.TemporaryFile() as stdout,
-        tempfile.TemporaryFile() as spec,
     ):
         work, root = Path(folder, "work"), Path(folder, "root")  # root: folder in which the jail builds its file system
         work.mkdir()
         root.mkdir()
         job |= {"root": str(root), "allow_unsandboxed": accepted}
-        for stream, text in ((stdin_file, stdin), (spec, json.dumps(job))):
-            stream.write(text.encode(errors="surrogateescape"))
-            stream.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_JAIL), str(spec.fileno())], stdin=stdin_file, stdout=stdout,
-            stderr=subprocess.DEVNULL, cwd=work, pass_fds=[spec.fileno()], start_new_session=True,
-            env={"LANG": "C.UTF-8", "HOME": str(work), "TMPDIR": str(work), "PATH": os.defpath},
-        )  # fmt: skip
-        try:
-            in_time = has_ended(process, seconds)
-        finally:
-            kill_tree(process.pid)
-            process.wait()
-        layers = _layers(spec)
+        stdin_file.write(stdin.encode(errors="surrogateescape"))
+        stdin_file.seek(0)
+        variables = {"LANG": "C.UTF-8", "HOME": str(work), "TMPDIR": str(work), "PATH": os.defpath}
+        code_of_jail, layers = run_in_jail(_JAIL, job, seconds, variables, stdin=stdin_file, stdout=stdout, cwd=work)
         if layers and not (layers["namespaces"] or layers["landlock"] or accepted):
             raise ConfigError(_NOT_ISOLATED.format(shipped("docs/security.md")))
         stdout.seek(0)
         output = stdout.read(MAX_FILE_BYTES).decode(errors="replace")
-        return Ending(output, process.returncode if in_time else None, layers)
+        return Ending(output, code_of_jail, layers)
+
+
+def run_in_jail(
+    jail: Path, job: Mapping[str, Any], seconds: float, environment: Mapping[str, str] | None = None, **streams: Any
+) -> tuple[int | None, dict[str, Any]]:
+    """Run the script of a jail on a job. Return its exit code (None after the time) and the report that it has written
+    in place of the job; {} if it ended earlier.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as spec:
+        json.dump(job, spec)
+        spec.seek(0)
+        command = [sys.executable, "-I", "-S", str(jail), str(spec.fileno())]
+        streams = {"stderr": subprocess.DEVNULL, "pass_fds": [spec.fileno()], **streams}
+        code = run_within(seconds, command, environment=environment, **streams)
+        spec.seek(0)
+        try:
+            report = json.load(spec)
+        except ValueError:
+            report = job
+    return code, {} if report.keys() == job.keys() else report
 
 
 @contextmanager
@@ -131,13 +141,3 @@ def _scratch() -> Iterator[str]:
         yield folder
     finally:
         remove_folder(folder)
-
-
-def _layers(spec: IO[bytes]) -> dict[str, int]:
-    """Read the report of the jail; {} if it was ended earlier."""
-    spec.seek(0)
-    try:
-        report = json.loads(spec.read())
-    except ValueError:
-        return {}
-    return {} if "code" in report else report

@@ -25,6 +25,7 @@ from rltrain.tools.evaluate.models import Model
 from rltrain.tools.evaluate.request import Request, identity
 from rltrain.tools.evaluate.results import ResultFolder
 from rltrain.tools.evaluate.statistics import Figure, Floats
+from rltrain.trainer.validation import sizes
 
 log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers", "vllm", "sglang")
@@ -121,7 +122,7 @@ def _columns(
     is_binary = bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
     columns = {f"avg@{num_answers}": statistics.mean_of(values)}
     if num_answers > 1:
-        ks = statistics.sizes(num_answers)
+        ks = sizes(num_answers)
         if is_binary:
             columns |= {f"pass@{k}": statistics.pass_of(values, k) for k in ks}
         else:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rltrain.run.report.charts import Line, Section, Table, line_chart, save_page
+from rltrain.common.storage import write_text
+from rltrain.run.report.charts import Line, Section, Table, line_chart, page
 from rltrain.tools.evaluate.report import main_figure
 
 # A row is (model, step, name of the source, statistic).
@@ -24,7 +25,7 @@ def write_page(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
     charts = [*_over_steps(rows, name), *_passes(results)]
     models = ", ".join(result["model"]["name"] for result in results)
     section = Section("Scores", charts=charts, tables=[table])
-    save_page(file, models, "Intervals are 95 % of bootstrap draws over prompts.", [section])
+    write_text(file, page(models, "Intervals are 95 % of bootstrap draws over prompts.", [], [section]))
 
 
 def _rows(result: Mapping[str, Any], name: str) -> list[Row]:

@@ -36,11 +36,6 @@ class Figure:
     high: float
 
 
-def sizes(n: int) -> list[int]:
-    """Return the k of pass@k and maj@k: 1, 2, 4, 8 … below n, and n."""
-    return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
-
-
 def mean_of(values: Floats) -> Floats:
     """Return the mean [p] over the scored responses."""
     counts = (~np.isnan(values)).sum(1)

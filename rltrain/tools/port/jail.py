@@ -1,4 +1,4 @@
-"""Run one shell script and report the commands that it would have started: ``python -I -S jail.py DESCRIPTOR``.
+"""Run one shell script and report the commands that it would have started: a script for `run_in_jail`.
 
 Only a shell can expand a launch script's variables, but a third-party script may do anything. So bash runs in separate
 namespaces whose file system is a small tmpfs with copies of the text tools, without network, other processes and files
@@ -25,9 +25,9 @@ _MEMORY_BYTES, _FILE_BYTES, _MOST_BYTES = 256 << 20, 8 << 20, 16 << 20
 
 
 def main() -> None:
-    """Read the job from the descriptor; write the records as JSON to stdout."""
-    with os.fdopen(int(sys.argv[1]), encoding="utf-8") as stream:
-        job = json.load(stream)
+    """Read the job from the descriptor, and write the records there in its place."""
+    spec = os.fdopen(int(sys.argv[1]), "r+", encoding="utf-8")
+    job = json.load(spec)
     _enter(job["root"])
     for inside, content in job["files"].items():
         _write(job["root"], inside, content.encode())
@@ -38,8 +38,11 @@ def main() -> None:
         os.makedirs(_under(job["root"], inside), exist_ok=True)
         os.chmod(_under(job["root"], inside), 0o777)
     _lock_in(job["root"])
-    finished = _run(job)
-    sys.stdout.write(json.dumps({"finished": finished, "calls": _records(job["records"])}))
+    report = {"finished": _run(job), "calls": _records(job["records"])}
+    spec.seek(0)
+    spec.truncate()
+    json.dump(report, spec)
+    spec.close()
 
 
 def _enter(root: str) -> None:

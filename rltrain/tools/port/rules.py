@@ -40,14 +40,6 @@ def _only(*allowed: str) -> Callable[[str], str | None]:
     return lambda value: value if value in (*allowed, "null", "") else None
 
 
-def _recompute(value: str) -> str:
-    return str(value not in ("null", "None", ""))
-
-
-def _offloaded(value: str) -> str:
-    return str(value.lower() not in ("false", "0", "0.0", "null"))
-
-
 def _modules(value: str) -> str | None:
     """Convert Megatron's names of a layer's matrices to Hugging Face's."""
     names = {"linear_qkv": "q_proj,k_proj,v_proj", "linear_proj": "o_proj", "linear_fc1": "gate_proj,up_proj"}
@@ -65,8 +57,8 @@ SPREAD = (
 )
 _SENTENCES = {"@spread": SPREAD, "@same": "it changes how the backend computes, not what"}
 _TURNS: dict[str, Callable[[str], str | None]] = {
-    "recompute": _recompute,
-    "offloaded": _offloaded,
+    "recompute": lambda value: str(value not in ("null", "None", "")),
+    "offloaded": lambda value: str(value.lower() not in ("false", "0", "0.0", "null")),
     "modules": _modules,
     "": str,
 }

@@ -6,12 +6,10 @@ placeholder, which becomes the variable again in the new script.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from typing import Any
 
 from rltrain.common.errors import ConfigError
 from rltrain.runtime.slots.jail import tasks_of_user
+from rltrain.runtime.slots.program import run_in_jail
 from rltrain.tools.port.jail import NO_JAIL
 
 JAIL = Path(__file__).with_name("jail.py")
@@ -195,7 +194,7 @@ def _jailed(
     }
     files = dict.fromkeys(stubs, _RECORD)
     files |= {"/bin/record": _RECORD, **given, inside: _going_on(text)}
-    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+", encoding="utf-8") as spec:
+    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         user = _NOBODY if os.getuid() == _ROOT else os.getuid()
         job = {
             "root": root,
@@ -216,24 +215,20 @@ def _jailed(
             "seconds": most_seconds,
             "num_tasks": tasks_of_user(user) + _NUM_TASKS,
         }
-        json.dump(job, spec)
-        spec.seek(0)
-        command = [sys.executable, "-I", "-S", str(JAIL), str(spec.fileno())]
         # A second timeout here ends a jail that exceeds its own timeout.
-        try:
-            process = subprocess.run(
-                command, capture_output=True, text=True, timeout=3 * most_seconds, pass_fds=[spec.fileno()], cwd="/"
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"{script} did not end within {3 * most_seconds} s. {_BY_HAND}") from error
-    if process.returncode == NO_JAIL:
+        code, report = run_in_jail(JAIL, job, 3 * most_seconds, stdin=subprocess.DEVNULL, stderr=output, cwd="/")
+        output.seek(0)
+        error = output.read().strip()[-400:]
+    if code is None:
+        raise ConfigError(f"{script} did not end within {3 * most_seconds} s. {_BY_HAND}")
+    if code == NO_JAIL:
         raise ConfigError(
             "a script is expanded in a jail (Linux namespaces), which this machine does not grant, so nothing was run. "
             + _BY_HAND
         )
-    if process.returncode:
-        raise ConfigError(f"{script} could not be expanded: {process.stderr.strip()[-400:]}. {_BY_HAND}")
-    return dict(json.loads(process.stdout))
+    if code or not report:
+        raise ConfigError(f"{script} could not be expanded: {error}. {_BY_HAND}")
+    return report
 
 
 _BY_HAND = (

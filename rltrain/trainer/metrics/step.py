@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from rltrain.algorithms.moments import Moments
@@ -60,10 +61,8 @@ def _standard_error(groups: NDArray[np.int64], scores: NDArray[np.float64]) -> M
 
     Prompts are the independent samples, because responses to one prompt are correlated.
     """
-    _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    if len(sizes) < 2:
-        return {}
-    return {"critic/score/sem": float((np.bincount(place, scores) / sizes).std(ddof=1) / np.sqrt(len(sizes)))}
+    means = pd.Series(scores).groupby(groups).mean()
+    return {"critic/score/sem": float(means.sem())} if len(means) > 1 else {}
 
 
 def _spread(name: str, values: NDArray[Any], weights: NDArray[Any] | None = None) -> Metrics:
@@ -136,17 +135,12 @@ def group_metrics(groups: NDArray[np.int64], rewards: NDArray[np.float64], right
     reward/std: standard deviation within a group, mean over groups. all_right: equal accuracies above 0. all_wrong:
     equal accuracies, not above 0. mixed: different accuracies.
     """
-    _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    if sizes.max() < 2:
+    by_group = pd.DataFrame({"reward": rewards, "right": right}).groupby(groups)
+    if by_group.size().max() < 2:
         return {}
-    # Means first, then squared deviations: a difference of sums of squares would lose small spreads of large rewards.
-    means = np.bincount(place, rewards) / sizes
-    spread = np.sqrt(np.bincount(place, (rewards - means[place]) ** 2) / sizes)
-    high, low = np.full(len(sizes), -np.inf), np.full(len(sizes), np.inf)
-    np.maximum.at(high, place, right)
-    np.minimum.at(low, place, right)
+    high, low = by_group["right"].max(), by_group["right"].min()
     return {
-        "reward/std": float(spread.mean()),
+        "reward/std": float(by_group["reward"].std(ddof=0).mean()),
         "reward/groups_all_right": float(((high == low) & (high > 0)).mean()),
         "reward/groups_all_wrong": float(((high == low) & (high <= 0)).mean()),
         "reward/groups_mixed": float((high != low).mean()),

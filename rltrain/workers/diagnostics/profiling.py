@@ -5,10 +5,11 @@ Traces open in Perfetto (ui.perfetto.dev) and chrome://tracing. Other phases run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from rltrain.common.device import Device
 from rltrain.common.storage import disk_errors
@@ -57,67 +58,40 @@ class Profiler(Profiled):
         return [f"{name}.json.gz", f"{name}.md", *written]
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """Execution of a kernel. Times are in microseconds."""
-
-    name: str
-    begin: float
-    end: float
-    own: float
-    """Time without nested kernels."""
-
-
-def kernels_of(events: Iterable[Any], *, on_device: bool) -> list[Kernel]:
+def kernels_of(events: Iterable[Any], *, on_device: bool) -> pd.DataFrame:
     """Return the kernels of a profile by start time: device kernels, or on a CPU its operators. events:
-    `torch.profiler.profile.events`."""
+    `torch.profiler.profile.events`. Times are in microseconds; own: without nested kernels.
+    """
     from torch.autograd import DeviceType
 
-    found = []
-    for event in events:
-        span = event.time_range
-        if on_device and event.device_type != DeviceType.CPU:
-            found.append(Kernel(event.name, span.start, span.end, span.end - span.start))
-        elif not on_device and event.name.startswith(_OPERATORS):
-            found.append(Kernel(event.name, span.start, span.end, event.self_cpu_time_total))
-    return sorted(found, key=lambda kernel: kernel.begin)
+    found = [
+        (event.name, event.time_range.start, event.time_range.end,
+         event.time_range.elapsed_us() if on_device else event.self_cpu_time_total)
+        for event in events
+        if (event.device_type != DeviceType.CPU if on_device else event.name.startswith(_OPERATORS))
+    ]  # fmt: skip
+    return pd.DataFrame(found, columns=["name", "begin", "end", "own"]).sort_values("begin", kind="stable")
 
 
-def busy(kernels: Sequence[Kernel]) -> float:
-    """Return the microseconds in which at least one of ``kernels`` ran. kernels: sorted by start time."""
-    total, until = 0.0, float("-inf")
-    for kernel in kernels:
-        total += max(0.0, kernel.end - max(kernel.begin, until))
-        until = max(until, kernel.end)
-    return total
-
-
-def table(kernels: Sequence[Kernel]) -> str:
+def table(kernels: pd.DataFrame) -> str:
     """Return Markdown: busy share from the first kernel to the last, top kernels by time, and the longest gaps."""
-    if not kernels:
+    if kernels.empty:
         return "No kernel ran.\n"
-    whole = max(kernel.end for kernel in kernels) - kernels[0].begin
-    lines = [f"{whole / 1e6:.4f} s from the first kernel to the last, of which {busy(kernels) / max(whole, 1e-9):.1%} "
-             f"was busy; {len(kernels):,} kernels.", "", "| kernel | calls | seconds | share |",
-             "|---|---|---|---|"]  # fmt: skip
-    by_name: dict[str, list[float]] = {}
-    for kernel in kernels:
-        by_name.setdefault(kernel.name, []).append(kernel.own)
-    ranked = sorted(by_name.items(), key=lambda item: -sum(item[1]))
-    for name, times in ranked[:_SHOWN]:
+    latest = kernels["end"].cummax()
+    whole = max(latest.iloc[-1] - kernels["begin"].iloc[0], 1e-9)
+    # In a gap no kernel runs: all earlier ones have ended.
+    gaps = pd.DataFrame({
+        "before": kernels["name"].where(kernels["end"] == latest).ffill().shift(),
+        "seconds": (kernels["begin"] - latest.shift()).clip(lower=0) / 1e6, "after": kernels["name"],
+    })  # fmt: skip
+    busy = 1 - gaps["seconds"].sum() * 1e6 / whole
+    lines = [f"{whole / 1e6:.4f} s from the first kernel to the last, of which {busy:.1%} was busy; {len(kernels):,} "
+             "kernels.", "", "| kernel | calls | seconds | share |", "|---|---|---|---|"]  # fmt: skip
+    times = kernels.groupby("name")["own"].agg(["size", "sum"]).nlargest(_SHOWN, "sum")
+    for name, calls, own in times.itertuples():
         shown = name.replace("|", "\\|")
-        lines.append(f"| {shown} | {len(times):,} | {sum(times) / 1e6:.4f} | {sum(times) / max(whole, 1e-9):.1%} |")
+        lines.append(f"| {shown} | {calls:,} | {own / 1e6:.4f} | {own / whole:.1%} |")
     lines += ["", "| gap after | seconds | before |", "|---|---|---|"]
-    for seconds, before, after in _gaps(kernels)[:_SHOWN]:
-        lines.append(f"| {before} | {seconds / 1e6:.4f} | {after} |")
+    longest = gaps[gaps["seconds"] > 0].nlargest(_SHOWN, "seconds")
+    lines += [f"| {before} | {seconds:.4f} | {after} |" for before, seconds, after in longest.itertuples(index=False)]
     return "\n".join(lines) + "\n"
-
-
-def _gaps(kernels: Sequence[Kernel]) -> list[tuple[float, str, str]]:
-    """Return (microseconds, kernel before, kernel after) of the gaps, longest first."""
-    gaps, last = [], kernels[0]
-    for kernel in kernels[1:]:
-        if kernel.begin > last.end:
-            gaps.append((kernel.begin - last.end, last.name, kernel.name))
-        last = kernel if kernel.end > last.end else last
-    return sorted(gaps, reverse=True)

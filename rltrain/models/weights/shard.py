@@ -32,7 +32,6 @@ from rltrain.models.load import (
     recompute_activations,
     without_dropout,
 )
-from rltrain.models.tensor_layers import local
 from rltrain.models.tensor_parallel import split
 from rltrain.models.vision import tower
 from rltrain.models.weights.finite import check_finite

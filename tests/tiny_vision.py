@@ -33,7 +33,8 @@ WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe"]
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}PLACEHOLDER{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}PLACEHOLDER{% elif part['type'] == 'video' %}VIDEO{% else %}{{ part['text'] }}"
+    "{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 START, END, IMAGE, VIDEO = (TOKENS.index(token) for token in VISION_TOKENS)
@@ -136,7 +137,8 @@ def save_tiny_vision_model(
     )  # fmt: skip
     # InternVL's processor writes the tokens around an image itself.
     placeholder = VISION_TOKENS[2] if family == "internvl" else "".join(VISION_TOKENS[each] for each in (0, 2, 1))
-    fast.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder)
+    video = "".join(VISION_TOKENS[each] for each in (0, 3, 1))
+    fast.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder).replace("VIDEO", video)
     _processor(family, config.vision_config.patch_size, fast).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder

@@ -94,6 +94,14 @@ class DataConfig:
     """Smaller images are scaled up to this number of pixels (width times height); null: only the processor's bound."""
     max_pixels: int | None = key(None, least=1)
     """Larger images are scaled down to this number of pixels; null: only the processor's bound."""
+    video_fps: float = key(2.0, over=0)
+    """Frames to sample per second of a video."""
+    video_max_frames: int = key(64, least=2)
+    """Maximum frames to sample of a video. Two frames become the tokens of one image of their size."""
+    video_min_pixels: int | None = key(None, least=1)
+    """Smaller frames of videos are scaled up to this number of pixels; null: only the processor's bound."""
+    video_max_pixels: int | None = key(None, least=1)
+    """Larger frames of videos are scaled down to this number of pixels; null: only the processor's bound."""
     reward_fn_key: str = "data_source"
     """Column that selects the scorer."""
     shuffle: bool = True

@@ -28,6 +28,7 @@ from rltrain.data.turns.calls import Call
 from rltrain.data.turns.detect import detect_format
 from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.turn_delta import TurnDelta
+from rltrain.data.videos import count_media
 
 _CHUNK_ROWS = 512
 # Fields of extra_info.
@@ -131,7 +132,7 @@ def encode_demonstrations(
         try:
             sizes = [encoder.bounded_size(size) for size in rows.image_sizes(position)] if num_images else []
             prompt, num_rows, num_tokens = encoder.expand([row.prompt], [sizes], json.loads(tools))[0]
-            tokens, mask = writer(tools).response(with_parts(row.prompt, num_images), row.extra_info[_TURNS])
+            tokens, mask = writer(tools).response(with_parts(row.prompt, *count_media(sizes)), row.extra_info[_TURNS])
         except DataError as error:
             problems.append(f"{rows.origin(position)}: {error}")
             continue
@@ -145,7 +146,7 @@ def encode_demonstrations(
             continue
         prompts.append(np.asarray(prompt, dtype=np.int32))
         responses.append((tokens, mask))
-        counts.append((num_images, num_rows, num_tokens))
+        counts.append((encoder.count_images(sizes), num_rows, num_tokens))
         row_index.append(position)
     if problems:
         raise DataError(first_lines(f"{len(problems)} rows cannot be used:", problems))
@@ -164,7 +165,7 @@ def encode_demonstrations(
     seeing: dict[str, Any] = {}
     if of_images.any():
         seeing = {"counts": of_images, "stored_images": rows.select(row_index).stored_images(), "encoder": encoder}
-        seeing["placeholder"] = encoder.processor.image_token_id
+        seeing["placeholders"] = encoder.placeholders
     return PromptStore(
         np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]), np.asarray(row_index), len(overlong), **seeing,
         responses=Responses.of(responses),
@@ -175,11 +176,12 @@ def _tried(rows: Rows, encoder: ChatEncoder) -> Iterator[tuple[Any, int]]:
     """Yield each row with its number of images. The template has then rendered the row's chunk within its limits."""
     numbers = rows.num_images.tolist()
     if any(numbers):
-        encoder.check_images_supported()
+        encoder.check_images_supported(videos=bool(rows.num_media[:, 1].any()))
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = [rows[position] for position in range(start, min(start + _CHUNK_ROWS, len(rows)))]
         of_chunk = numbers[start : start + _CHUNK_ROWS]
-        encoder.try_template([[*row.prompt, *row.extra_info[_TURNS]] for row in chunk], of_chunk)
+        media = rows.num_media[start : start + _CHUNK_ROWS].tolist()
+        encoder.try_template([[*row.prompt, *row.extra_info[_TURNS]] for row in chunk], media)
         yield from zip(chunk, of_chunk, strict=True)
 
 

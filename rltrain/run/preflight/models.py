@@ -105,7 +105,8 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
     """Check the settings against ``result.images`` and against images that tools may return."""
     passes = make_step_passes(cfg, result.images is not None, bool(result.images and result.images.most_images))
     if passes.images:
-        result.problems += _image_problems(cfg, "prompts have images" if result.images else f"{_SHOWN}=True")
+        why, videos = "prompts have images" if result.images else f"{_SHOWN}=True", bool(result.images and result.images.videos)
+        result.problems += _image_problems(cfg, why, videos=videos)
         if passes.images_between_turns and (problem := _problem_between_turns(cfg)):
             # It is only a note unless the user enabled images of tools, because there may be none.
             asked = cfg.actor_rollout_ref.rollout.multi_turn.images
@@ -122,7 +123,7 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
         result.notes.append(f"{key}: no effect: no prompt has images, so the vision tower is not trained anyway")
 
 
-def _image_problems(cfg: Config, why: str) -> Iterator[str]:
+def _image_problems(cfg: Config, why: str, *, videos: bool) -> Iterator[str]:
     """Yield problems of an engine or model that does not accept the policy's images. why: reason for the images."""
     engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
     kind, compared = models["actor"][1].load_config().model_type, ENGINES[engine].images
@@ -132,6 +133,8 @@ def _image_problems(cfg: Config, why: str) -> Iterator[str]:
             f"{_R}name={engine}: {why}, and images of a {kind} were not compared with transformers on this engine "
             f"(compared: {', '.join(compared) or 'none'}). Use {others}."
         )
+    elif videos and not ENGINES[engine].videos:
+        yield f"{_R}name={engine}: prompts have videos, which this engine does not take. Use {engines_with('videos')}."
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]
         if kinds[0] != kinds[1]:

@@ -179,7 +179,8 @@ def _images(row: Mapping[str, Any], key: str) -> list[str]:
     try:
         from PIL import Image
 
-        files = map(file_bytes, image_entries(ImageColumn(match["path"], key).value(int(match["row"])), match["path"]))
+        images, _ = ImageColumn(match["path"], key).value(int(match["row"]))
+        files = map(file_bytes, image_entries(images, match["path"]))
         return [_small(Image.open(io.BytesIO(data))) for data in islice(files, _MAX_IMAGES)]
     except Exception as error:  # noqa: BLE001 - a broken image must not prevent the page
         log.debug("no image of %s: %s", row.get("images"), error)

@@ -60,7 +60,7 @@ class ChatEncoder:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     min_pixels: int | None = None
     max_pixels: int | None = None
-    videos: VideoSettings = VideoSettings()
+    videos: VideoSettings = field(default_factory=VideoSettings)
     row_tools: RowTools = field(default_factory=RowTools)
     """Default tools of conversations."""
 

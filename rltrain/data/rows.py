@@ -64,7 +64,7 @@ class _Checks:
     """Results of the check of each row."""
 
     digests: np.ndarray
-    """[rows, 16]: digests of the content; image_ends, image_digests [rows], sizes [images and videos] (`size_table`)."""
+    """[rows, 16]: digests of the content; image_ends, image_digests [rows], sizes: see `size_table`."""
     image_ends: np.ndarray
     sizes: np.ndarray
     image_digests: np.ndarray

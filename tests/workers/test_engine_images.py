@@ -20,6 +20,7 @@ if not importlib.util.find_spec("torchvision"):
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from rltrain.data.chat import ChatEncoder  # noqa: E402
+from rltrain.data.videos import VideoSettings  # noqa: E402
 from rltrain.models.attention.packing import pack  # noqa: E402
 from tests.distance import distance  # noqa: E402
 from tests.models.test_vision_packed import batch_of, encoded_prompts, make, make_folder  # noqa: E402
@@ -52,7 +53,7 @@ def made(request, tmp_path_factory):
     limits = {"max_num_batched_tokens": 10, "max_num_seqs": 4} if how else {"max_num_seqs": 16}
     # Short prompts fill a block of the cache.
     rollout = rollout_of(name=name, engine_kwargs={"vllm": {"block_size": 32}}, **limits)
-    settings = settings_of(folder, rollout, max_model_len=LONGEST)
+    settings = settings_of(folder, rollout, max_model_len=LONGEST, videos=VideoSettings())
     with running_engine(settings, accelerated="place" in how) as engine:
         yield engine, make(folder), asked
 

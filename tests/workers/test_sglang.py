@@ -24,8 +24,7 @@ from rltrain.workers.rollout.settings import make_engine
 from rltrain.workers.rollout.sglang.engine import SGLangRollout
 from tests.clock import VirtualClock
 from tests.distance import distance
-from tests.models.test_vision_packed import encoded_prompts
-from tests.models.test_vision_packed import batch_of, make_folder, one_by_one
+from tests.models.test_vision_packed import batch_of, encoded_prompts, make_folder, one_by_one
 from tests.models.test_vision_packed import make as make_policy
 from tests.workers import sglang_double
 from tests.workers.engines import generate, queue_of, rollout_of, serve, settings_of

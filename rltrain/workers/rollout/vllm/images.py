@@ -31,7 +31,8 @@ def image_arguments(settings: EngineSettings) -> dict[str, Any]:
     limits: dict[str, Any] = {"video": 0} | ({} if most is None else {"image": most})
     family = family_of(settings.model.load_config().model_type) if settings.images else None
     if videos and family and not family.video_times:
-        limits["video"] = {"count": _MOST_VIDEOS, "num_frames": videos.max_frames}
+        # vLLM reserves memory for this number, and does not compare it with processed inputs.
+        limits["video"] = {"count": 1, "num_frames": videos.max_frames}
     arguments: dict[str, Any] = {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     bounds = (settings.max_pixels, *([videos.max_pixels] if videos else []))
     if family and family.takes_max_pixels and all(bounds):
@@ -40,10 +41,6 @@ def image_arguments(settings: EngineSettings) -> dict[str, Any]:
     # lack the argument.
     argument = "mm_device_do_normalize"
     return arguments | ({argument: False} if argument in EngineArgs.__dataclass_fields__ else {})
-
-
-# More than fit into a prompt.
-_MOST_VIDEOS = 999
 
 
 class ImageInput:

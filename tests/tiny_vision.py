@@ -193,8 +193,9 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def write_pictures(file: Path, rows: range) -> Path:
-    """Write prompts with one image, with two, and with text only, in verl's schema."""
+def write_pictures(file: Path, rows: range, *, videos: bool = False) -> Path:
+    """Write prompts with one image, with two, and with text only, in verl's schema. videos: with a video of four frames
+    instead of the first image."""
     records = []
     for row in rows:
         count = row % 3
@@ -206,6 +207,11 @@ def write_pictures(file: Path, rows: range) -> Path:
             "reward_model": {"style": "rule", "ground_truth": str(row % 7 + row % 4)},
             "extra_info": {"index": row},
         })  # fmt: skip
+        if videos:
+            frames = [{"bytes": png_of(picture(60, 90, seed=row + step))} for step in range(4)] if count else []
+            records[-1]["videos"] = [{"video": frames, "fps": 8.0}] * min(count, 1)
+            records[-1]["images"] = records[-1]["images"][1:]
+            records[-1]["prompt"][0]["content"] = records[-1]["prompt"][0]["content"].replace("<image>", "<video>", 1)
     pq.write_table(pa.Table.from_pylist(records), file)
     return file
 

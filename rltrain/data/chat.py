@@ -32,7 +32,7 @@ from rltrain.data.images import (
     runs,
     with_parts,
 )
-from rltrain.data.loading import generation_eos, load_config, load_processor, load_tokenizer
+from rltrain.data.loading import generation_eos, load_config, load_processor, load_tokenizer, replaces_video_token
 from rltrain.data.row_tools import RowTools, row_tools
 from rltrain.data.trial import CPU_S, memory_bound, problem_in_fork
 from rltrain.data.videos import Clip, StoredVideo, Video, VideoSettings, VideoSize, count_media, video_settings
@@ -286,11 +286,8 @@ class ChatEncoder:
     @cached_property
     def _video_slot(self) -> str:
         """Text that the processor replaces by the tokens of a video."""
-        from transformers import ProcessorMixin
-
-        name = "replace_video_token"
-        replaces_token = getattr(type(self.processor), name, None) is not getattr(ProcessorMixin, name, None)
-        return self.processor.video_token if replaces_token or not self._family.video_times else self._video_step
+        is_token = not self._family.video_times or replaces_video_token(self.processor)
+        return self.processor.video_token if is_token else self._video_step
 
     def _expand_ids(self, ids: Sequence[int], num_rows: Sequence[int]) -> list[int]:
         before, behind, tokens_of_a_row = self._frame

@@ -49,9 +49,9 @@ def mp4(number: int = 30, rate: int = 10) -> bytes:
 
     with av.open(file := BytesIO(), "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = 128, 64, "yuv420p"
         for index in range(number):
-            frame = av.VideoFrame.from_ndarray(np.full((32, 64, 3), 8 * index, dtype=np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(np.full((64, 128, 3), 8 * index, dtype=np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
@@ -90,11 +90,11 @@ def test_frames_that_are_too_large_name_the_keys():
 @with_av
 def test_a_file_is_decoded_at_the_chosen_frames():
     video = StoredVideo.read({"video": mp4()}, None).measured()
-    assert video.size[:4] == (64, 32, 30, 10.0)
+    assert video.size[:4] == (128, 64, 30, 10.0)
     clip = Clip.of(video.size, VideoSettings(), 4)
     assert len(clip.indices) == 6
     opened = video.open(clip)
-    assert opened.frames.shape == (6, 32, 64, 3)
+    assert opened.frames.shape == (6, 64, 128, 3)
     assert abs(opened.frames.mean((1, 2, 3)) - 8 * np.array(clip.indices)).max() < 4
 
 
@@ -103,9 +103,8 @@ def test_a_file_is_decoded_at_the_chosen_frames():
 
 @pytest.mark.parametrize("kind", ["list", pytest.param("file", marks=with_av)])
 def test_tokens_pixels_and_positions_are_those_of_transformers(folder, kind):
-    """Images and videos in any order. The first video is 3 steps long, and the second 1, both not longer in time than
-    on a side (see `mrope_positions`)."""
-    first = listed(fps=3.0) if kind == "list" else {"video": mp4(21, rate=7), "max_frames": 6}
+    """Images and videos in any order. No video is longer in time than in tokens on a side (see `mrope_positions`)."""
+    first = listed(fps=12.0) if kind == "list" else {"video": mp4(21, rate=28)}
     text, media = "1<video>+<image>2=<video>?", (first, listed(FRAMES[:3], fps=4.0))
     encoder, image = ChatEncoder(folder), picture(84, 56, seed=9)
     found = encoder.encode_prompt([{"role": "user", "content": text}], [image], media)
@@ -113,9 +112,8 @@ def test_tokens_pixels_and_positions_are_those_of_transformers(folder, kind):
     videos = [video.open(encoder.bounded_size(video.size)) for video in stored]
     expected = by_transformers(folder, [image], videos)
     assert found.tokens.tolist() == expected["input_ids"][0].tolist()
-    placed = {VIDEO: found.images.num_rows.copy(), IMAGE: found.images.num_rows.copy()}
     starts = found.images.places[np.cumsum(found.images.num_tokens) - found.images.num_tokens]
-    is_image = (found.tokens[starts] == IMAGE).repeat(placed[IMAGE])
+    is_image = (found.tokens[starts] == IMAGE).repeat(found.images.num_rows)
     assert np.array_equal(found.images.pixel_values[is_image], expected["pixel_values"])
     assert np.array_equal(found.images.pixel_values[~is_image], expected["pixel_values_videos"])
     wanted = {name: expected[name] for name in ("image_grid_thw", "video_grid_thw", "mm_token_type_ids")}

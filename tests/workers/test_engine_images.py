@@ -220,8 +220,8 @@ def test_placeholders_count_for_the_longest_sequence(ready):
 def test_an_image_that_vllm_has_no_room_for_is_named_with_the_keys(ready):
     """Bounds are on pixels, and the short side of an image a hundred times as long as wide is rounded up to a token."""
     engine, _, asked = ready
-    if engine.names_in_memory or "place" not in os.environ["PYTEST_CURRENT_TEST"]:
-        return  # others have the room
+    if "vllm qwen3_vl in place" not in os.environ["PYTEST_CURRENT_TEST"]:
+        return  # others have the room, also because of videos
     thin = ChatEncoder(engine.llm.model_config.model).encode_prompt(
         [{"role": "user", "content": "<image>"}], [picture(3000, 20)]
     )

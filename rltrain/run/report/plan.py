@@ -138,9 +138,12 @@ def _rewards(plan: Plan, config: Config) -> list[tuple[str, str]]:
 
 
 def _images(images: ImageSizes) -> str:
+    videos = (
+        ", and data.video_max_frames and video_max_pixels a video: two frames are an image" if images.videos else ""
+    )
     return (
         f"in {images.share:.0%} of the prompts, at most {count(images.most_images, 'image')} ({images.most_rows:,} "
-        f"patches or tiles, {images.most_tokens:,} tokens) in one (data.max_pixels bounds an image)"
+        f"patches or tiles, {images.most_tokens:,} tokens) in one (data.max_pixels bounds an image{videos})"
     )
 
 

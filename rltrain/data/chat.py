@@ -5,11 +5,9 @@ Prompts, the reward model's conversations and the linter's counts must have the 
 headers of the files. Pixels are computed on demand (`with_pixels`).
 """
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from fractions import Fraction
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,21 +19,17 @@ from rltrain.config.schema import Config
 from rltrain.data.images import (
     EncodedPrompt,
     Family,
-    PromptImages,
-    blank_image,
     bounded,
     bounded_size,
     family_of,
-    mrope_positions,
-    one_array,
     open_image,
-    runs,
     with_parts,
 )
-from rltrain.data.loading import generation_eos, load_config, load_processor, load_tokenizer, replaces_video_token
+from rltrain.data.loading import generation_eos, load_config, load_processor, load_tokenizer
+from rltrain.data.media.processing import MediaProcessor
+from rltrain.data.media.videos import Clip, StoredVideo, VideoSettings, VideoSize, count_media, video_settings
 from rltrain.data.row_tools import RowTools, row_tools
 from rltrain.data.trial import CPU_S, memory_bound, problem_in_fork
-from rltrain.data.videos import Clip, StoredVideo, Video, VideoSettings, VideoSize, count_media, video_settings
 
 # Maximum characters of one conversation, more than any model can read.
 _MOST_CHARS = 10_000_000
@@ -150,7 +144,8 @@ class ChatEncoder:
         images: see `open_image`. videos: see `StoredVideo.read`. Raises DataError for a family whose images cannot be
         trained on, for a mismatch of slots and images, and for an unreadable image, named by its number from 1.
         """
-        media = self.open_images([*images, *(StoredVideo.read(video, Path()).measured() for video in videos)])
+        stored = [StoredVideo.read(video, Path()) for video in videos]
+        media = self.open_images([*images, *(replace(video, size=video.measure()) for video in stored)])
         tokens = np.asarray(self.expand([messages], [[medium.size for medium in media]])[0][0], dtype=np.int32)
         return self.with_pixels(tokens, media)
 
@@ -169,7 +164,7 @@ class ChatEncoder:
     @property
     def pixels_per_token(self) -> int:
         """Pixels of an image per token."""
-        return self._unit**2
+        return self.media.unit**2
 
     def open_images(self, images: Sequence[Any]) -> list[Any]:
         """Open images as RGB PIL images within the bounds, and measured `StoredVideo` objects as `Video`.
@@ -183,8 +178,8 @@ class ChatEncoder:
     def bounded_size(self, size: Any) -> Any:
         """Return the width and height of an image within the bounds, or the `Clip` of a `VideoSize`."""
         if isinstance(size, VideoSize):
-            return Clip.of(size, self.videos, self._unit)
-        return bounded_size(size, self.min_pixels, self.max_pixels, self._unit)
+            return Clip.of(size, self.videos, self.media.unit)
+        return bounded_size(size, self.min_pixels, self.max_pixels, self.media.unit)
 
     def expand(
         self,
@@ -205,104 +200,10 @@ class ChatEncoder:
         seeing = [place for place, of in enumerate(sizes) if of]
         texts = self._templated([parts[place] for place in seeing], tokenize=False, tools=tools) if seeing else []
         for place, text in zip(seeing, texts, strict=True):
-            num_rows = [self.num_rows(size) for size in sizes[place]]
-            tokens = self._expand(text, sizes[place])
-            encoded[place] = (tokens, sum(num_rows), sum(map(tokens.count, self.placeholders)))
+            tokens = self.media.expand(text, sizes[place])
+            num_rows, num_tokens = map(self.media.num_rows, sizes[place]), map(tokens.count, self.media.placeholders)
+            encoded[place] = (tokens, sum(num_rows), sum(num_tokens))
         return [encoded[place] for place in range(len(parts))]
-
-    @cached_property
-    def placeholders(self) -> tuple[int, ...]:
-        """Token ids of image tokens and, if the family's videos can be trained on, of video tokens."""
-        ids = (self.processor.image_token_id,)
-        return (*ids, self.processor.video_token_id) if self._family.videos else ids
-
-    def num_rows(self, size: Any) -> int:
-        """Return the rows of pixels (patches or tiles) that the processor makes of an image or video of this
-        `bounded_size`.
-
-        Raises DataError if it rejects the image.
-        """
-        if size not in self._known_sizes:
-            try:
-                self._known_sizes[size] = self._count_rows(size)
-            except ValueError as error:
-                raise DataError(f"the processor of {self.path!r} rejects the images: {error}") from error
-        return self._known_sizes[size]
-
-    def _count_rows(self, size: Any) -> int:
-        processor = self.processor
-        if isinstance(size, Clip):
-            shape = (len(size.indices), size.height, size.width)
-            tokens = processor._get_num_multimodal_tokens(video_sizes=[shape])["num_video_tokens"][0]
-            return int(tokens) * processor.video_processor.merge_size**2
-        return int(processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])["num_image_patches"][0])
-
-    def count_images(self, sizes: Sequence[Any]) -> int:
-        """Return the number of images, with one for each step in time of a video."""
-        return sum(len(self._times(size)) if isinstance(size, Clip) else 1 for size in sizes)
-
-    def _times(self, clip: Clip) -> list[float]:
-        """Return the time of each step of a video, in seconds."""
-        return clip.times(self.processor.video_processor.temporal_patch_size)
-
-    @cached_property
-    def _known_sizes(self) -> dict[Any, int]:
-        return {}
-
-    def _expand(self, text: str, sizes: Sequence[Any]) -> list[int]:
-        """Tokenize a text with a placeholder per image and video, and repeat the placeholders."""
-        num_images, num_videos = count_media(sizes)
-        for kind, number in (("image", num_images), ("video", num_videos)):
-            token = getattr(self.processor, f"{kind}_token", None)
-            if token and (given := text.count(token)) != number:
-                raise DataError(
-                    f"the conversation has {token} {given} times for {number} {kind}s: the text contains it, or the "
-                    f"chat template does not support {kind}s."
-                )
-        images, clips = iter(sizes[:num_images]), iter(sizes[num_images:])
-        slots = [self.processor.image_token, *([self._video_slot] if num_videos else [])]
-        pieces, rows = re.split(f"({'|'.join(map(re.escape, slots))})", text), list[int]()
-        for place, piece in enumerate(pieces):
-            if piece == slots[0]:
-                rows.append(self.num_rows(next(images)))
-            elif piece in slots:
-                pieces[place], of_video = self._video_text(next(clips))
-                rows += of_video
-        return self._expand_ids(self.tokenizer("".join(pieces), add_special_tokens=False)["input_ids"], rows)
-
-    def _video_text(self, clip: Clip) -> tuple[str, list[int]]:
-        """Return the text of a video, and the rows of pixels for each of its placeholders."""
-        if not self._family.video_times:
-            return self._video_slot, [self.num_rows(clip)]
-        times = self._times(clip)
-        text = "".join(f"<{time:.1f} seconds>{self._video_step}" for time in times)
-        return text, [self.num_rows(clip) // len(times)] * len(times)
-
-    @property
-    def _video_step(self) -> str:
-        processor = self.processor
-        return f"{processor.vision_start_token}{processor.video_token}{processor.vision_end_token}"
-
-    @cached_property
-    def _video_slot(self) -> str:
-        """Text that the processor replaces by the tokens of a video."""
-        is_token = not self._family.video_times or replaces_video_token(self.processor)
-        return self.processor.video_token if is_token else self._video_step
-
-    def _expand_ids(self, ids: Sequence[int], num_rows: Sequence[int]) -> list[int]:
-        before, behind, tokens_of_a_row = self._frame
-        token_ids: list[int] = []
-        sizes = iter(num_rows)
-        for token in ids:
-            if token not in self.placeholders:
-                token_ids.append(token)
-                continue
-            if token_ids and token_ids[-1] == token and not before:
-                raise DataError(
-                    "the chat template puts images directly next to each other, without a token in between."
-                )
-            token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
-        return token_ids
 
     def with_images(self, ids: Sequence[int], images: Sequence[Any]) -> EncodedPrompt:
         """Encode token ids that have one placeholder for each of the images (from `open_images`).
@@ -313,112 +214,27 @@ class ChatEncoder:
             return EncodedPrompt(np.asarray(ids, dtype=np.int32))
         if (number := list(ids).count(self.processor.image_token_id)) != len(images):
             raise DataError(f"the chat template writes {number} of {len(images)} images between two turns.")
-        tokens = self._expand_ids(ids, [self.num_rows(image.size) for image in images])
+        tokens = self.media.expand_ids(ids, [self.media.num_rows(image.size) for image in images])
         return self.with_pixels(np.asarray(tokens, dtype=np.int32), images)
 
-    @cached_property
-    def _frame(self) -> tuple[list[int], list[int], Fraction]:
-        """Tokens that the processor adds before and after the tokens of an image, and tokens per row of pixels."""
-        features = self._processed(self.processor.image_token, [blank_image()])
-        ids, token = features["input_ids"][0].tolist(), self.processor.image_token_id
-        number, first = ids.count(token), ids.index(token)
-        return ids[:first], ids[first + number :], Fraction(number, len(features["pixel_values"]))
-
-    def _processed(self, text: str, images: Sequence[Any], videos: Sequence[Video] = ()) -> Any:
-        arguments: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False}
-        if videos:
-            arguments |= {"videos": [video.frames.transpose(0, 3, 1, 2) for video in videos]}
-            arguments |= {"video_metadata": [video.size.metadata for video in videos], "do_sample_frames": False}
-        try:
-            return self.processor(text=[text], images=list(images) or None, **arguments)
-        except ValueError as error:
-            raise DataError(f"the processor of {self.path!r} rejects the images: {error}") from error
-
     def with_pixels(self, tokens: np.ndarray, images: Sequence[Any]) -> EncodedPrompt:
-        """Compute pixels, grids and positions of a prompt.
+        """Compute pixels, grids and positions of a prompt (see `MediaProcessor.with_pixels`)."""
+        return self.media.with_pixels(tokens, images) if images else EncodedPrompt(tokens)
 
-        tokens [n]: from `expand`. images: from `open_images`. Raises DataError if the two do not match.
-        """
-        if not images:
-            return EncodedPrompt(tokens)
-        processor, placeholders = self.processor, self.placeholders
-        videos = [image for image in images if isinstance(image, Video)]
-        stills = [image for image in images if not isinstance(image, Video)]
-        text = processor.image_token * len(stills) + (self._video_slot * len(videos) if videos else "")
-        features = self._processed(text, stills, videos)
-        self._check_times(features, videos)
-        starts, num_tokens = runs(tokens, placeholders)
-        # The processor returns the images before the videos. Here they have the order of the text.
-        by_kind = np.argsort(tokens[starts] != placeholders[0], kind="stable")
-        names = ("pixel_values", "pixel_values_videos")
-        pixels = one_array([features[name].numpy() for name in names if name in features])
-        grids, seconds = self._grids(features)
-        num_rows = num_tokens * len(pixels) // num_tokens.sum() if grids is None else grids.prod(1)
-        expected = [int(rows * self._frame[2]) for rows in num_rows.tolist()]
-        if expected != num_tokens[by_kind].tolist() or num_rows.sum() != len(pixels):
-            raise DataError(
-                f"its images take {expected} tokens, but the prompt has {num_tokens[by_kind].tolist()} placeholders: "
-                "the images have changed since the run was started, or the processor contradicts its own token counts."
-            )
-        if grids is not None and seconds is not None and stills:
-            order = np.argsort(by_kind)
-            blocks = np.split(pixels, np.cumsum(num_rows)[:-1])
-            pixels = np.concatenate([blocks[place] for place in order])
-            num_rows, grids, seconds = num_rows[order], grids[order], seconds[order]
-        seconds = seconds if seconds is not None and seconds.any() else None
-        positions = None
-        if self._family.mrope and grids is not None:
-            merge, steps = processor.image_processor.merge_size, None
-            if seconds is not None:
-                per_second = getattr(self._model.vision_config, "tokens_per_second", None)
-                steps = np.where(seconds > 0, seconds * per_second if per_second else 1.0, 1.0)
-            positions = mrope_positions(tokens, placeholders, grids, merge, steps)
-        places = np.flatnonzero(np.isin(tokens, placeholders))
-        prompt_images = PromptImages(pixels, grids, num_rows, num_tokens, places, positions, seconds)
-        return EncodedPrompt(tokens, prompt_images)
-
-    def _grids(self, features: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return the grids of images and then videos, and the seconds per step of each (`PromptImages`)."""
-        grids = features["image_grid_thw"].numpy() if "image_grid_thw" in features else None
-        if "video_grid_thw" not in features:
-            return grids, None
-        of_videos = features["video_grid_thw"].numpy()
-        # The engines and the trainer compute positions from the same rounded number.
-        seconds = np.float64(np.float32(features.get("second_per_grid_ts", np.ones(len(of_videos)))))
-        if self._family.video_times:  # each step is an image
-            of_videos = of_videos.repeat(of_videos[:, 0], axis=0)
-            of_videos[:, 0] = 1
-            seconds = np.zeros(len(of_videos))
-        if grids is None:
-            return of_videos, seconds
-        return np.concatenate([grids, of_videos]), np.concatenate([np.zeros(len(grids)), seconds])
-
-    def _check_times(self, features: Any, videos: Sequence[Video]) -> None:
-        """Raise DataError if the processor writes other texts between the steps of videos than `_video_text`."""
-        if not videos or not self._family.video_times:
-            return
-        expected = self._expand(self._video_slot * len(videos), [video.size for video in videos])
-        if features["input_ids"][0].tolist()[-len(expected) :] != expected:
-            raise DataError(
-                f"the processor of {self.path!r} writes times between the frames of a video in a form that is not "
-                "supported."
-            )
+    @cached_property
+    def media(self) -> MediaProcessor:
+        """Tokens and pixels of images and videos. Raises DataError as `check_images_supported`."""
+        return MediaProcessor(self.path, self.processor, self.tokenizer, self._family, self._model)
 
     def _open_image(self, number: int, image: Any, count: int) -> Any:
         """Open image ``number`` of ``count`` and scale it to the bounds, or the frames of a video."""
         try:
             if isinstance(image, StoredVideo):
                 return image.open(self.bounded_size(image.size))
-            return bounded(open_image(image), self.min_pixels, self.max_pixels, self._unit)
+            return bounded(open_image(image), self.min_pixels, self.max_pixels, self.media.unit)
         except DataError as error:
             kind = "video" if isinstance(image, StoredVideo) else "image"
             raise DataError(f"{kind} {number} of {count}: {error}") from error
-
-    @cached_property
-    def _unit(self) -> int:
-        """Side length of an image token in pixels."""
-        of_processor = self.processor.image_processor
-        return int(getattr(of_processor, "patch_size", 1) * getattr(of_processor, "merge_size", 1))
 
     @cached_property
     def processor(self) -> Any:

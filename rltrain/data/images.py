@@ -148,8 +148,7 @@ class EncodedPrompt:
 
 
 def one_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the concatenated arrays."""
-    # A single array is not copied, because pixels are large and usually only one of the two texts has images.
+    """Return the concatenated arrays. A single array, as pixels usually are, is not copied."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -171,9 +170,9 @@ def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int, num_video
         converted_messages.append(
             {**message, "content": parts} if own or not isinstance(content, str) else dict(message)
         )
-    for slot, number, column in ((SLOT, num_images, "data.image_key"), (VIDEO_SLOT, num_videos, "")):
+    for slot, number in ((SLOT, num_images), (VIDEO_SLOT, num_videos)):
         if (num_slots := slots.count(kind := _SLOTS[slot])) != number:
-            hint = f" Does {column} name the column of its images?" if column and not number else ""
+            hint = "" if number or slot == VIDEO_SLOT else " Does data.image_key name the column of its images?"
             raise DataError(
                 f"the prompt has {num_slots} slots for {kind}s ({slot}) and the row has {number} {kind}s.{hint}"
             )
@@ -376,9 +375,7 @@ def mrope_positions(
     the following text continues after the largest. grids [images, 3], in patches; merge: side length of a token in
     patches; steps [images]: increment per step in time (None: 1), whose multiples are rounded down. A response
     continues at the largest position plus one (`answer_position`).
-
-    `get_rope_index` of transformers 5 lets the text after a long video continue before the last position in time. The
-    code with which the models were published, and vLLM, do not.
+    (In transformers 5, text after a long video continues before its last position in time; in Qwen's code, after it.)
     """
     starts, lengths = runs(tokens, placeholders)
     steps = np.ones(len(grids)) if steps is None else steps

@@ -185,7 +185,7 @@ def encode_prompts(
     of_images = np.ascontiguousarray(np.asarray(counts, dtype=np.int64).T)
     if not of_images.any():
         return store
-    stored_images, placeholders = rows.select(row_index).stored_images(), encoder.placeholders
+    stored_images, placeholders = rows.select(row_index).stored_images(), encoder.media.placeholders
     store = replace(store, counts=of_images, stored_images=stored_images, encoder=encoder, placeholders=placeholders)
     store.encoded(int(np.argmax(of_images[0] > 0)))  # verifies the processor's output against its counts
     return store
@@ -283,7 +283,7 @@ def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[
         sizes = [[encoder.bounded_size(size) for size in rows.image_sizes(first + number)] for number in numbers]
         for number, of, expansion in zip(numbers, sizes, encoder.expand(group, sizes, tools), strict=True):
             ids, num_rows, num_tokens = expansion
-            encoded[number] = (ids, (encoder.count_images(of), num_rows, num_tokens))
+            encoded[number] = (ids, (encoder.media.count_images(of), num_rows, num_tokens))
     return [encoded[number] for number in range(len(chunk))]
 
 

@@ -32,7 +32,7 @@ from rltrain.common.errors import DataError, host_error
 from rltrain.common.images import file_bytes, image_entry
 from rltrain.data.checks import VIDEOS
 from rltrain.data.images import LEAST_PIXELS, MOST_ROW_PIXELS, image_size
-from rltrain.data.videos import StoredVideo, VideoSize
+from rltrain.data.media.videos import StoredVideo, VideoSize
 
 log = logging.getLogger(__name__)
 
@@ -259,9 +259,7 @@ def _check(fields: tuple[Any, Any], path: str, column: str) -> ImageCheck:
     for kind, number, _, entry in _entries(fields):
         try:
             medium = _read_medium(kind, entry, path)
-            if isinstance(medium, StoredVideo):
-                medium = medium.measured()
-            sizes.append(medium.size if isinstance(medium, StoredVideo) else image_size(medium))
+            sizes.append(medium.measure() if isinstance(medium, StoredVideo) else image_size(medium))
             area = sum(max(width * height, LEAST_PIXELS) for width, height, *of_video in sizes if not of_video)
             if area > MOST_ROW_PIXELS:
                 raise DataError(f"the images up to here have {area:,} pixels; a row has at most {MOST_ROW_PIXELS:,}.")

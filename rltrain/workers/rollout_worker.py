@@ -32,10 +32,10 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.images import SLOT, EncodedPrompt, blank_image
+from rltrain.data.media.videos import video_settings
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.data.turns.detect import format_of
-from rltrain.data.videos import video_settings
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.spec import actor_spec

@@ -17,9 +17,9 @@ from rltrain.common.errors import DataError
 from rltrain.config.schema.families import FAMILIES as ROWS
 from rltrain.data.chat import ChatEncoder
 from rltrain.data.images import mrope_positions
+from rltrain.data.media.videos import Clip, StoredVideo, VideoSettings, VideoSize
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
-from rltrain.data.videos import Clip, StoredVideo, VideoSettings, VideoSize
 from rltrain.run.preflight.models import PreflightResult, check_images
 from rltrain.trainer.plan import ImageSizes
 from tests.tiny_vision import FAMILIES, IMAGE, VIDEO, picture, png_of, save_tiny_families
@@ -89,9 +89,9 @@ def test_frames_that_are_too_large_name_the_keys():
 
 @with_av
 def test_a_file_is_decoded_at_the_chosen_frames():
-    video = StoredVideo.read({"video": mp4()}, None).measured()
-    assert video.size[:4] == (128, 64, 30, 10.0)
-    clip = Clip.of(video.size, VideoSettings(), 4)
+    video = StoredVideo.read({"video": mp4()}, None)
+    assert (size := video.measure())[:4] == (128, 64, 30, 10.0)
+    clip = Clip.of(size, VideoSettings(), 4)
     assert len(clip.indices) == 6
     opened = video.open(clip)
     assert opened.frames.shape == (6, 64, 128, 3)
@@ -108,8 +108,8 @@ def test_tokens_pixels_and_positions_are_those_of_transformers(folder, kind):
     text, media = "1<video>+<image>2=<video>?", (first, listed(FRAMES[:3], fps=4.0))
     encoder, image = ChatEncoder(folder), picture(84, 56, seed=9)
     found = encoder.encode_prompt([{"role": "user", "content": text}], [image], media)
-    stored = [StoredVideo.read(video, None).measured() for video in media]
-    videos = [video.open(encoder.bounded_size(video.size)) for video in stored]
+    stored = [StoredVideo.read(video, None) for video in media]
+    videos = [video.open(encoder.bounded_size(video.measure())) for video in stored]
     expected = by_transformers(folder, [image], videos)
     assert found.tokens.tolist() == expected["input_ids"][0].tolist()
     starts = found.images.places[np.cumsum(found.images.num_tokens) - found.images.num_tokens]

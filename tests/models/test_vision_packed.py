@@ -85,7 +85,7 @@ def encoded_prompts(encoder: ChatEncoder, *, with_videos: bool = True, blank: bo
     """Return the encoded PROMPTS, with the first frame of a video in a family without videos. blank: black images."""
     found = []
     for text, images, videos, _ in PROMPTS:
-        if blank or not with_videos or VIDEO not in encoder.placeholders:
+        if blank or not with_videos or VIDEO not in encoder.media.placeholders:
             media = {"<image>": iter(images)}
             media["<video>"] = iter([Image.open(BytesIO(video["video"][0])) for video in videos])
             images = [next(media[slot]) for slot in re.findall("<video>|<image>", text)]

@@ -19,7 +19,7 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.common.device import Device, get_device
 from rltrain.common.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
-from rltrain.data.videos import VideoSettings
+from rltrain.data.media.videos import VideoSettings
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import Job, Key, RolloutEngine, Sampling, Turn
 from rltrain.workers.rollout.conversations import Conversation, Conversations

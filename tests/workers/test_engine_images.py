@@ -20,7 +20,7 @@ if not importlib.util.find_spec("torchvision"):
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from rltrain.data.chat import ChatEncoder  # noqa: E402
-from rltrain.data.videos import VideoSettings  # noqa: E402
+from rltrain.data.media.videos import VideoSettings  # noqa: E402
 from rltrain.models.attention.packing import pack  # noqa: E402
 from tests.distance import distance  # noqa: E402
 from tests.models.test_vision_packed import batch_of, encoded_prompts, make, make_folder  # noqa: E402

@@ -21,6 +21,7 @@ from rltrain.config.check import as_list
 from rltrain.config.schema import DataConfig, SFTConfig
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.images import with_parts
+from rltrain.data.media.videos import count_media
 from rltrain.data.prompts import PromptStore, Responses
 from rltrain.data.rows import Rows, first_lines, keys_of, rows_of, without_nulls
 from rltrain.data.tables import draw_rows, plain_records
@@ -28,7 +29,6 @@ from rltrain.data.turns.calls import Call
 from rltrain.data.turns.detect import detect_format
 from rltrain.data.turns.formats.families import NO_CALLS
 from rltrain.data.turns.turn_delta import TurnDelta
-from rltrain.data.videos import count_media
 
 _CHUNK_ROWS = 512
 # Fields of extra_info.
@@ -146,7 +146,7 @@ def encode_demonstrations(
             continue
         prompts.append(np.asarray(prompt, dtype=np.int32))
         responses.append((tokens, mask))
-        counts.append((encoder.count_images(sizes), num_rows, num_tokens))
+        counts.append((encoder.media.count_images(sizes), num_rows, num_tokens))
         row_index.append(position)
     if problems:
         raise DataError(first_lines(f"{len(problems)} rows cannot be used:", problems))
@@ -165,7 +165,7 @@ def encode_demonstrations(
     seeing: dict[str, Any] = {}
     if of_images.any():
         seeing = {"counts": of_images, "stored_images": rows.select(row_index).stored_images(), "encoder": encoder}
-        seeing["placeholders"] = encoder.placeholders
+        seeing["placeholders"] = encoder.media.placeholders
     return PromptStore(
         np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]), np.asarray(row_index), len(overlong), **seeing,
         responses=Responses.of(responses),

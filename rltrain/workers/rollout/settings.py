@@ -16,7 +16,7 @@ import torch
 from rltrain.common.device import Device
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.rollout import RolloutConfig
-from rltrain.data.videos import VideoSettings
+from rltrain.data.media.videos import VideoSettings
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import RolloutEngine
 from rltrain.workers.rollout.queue import Replica

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,16 +147,16 @@ class StoredVideo:
             raise DataError("it is an empty list of frames.")
         return cls(tuple(file_bytes(image_entry(frame, folder)) for frame in source), True, options)
 
-    def measured(self) -> StoredVideo:
-        """Return the video with its size. A file is decoded completely. Raises DataError if that fails."""
+    def measure(self) -> VideoSize:
+        """Return the size. A file is decoded completely. Raises DataError if that fails."""
         options = [float(self.options.get(name, math.nan)) for name in _OPTIONS]
         if not self.is_list:
-            return replace(self, size=VideoSize(*self._measure_file(), *options))
+            return VideoSize(*self._measure_file(), *options)
         sizes = {image_size(file) for file in self.files}
         if len(sizes) > 1:
             raise DataError(f"its frames have different sizes: {', '.join(map(str, sorted(sizes)))}.")
         # The option fps of a list is the rate of its frames, which are all taken.
-        return replace(self, size=VideoSize(*sizes.pop(), len(self.files), options[0], math.inf, *options[1:]))
+        return VideoSize(*sizes.pop(), len(self.files), options[0], math.inf, *options[1:])
 
     def _measure_file(self) -> tuple[int, int, int, float]:
         """Return width, height, number of frames, and frames per second."""

@@ -90,7 +90,8 @@ def test_frames_that_are_too_large_name_the_keys():
 @with_av
 def test_a_file_is_decoded_at_the_chosen_frames():
     video = StoredVideo.read({"video": mp4()}, None)
-    assert (size := video.measure())[:4] == (128, 64, 30, 10.0)
+    size = video.measure()
+    assert size[:4] == (128, 64, 30, 10.0)
     clip = Clip.of(size, VideoSettings(), 4)
     assert len(clip.indices) == 6
     opened = video.open(clip)

@@ -1,4 +1,4 @@
-"""Moving squares: the frames move in the direction of the answer, and rows of the control differ only in their order."""
+"""Moving squares: frames move in the direction of the answer, and rows of the control differ only in their order."""
 
 from collections import Counter
 

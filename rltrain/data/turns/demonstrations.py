@@ -146,7 +146,7 @@ def encode_demonstrations(
             continue
         prompts.append(np.asarray(prompt, dtype=np.int32))
         responses.append((tokens, mask))
-        counts.append((encoder.media.count_images(sizes), num_rows, num_tokens))
+        counts.append((encoder.media.count_images(sizes) if sizes else 0, num_rows, num_tokens))
         row_index.append(position)
     if problems:
         raise DataError(first_lines(f"{len(problems)} rows cannot be used:", problems))

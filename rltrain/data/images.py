@@ -2,7 +2,7 @@
 
 Filter, rollout and training must see the same pixels and positions. Therefore an image is opened and scaled once here.
 Pixel bounds scale the image itself, independently of the processor, so that engines with their own processor do not
-need the bounds. Videos are in `data.videos`.
+need the bounds. Videos are in `data/media/videos.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Videos of rows: the choice of frames, tokens, pixels and positions as the processor's, decoding, and bad videos."""
 
 import importlib.util
+import sys
 from dataclasses import replace
 from io import BytesIO
 
@@ -71,7 +72,7 @@ def mp4(number: int = 30, rate: int = 10) -> bytes:
     (1, 10.0, {}, 2),
 ])  # fmt: skip
 def test_number_of_frames(frames, rate, options, expected):
-    options = dict.fromkeys(VideoSize._fields[4:], NAN) | options
+    options = dict.fromkeys(("fps", "min_frames", "max_frames", "min_pixels", "max_pixels"), NAN) | options
     clip = Clip.of(VideoSize(60, 30, frames, rate, **options), VideoSettings(), 28)
     assert len(clip.indices) == expected
     assert (clip.indices[0], clip.indices[-1]) == (0, frames - 1)
@@ -212,7 +213,7 @@ def test_a_damaged_video_is_found_before_the_run(make):
 
 
 def test_a_missing_decoder_is_named(make, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(DataError, match=r"row 0: field 'videos\[0\]': .*pip install 'rltrain\[videos\]'"):
         read_rows(make(("<video>", [{"video": b"\0\0\0\x20ftypisom"}])))
 

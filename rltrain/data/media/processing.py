@@ -204,8 +204,8 @@ class MediaProcessor:
             return grids, None
         of_videos = features["video_grid_thw"].numpy()
         # The engines and the trainer compute positions from the same rounded number.
-        seconds = np.asarray(features.get("second_per_grid_ts", np.ones(len(of_videos))), dtype=np.float32)
-        seconds = seconds.astype(np.float64)
+        given = features.get("second_per_grid_ts", np.ones(len(of_videos)))
+        seconds: np.ndarray = np.asarray(given, dtype=np.float32).astype(np.float64)
         if self._family.video_times:  # each step is an image
             of_videos = of_videos.repeat(of_videos[:, 0], axis=0)
             of_videos[:, 0] = 1

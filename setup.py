@@ -118,6 +118,7 @@ setup(
             "pillow>=12.3; python_version < '3.11'",
             "torchvision",
         ],
+        "videos": ["av>=14"],  # files of videos; lists of frames need no decoder
         "math": [],  # algebra needs nothing more; the name stays for those who ask for it
         "gymnasium": ["gymnasium>=1.0"],
         "hub": ["datasets"],

@@ -5,7 +5,9 @@
 # Each call trains in a new folder. Extra key=value arguments are handed to rltrain.main_ppo, e.g.: trainer.total_training_steps=50
 # Environment: FAMILY  qwen2_5_vl (default), qwen3_vl, qwen2_vl, qwen3_5, glm4v or internvl
 #              SEED    of the random weights (default: 1)
-#              BLANK   1: the same with white images, from which nothing can be learnt: right once in six times at best
+#              TASK    rectangles (default), or moving_square: videos, for qwen2_vl, qwen2_5_vl, qwen3_vl and qwen3_5
+#              BLANK   1: the same with white images, from which nothing can be learnt: right once in six times at best;
+#                      moving_square: with shuffled frames: right once in two times at best
 #              OUT     folder for everything (default: outputs/vlm_cpu)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup_env.sh"
@@ -13,13 +15,21 @@ setup_env images
 cd "$REPO"
 
 FAMILY="${FAMILY:-qwen2_5_vl}"
+TASK="${TASK:-rectangles}"
 OUT="${OUT:-outputs/vlm_cpu}"
 DATA="$OUT/data${BLANK:+_blank}"
+CONTROL=--blank
+LONGEST=32
+if [ "$TASK" = moving_square ]; then
+    DATA="$OUT/videos${BLANK:+_blank}"
+    CONTROL=--shuffled
+    LONGEST=96
+fi
 MODEL="$OUT/$FAMILY"
 RUN="${RUN:-$OUT/run_${FAMILY}${BLANK:+_blank}_$(date +%Y%m%d_%H%M%S)}"
 
-say "data: rectangles on squared paper"
-"$PYTHON" -m rltrain.data_preprocess.rectangles --output "$DATA" --num-train 2048 --num-test 128 --seed 0 ${BLANK:+--blank} >/dev/null
+say "data: $TASK"
+"$PYTHON" -m "rltrain.data_preprocess.$TASK" --output "$DATA" --num-train 2048 --num-test 128 --seed 0 ${BLANK:+$CONTROL} >/dev/null
 [ -e "$MODEL/config.json" ] || "$PYTHON" scripts/make_small_vlm.py --family "$FAMILY" --output "$MODEL" --seed "${SEED:-1}"
 
 say "training: GRPO, 32 images x 8 answers a step, into $RUN"
@@ -27,7 +37,7 @@ say "training: GRPO, 32 images x 8 answers a step, into $RUN"
 handing_on_signals "$PYTHON" -m rltrain.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="$DATA/train.parquet" data.val_files="$DATA/test.parquet" data.image_key=images \
-    data.train_batch_size=32 data.max_prompt_length=32 data.max_response_length=2 \
+    data.train_batch_size=32 data.max_prompt_length="$LONGEST" data.max_response_length=2 \
     actor_rollout_ref.model.path="$MODEL" actor_rollout_ref.model.enable_gradient_checkpointing=False \
     actor_rollout_ref.actor.optim.lr=5e-4 actor_rollout_ref.actor.optim.lr_warmup_steps=5 \
     actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.weight_decay=0.0 \

@@ -51,8 +51,9 @@ VOCABULARY += [*"abcdefghijklmnopqrstuvwxyz", *" +-=.?"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}SLOT{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    f"{{% if part['type'] == 'image' %}}SLOT{{% elif part['type'] == 'video' %}}{START}{VIDEO}{END}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 HIDDEN, HEAD, PATCH, MERGE, TILE = 64, 32, 14, 2, 84
 # Weights of this size preserve the size of activations; those of large models (0.02) would hide the image from such a

@@ -1,5 +1,7 @@
 """report.html shows the contents of a run folder, and needs no other file."""
 
+import base64
+import io
 import json
 import re
 
@@ -79,3 +81,18 @@ def test_a_run_that_has_metrics_alone_has_a_page_and_a_folder_that_is_none_a_sen
     # A step that was cut off in the middle of its first line leaves none.
     (run / "metrics.jsonl").write_text('{"step": 1, "cri')
     assert "0" in page_of(run)
+
+
+def test_pictures_of_prompts_are_shown_small(tmp_path, run):
+    from PIL import Image
+
+    Image.new("RGB", (1000, 500), "red").save(picture := tmp_path / "red.png")
+    table = pd.DataFrame({"images": [[{"bytes": picture.read_bytes()}]]})
+    table.to_parquet(tmp_path / "data.parquet")
+    file = run / "samples" / "train_000006.parquet"
+    rows = pd.read_parquet(file)
+    rows.assign(images=f"'{tmp_path / 'data.parquet'}' row 0", num_images=1).to_parquet(file)
+    found = re.search(r'<img[^>]*src="data:image/jpeg;base64,([^"]*)"', page_of(run))
+    assert Image.open(io.BytesIO(base64.b64decode(found[1]))).size == (320, 160)
+    (tmp_path / "data.parquet").unlink()
+    assert "<img" not in page_of(run)

@@ -33,7 +33,8 @@ WITH_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe"]
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}PLACEHOLDER{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}PLACEHOLDER{% elif part['type'] == 'video' %}VIDEO{% else %}{{ part['text'] }}"
+    "{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 START, END, IMAGE, VIDEO = (TOKENS.index(token) for token in VISION_TOKENS)
@@ -136,7 +137,8 @@ def save_tiny_vision_model(
     )  # fmt: skip
     # InternVL's processor writes the tokens around an image itself.
     placeholder = VISION_TOKENS[2] if family == "internvl" else "".join(VISION_TOKENS[each] for each in (0, 2, 1))
-    fast.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder)
+    video = "".join(VISION_TOKENS[each] for each in (0, 3, 1))
+    fast.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder).replace("VIDEO", video)
     _processor(family, config.vision_config.patch_size, fast).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
@@ -191,8 +193,9 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def write_pictures(file: Path, rows: range) -> Path:
-    """Write prompts with one image, with two, and with text only, in verl's schema."""
+def write_pictures(file: Path, rows: range, *, videos: bool = False) -> Path:
+    """Write prompts with one image, with two, and with text only, in verl's schema. videos: with a video of four frames
+    instead of the first image."""
     records = []
     for row in rows:
         count = row % 3
@@ -204,6 +207,11 @@ def write_pictures(file: Path, rows: range) -> Path:
             "reward_model": {"style": "rule", "ground_truth": str(row % 7 + row % 4)},
             "extra_info": {"index": row},
         })  # fmt: skip
+        if videos:
+            frames = [{"bytes": png_of(picture(60, 90, seed=row + step))} for step in range(4)] if count else []
+            records[-1]["videos"] = [{"video": frames, "fps": 8.0}] * min(count, 1)
+            records[-1]["images"] = records[-1]["images"][1:]
+            records[-1]["prompt"][0]["content"] = records[-1]["prompt"][0]["content"].replace("<image>", "<video>", 1)
     pq.write_table(pa.Table.from_pylist(records), file)
     return file
 

@@ -25,6 +25,7 @@ _CODE, _URL_SAFE, _LEAST_CODE = re.compile(r"[A-Za-z0-9+/]+"), str.maketrans("-_
 
 # Maximum file size: 67 million pixels without compression.
 _MAX_BYTES, _SMALL_BYTES = 256 << 20, 1 << 20
+_MAX_VIDEO_BYTES = 1 << 30
 
 
 def begins_as_image(data: bytes) -> bool:
@@ -105,8 +106,11 @@ def file_of(address: str) -> bytes:
     return base64.b64decode(address.partition(",")[2])
 
 
-def file_bytes(image: Any) -> bytes:
-    """Return the file of an image ({"bytes", "path"}, bytes or a path), unchecked. Raises DataError without one."""
+def file_bytes(image: Any, *, video: bool = False) -> bytes:
+    """Return the file of an image ({"bytes", "path"}, bytes or a path), unchecked. Raises DataError without one.
+
+    video: it is the file of a video.
+    """
     with reading():
         entry: Mapping[str, Any] = (
             image if isinstance(image, Mapping) else {"bytes": image} if isinstance(image, bytes) else {"path": image}
@@ -117,11 +121,12 @@ def file_bytes(image: Any) -> bytes:
             raise DataError(f"it is a {type(image).__name__} without bytes and path.")
         if "://" in str(entry["path"]):
             address = short(entry["path"])
-            raise DataError(f"{address!r} is a web address; copy the image to a local disk and give its path.")
-        return _read(Path(entry["path"]).expanduser())
+            raise DataError(f"{address!r} is a web address; copy the file to a local disk and give its path.")
+        return _read(Path(entry["path"]).expanduser(), video)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, video: bool) -> bytes:
+    most = _MAX_VIDEO_BYTES if video else _MAX_BYTES
     try:
         # Open with O_NONBLOCK, because opening a pipe would otherwise block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -130,15 +135,13 @@ def _read(path: Path) -> bytes:
                 raise DataError(f"{short(path, 60)!r} is not a regular file.")
             if not status.st_size:  # files in /proc may be endless
                 raise DataError(f"{short(path, 60)!r} is empty.")
-            if status.st_size > _MAX_BYTES:
-                raise DataError(
-                    f"{short(path, 60)!r} has {status.st_size:,} bytes; an image has at most {_MAX_BYTES:,}."
-                )
+            if status.st_size > most:
+                raise DataError(f"{short(path, 60)!r} has {status.st_size:,} bytes; it may have at most {most:,}.")
             head = file.read(16)
             # A small file is read completely, because its decoder can report the error better.
-            if status.st_size > _SMALL_BYTES and not begins_as_image(head):
+            if not video and status.st_size > _SMALL_BYTES and not begins_as_image(head):
                 raise DataError(f"{short(path, 60)!r} does not start with the bytes of an image file.")
-            return head + file.read(_MAX_BYTES)
+            return head + file.read(most)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise DataError(f"{short(path, 60)!r} is not a regular file.") from error

@@ -162,9 +162,10 @@ def _lists(config: Config) -> Iterator[str]:
         if ":" not in name:
             callbacks = f"trainer.callbacks={config.trainer.callbacks}"
             yield f"{callbacks}: '{name}' is not the name of a class or function. Give FILE.py:NAME."
-    low, high = config.data.min_pixels, config.data.max_pixels
-    if low and high and low > high:
-        yield f"data.min_pixels={low} is more than data.max_pixels={high}. Lower it, or raise the other."
+    for low, high in (("min_pixels", "max_pixels"), ("video_min_pixels", "video_max_pixels")):
+        least, most = getattr(config.data, low), getattr(config.data, high)
+        if least and most and least > most:
+            yield f"data.{low}={least} is more than data.{high}={most}. Lower it, or raise the other."
     for name, value in config.data.apply_chat_template_kwargs.items():
         if name in _OF_TOKENIZER:
             yield (

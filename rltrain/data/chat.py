@@ -7,9 +7,9 @@ headers of the files. Pixels are computed on demand (`with_pixels`).
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from fractions import Fraction
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,15 @@ from rltrain.config.schema import Config
 from rltrain.data.images import (
     EncodedPrompt,
     Family,
-    PromptImages,
-    blank_image,
     bounded,
     bounded_size,
     family_of,
-    mrope_positions,
     open_image,
-    runs,
     with_parts,
 )
 from rltrain.data.loading import generation_eos, load_config, load_processor, load_tokenizer
+from rltrain.data.media.processing import MediaProcessor
+from rltrain.data.media.videos import Clip, StoredVideo, VideoSettings, VideoSize, count_media, video_settings
 from rltrain.data.row_tools import RowTools, row_tools
 from rltrain.data.trial import CPU_S, memory_bound, problem_in_fork
 
@@ -47,7 +45,7 @@ class ChatEncoder:
     The tokenizer is loaded on first use and not pickled, so the object can be sent to any process. ``chat_template``
     replaces the model's template: Jinja text, or the path of a file with it. ``template_kwargs`` are passed to the
     template (such as ``enable_thinking``). ``min_pixels``, ``max_pixels``: images are scaled to these bounds, in
-    addition to the processor's own.
+    addition to the processor's own. ``videos``: which frames of videos are taken, and their bounds.
     """
 
     path: str
@@ -56,6 +54,7 @@ class ChatEncoder:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     min_pixels: int | None = None
     max_pixels: int | None = None
+    videos: VideoSettings = field(default_factory=VideoSettings)
     row_tools: RowTools = field(default_factory=RowTools)
     """Default tools of conversations."""
 
@@ -110,19 +109,19 @@ class ChatEncoder:
             raise DataError(f"the chat template of {self.path!r} rejects the conversation: {error}") from error
 
     def try_template(
-        self, conversations: Sequence[Sequence[Message]], num_images: Sequence[int] = (), cpu_s: int = CPU_S
+        self, conversations: Sequence[Sequence[Message]], media: Sequence[tuple[int, int]] = (), cpu_s: int = CPU_S
     ) -> None:
         """Raise DataError if the chat template hangs or exhausts memory on these conversations.
 
-        num_images: number of images of each conversation. The template runs in a fork of this process, so the driver
-        calls it before it starts anything.
+        media: number of images and of videos of each conversation. The template runs in a fork of this process, so the
+        driver calls it before it starts anything.
         """
         _ = self.tokenizer
-        numbers = num_images or [0] * len(conversations)
+        numbers = media or [(0, 0)] * len(conversations)
 
         def longest() -> int:
             pairs = zip(conversations, numbers, strict=True)
-            filled = [with_parts(conversation, of) if of else conversation for conversation, of in pairs]
+            filled = [with_parts(conversation, *of) if any(of) else conversation for conversation, of in pairs]
             return max(map(len, self._templated(filled, tokenize=False)), default=0)
 
         if problem := problem_in_fork(longest, _MOST_CHARS, cpu_s):
@@ -137,20 +136,25 @@ class ChatEncoder:
         with memory_bound(), suppress(DataError):
             self._templated(conversations[:1], tokenize=False)
 
-    def encode_prompt(self, messages: Sequence[Message], images: Sequence[Any] = ()) -> EncodedPrompt:
-        """Encode a conversation with images at the ``<image>`` slots of its texts.
+    def encode_prompt(
+        self, messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequence[Any] = ()
+    ) -> EncodedPrompt:
+        """Encode a conversation with images and videos at the ``<image>`` and ``<video>`` slots of its texts.
 
-        images: see `open_image`. Raises DataError for a family whose images cannot be trained on, for a mismatch of
-        slots and images, and for an unreadable image, named by its number from 1.
+        images: see `open_image`. videos: see `StoredVideo.read`. Raises DataError for a family whose images cannot be
+        trained on, for a mismatch of slots and images, and for an unreadable image, named by its number from 1.
         """
-        images = self.open_images(images)
-        tokens = np.asarray(self.expand([messages], [[image.size for image in images]])[0][0], dtype=np.int32)
-        return self.with_pixels(tokens, images)
+        stored = [StoredVideo.read(video, Path()) for video in videos]
+        media = self.open_images([*images, *(replace(video, size=video.measure()) for video in stored)])
+        tokens = np.asarray(self.expand([messages], [[medium.size for medium in media]])[0][0], dtype=np.int32)
+        return self.with_pixels(tokens, media)
 
-    def check_images_supported(self) -> None:
-        """Raise DataError, with the reason, if prompts with images cannot be used with the model."""
+    def check_images_supported(self, *, videos: bool = False) -> None:
+        """Raise DataError, with the reason, if prompts with images, or with videos, cannot be used with the model."""
         _ = self._family
         _ = self.processor
+        if videos:
+            family_of(self._model.model_type, media="videos")
 
     @property
     def uses_pixel_bounds(self) -> bool:
@@ -160,83 +164,46 @@ class ChatEncoder:
     @property
     def pixels_per_token(self) -> int:
         """Pixels of an image per token."""
-        return self._unit**2
+        return self.media.unit**2
 
     def open_images(self, images: Sequence[Any]) -> list[Any]:
-        """Open images as RGB PIL images within the bounds. Raises DataError that names the image by its number from
-        1."""
+        """Open images as RGB PIL images within the bounds, and measured `StoredVideo` objects as `Video`.
+
+        Raises DataError that names the image by its number from 1.
+        """
         if images:
-            self.check_images_supported()
+            self.check_images_supported(videos=any(isinstance(image, StoredVideo) for image in images))
         return [self._open_image(*numbered_image, len(images)) for numbered_image in enumerate(images, 1)]
 
-    def bounded_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the width and height of an image within the bounds."""
-        return bounded_size(size, self.min_pixels, self.max_pixels, self._unit)
+    def bounded_size(self, size: Any) -> Any:
+        """Return the width and height of an image within the bounds, or the `Clip` of a `VideoSize`."""
+        if isinstance(size, VideoSize):
+            return Clip.of(size, self.videos, self.media.unit)
+        return bounded_size(size, self.min_pixels, self.max_pixels, self.media.unit)
 
     def expand(
         self,
         conversations: Sequence[Sequence[Message]],
-        sizes: Sequence[Sequence[tuple[int, int]]],
+        sizes: Sequence[Sequence[Any]],
         tools: Tools = None,
     ) -> list[tuple[list[int], int, int]]:
         """Encode conversations, with a placeholder per image token. Returns ids, pixel rows and image tokens of each.
 
-        sizes: width and height of the images of each conversation, within the bounds. Pixels are not read. tools: see
+        sizes: `bounded_size` of the images and then the videos of each conversation. Pixels are not read. tools: see
         `encode`.
         """
-        parts = [with_parts(conversation, len(of)) for conversation, of in zip(conversations, sizes, strict=True)]
+        pairs = zip(conversations, sizes, strict=True)
+        parts = [with_parts(conversation, *count_media(of)) for conversation, of in pairs]
         plain = [place for place, of in enumerate(sizes) if not of]
         ids = self.encode_batch([parts[place] for place in plain], tools=tools) if plain else []
         encoded = {place: (tokens, 0, 0) for place, tokens in zip(plain, ids, strict=True)}
         seeing = [place for place, of in enumerate(sizes) if of]
         texts = self._templated([parts[place] for place in seeing], tokenize=False, tools=tools) if seeing else []
         for place, text in zip(seeing, texts, strict=True):
-            num_rows = [self.num_rows(size) for size in sizes[place]]
-            tokens = self._expand(text, num_rows)
-            encoded[place] = (tokens, sum(num_rows), tokens.count(self.processor.image_token_id))
+            tokens = self.media.expand(text, sizes[place])
+            num_rows, num_tokens = map(self.media.num_rows, sizes[place]), map(tokens.count, self.media.placeholders)
+            encoded[place] = (tokens, sum(num_rows), sum(num_tokens))
         return [encoded[place] for place in range(len(parts))]
-
-    def num_rows(self, size: tuple[int, int]) -> int:
-        """Return the rows of pixels (patches or tiles) that the processor makes of an image of this width and height.
-
-        Raises DataError if it rejects the image.
-        """
-        if size not in self._known_sizes:
-            try:
-                counted = self.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])
-            except ValueError as error:
-                raise DataError(f"the processor of {self.path!r} rejects the images: {error}") from error
-            self._known_sizes[size] = int(counted["num_image_patches"][0])
-        return self._known_sizes[size]
-
-    @cached_property
-    def _known_sizes(self) -> dict[tuple[int, int], int]:
-        return {}
-
-    def _expand(self, text: str, num_rows: Sequence[int]) -> list[int]:
-        processor = self.processor
-        if (number := text.count(processor.image_token)) != len(num_rows):
-            raise DataError(
-                f"the conversation has {processor.image_token} {number} times for {len(num_rows)} images: the text "
-                "contains it, or the chat template does not support images."
-            )
-        return self._expand_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"], num_rows)
-
-    def _expand_ids(self, ids: Sequence[int], num_rows: Sequence[int]) -> list[int]:
-        placeholder = self.processor.image_token_id
-        before, behind, tokens_of_a_row = self._frame
-        token_ids: list[int] = []
-        sizes = iter(num_rows)
-        for token in ids:
-            if token != placeholder:
-                token_ids.append(token)
-                continue
-            if token_ids and token_ids[-1] == token and not before:
-                raise DataError(
-                    "the chat template puts images directly next to each other, without a token in between."
-                )
-            token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
-        return token_ids
 
     def with_images(self, ids: Sequence[int], images: Sequence[Any]) -> EncodedPrompt:
         """Encode token ids that have one placeholder for each of the images (from `open_images`).
@@ -247,61 +214,27 @@ class ChatEncoder:
             return EncodedPrompt(np.asarray(ids, dtype=np.int32))
         if (number := list(ids).count(self.processor.image_token_id)) != len(images):
             raise DataError(f"the chat template writes {number} of {len(images)} images between two turns.")
-        tokens = self._expand_ids(ids, [self.num_rows(image.size) for image in images])
+        tokens = self.media.expand_ids(ids, [self.media.num_rows(image.size) for image in images])
         return self.with_pixels(np.asarray(tokens, dtype=np.int32), images)
 
-    @cached_property
-    def _frame(self) -> tuple[list[int], list[int], Fraction]:
-        """Tokens that the processor adds before and after the tokens of an image, and tokens per row of pixels."""
-        features = self._processed(self.processor.image_token, [blank_image()])
-        ids, token = features["input_ids"][0].tolist(), self.processor.image_token_id
-        number, first = ids.count(token), ids.index(token)
-        return ids[:first], ids[first + number :], Fraction(number, len(features["pixel_values"]))
-
-    def _processed(self, text: str, images: Sequence[Any]) -> Any:
-        try:
-            return self.processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
-        except ValueError as error:
-            raise DataError(f"the processor of {self.path!r} rejects the images: {error}") from error
-
     def with_pixels(self, tokens: np.ndarray, images: Sequence[Any]) -> EncodedPrompt:
-        """Compute pixels, grids and positions of a prompt.
+        """Compute pixels, grids and positions of a prompt (see `MediaProcessor.with_pixels`)."""
+        return self.media.with_pixels(tokens, images) if images else EncodedPrompt(tokens)
 
-        tokens [n]: from `expand`. images: from `open_images`. Raises DataError if the two do not match.
-        """
-        if not images:
-            return EncodedPrompt(tokens)
-        processor = self.processor
-        features = self._processed(processor.image_token * len(images), images)
-        placeholder, pixels = processor.image_token_id, features["pixel_values"].numpy()
-        _, num_tokens = runs(tokens, placeholder)
-        grids = features["image_grid_thw"].numpy() if "image_grid_thw" in features else None
-        num_rows = num_tokens * len(pixels) // num_tokens.sum() if grids is None else grids.prod(1)
-        expected = [int(rows * self._frame[2]) for rows in num_rows.tolist()]
-        if expected != num_tokens.tolist() or num_rows.sum() != len(pixels):
-            raise DataError(
-                f"its images take {expected} tokens, but the prompt has {num_tokens.tolist()} placeholders: the "
-                "images have changed since the run was started, or the processor contradicts its own token counts."
-            )
-        merge = getattr(processor.image_processor, "merge_size", 1)
-        mrope = self._family.mrope
-        positions = mrope_positions(tokens, placeholder, grids, merge) if mrope and grids is not None else None
-        places = np.flatnonzero(tokens == placeholder)
-        prompt_images = PromptImages(pixels, grids, num_rows, num_tokens, places, positions)
-        return EncodedPrompt(tokens, prompt_images)
+    @cached_property
+    def media(self) -> MediaProcessor:
+        """Tokens and pixels of images and videos. Raises DataError as `check_images_supported`."""
+        return MediaProcessor(self.path, self.processor, self.tokenizer, self._family, self._model)
 
     def _open_image(self, number: int, image: Any, count: int) -> Any:
-        """Open image ``number`` of ``count`` and scale it to the bounds."""
+        """Open image ``number`` of ``count`` and scale it to the bounds, or the frames of a video."""
         try:
-            return bounded(open_image(image), self.min_pixels, self.max_pixels, self._unit)
+            if isinstance(image, StoredVideo):
+                return image.open(self.bounded_size(image.size))
+            return bounded(open_image(image), self.min_pixels, self.max_pixels, self.media.unit)
         except DataError as error:
-            raise DataError(f"image {number} of {count}: {error}") from error
-
-    @cached_property
-    def _unit(self) -> int:
-        """Side length of an image token in pixels."""
-        of_processor = self.processor.image_processor
-        return int(getattr(of_processor, "patch_size", 1) * getattr(of_processor, "merge_size", 1))
+            kind = "video" if isinstance(image, StoredVideo) else "image"
+            raise DataError(f"{kind} {number} of {count}: {error}") from error
 
     @cached_property
     def processor(self) -> Any:
@@ -375,6 +308,7 @@ def chat_encoder(cfg: Config) -> ChatEncoder:
         template_kwargs=dict(cfg.data.apply_chat_template_kwargs),
         min_pixels=cfg.data.min_pixels,
         max_pixels=cfg.data.max_pixels,
+        videos=video_settings(cfg.data),
         row_tools=row_tools(cfg.actor_rollout_ref.rollout),
     )
 
@@ -387,7 +321,7 @@ def _refuse_media(messages: Sequence[Message]) -> None:
             media = ", ".join(sorted(map(str, kinds - {"text"})))
             if kinds <= {"text", "image"}:
                 raise DataError("a message has an image, but the row has none. Does data.image_key name its column?")
-            raise DataError(f"a message has {media}; only text and image are supported.")
+            raise DataError(f"a message has {media}; supported are text, and images and videos that the row has.")
 
 
 def _is_template_error(error: Exception) -> bool:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from rltrain.common.errors import DataError, short
 
-# Column of videos, as in verl's files.
+# Column of videos, as in verl's files, whose key data.video_key has no effect.
 VIDEOS = "videos"
 
 
@@ -73,6 +73,11 @@ def check_schema(path: str, schema: pa.Schema, keys: Keys) -> None:
             f"{path!r}: column {keys.image!r} is {short(schema.field(keys.image).type)}; it must hold images, each "
             "{'bytes': the file} or {'path': its name}, and be named by data.image_key."
         )
+    if VIDEOS in names and not _holds_images(schema.field(VIDEOS).type):
+        raise DataError(
+            f"{path!r}: column {VIDEOS!r} is {short(schema.field(VIDEOS).type)}; it must hold videos, each "
+            "{'video': the name of its file, or a list of images}."
+        )
 
 
 def _holds_images(kind: pa.DataType) -> bool:
@@ -103,7 +108,6 @@ def row_problem(record: dict[str, Any], keys: Keys) -> str | None:
         ("extra_info", extra, isinstance(extra, dict | None), "a struct such as {'index': 0}"),
         ("agent_name", agent, isinstance(agent, str | None), "text, such as tool_agent, or null"),
         *_fields_of_tools(extra if isinstance(extra, dict) else {}),
-        (VIDEOS, record.get(VIDEOS), not record.get(VIDEOS), "empty: videos are not supported"),
     )
     wrong = (
         f"field {name!r} is {_short(value)}; it must be {wanted}."

@@ -2,7 +2,7 @@
 
 Filter, rollout and training must see the same pixels and positions. Therefore an image is opened and scaled once here.
 Pixel bounds scale the image itself, independently of the processor, so that engines with their own processor do not
-need the bounds. Videos are not supported.
+need the bounds. Videos are in `data/media/videos.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rltrain.common.errors import DataError
 from rltrain.common.images import begins_as_image, file_bytes, reading
 from rltrain.config.schema.families import FAMILIES, Family, family
 
-# Slot of an image in the text of a row, as in verl's files.
-SLOT = "<image>"
-_VIDEO_SLOT = "<video>"
+# Slots of an image and a video in the text of a row, as in verl's files.
+SLOT, VIDEO_SLOT = "<image>", "<video>"
+_SLOTS = {SLOT: "image", VIDEO_SLOT: "video"}
 # Maximum pixels of an image, because a file of a few kilobytes can declare gigabytes of pixels.
 _MOST_PIXELS = 1 << 26
 # Maximum of the sum of pixels over the images of a row. Each image counts as at least LEAST_PIXELS.
@@ -39,19 +39,26 @@ _ORIENTATION, _FIRST_TURNED = 0x0112, 5
 _MARKS_OF_ORIENTATION = (b"eXIf", b"exif", b"adobe.xmp")
 
 
-def family_of(model_type: str, has_tower: bool = True) -> Family:
-    """Return the family of a configuration. Raises DataError with the reason if its images cannot be trained on."""
+def family_of(model_type: str, has_tower: bool = True, media: str = "images") -> Family:
+    """Return the family of a configuration. Raises DataError with the reason if its images cannot be trained on.
+
+    media: "images", or "videos" for its videos.
+    """
     entry = family(model_type)
-    if entry.images:
+    if getattr(entry, media):
         return entry
-    why = entry.why_no_images if has_tower else "it is a text-only model"
-    seeing = ", ".join(name for name, row in FAMILIES.items() if row.images)
-    raise DataError(f"prompts with images cannot be used with {model_type}: {why}. Use {seeing}.")
+    compared = f"its {media} have not been compared with transformers'"
+    why = (compared if entry.images else entry.why_no_images) if has_tower else "it is a text-only model"
+    seeing = ", ".join(name for name, row in FAMILIES.items() if getattr(row, media))
+    raise DataError(f"prompts with {media} cannot be used with {model_type}: {why}. Use {seeing}.")
 
 
 @dataclass(frozen=True)
 class PromptImages:
-    """Images of one prompt, or of the response after it, as model inputs."""
+    """Images and videos of one prompt, or of the response after it, as model inputs, in the order of the text.
+
+    A video is one image with several steps in time, or one image per step in families with text between the steps.
+    """
 
     pixel_values: np.ndarray
     """[rows, …] (float32): patches (or tiles) of all images, image after image."""
@@ -65,6 +72,8 @@ class PromptImages:
     """[sum of num_tokens]: indices of the placeholders in the text."""
     positions: np.ndarray | None
     """[3, text length] (int64): positions of all its tokens, from 0. None if they are 0, 1, 2, …"""
+    seconds: np.ndarray | None = None
+    """[images]: seconds per step in time of a video; 0 for an image. None: only images."""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -76,6 +85,11 @@ class PromptImages:
     def nbytes(self) -> int:
         """Bytes of the pixels."""
         return self.pixel_values.nbytes
+
+    @property
+    def all_seconds(self) -> np.ndarray:
+        """``seconds``, as zeros if there are only images."""
+        return np.zeros(len(self)) if self.seconds is None else self.seconds
 
 
 @dataclass(frozen=True)
@@ -114,13 +128,15 @@ class EncodedPrompt:
             positions = np.concatenate([self._positions(), start + other._positions()], axis=1)
         places = [text.images.places + start for text, start in ((self, 0), (other, len(self.tokens))) if text.images]
         grids = [images.grids for images in having if images.grids is not None]
+        seconds = one_array([images.all_seconds for images in having])
         images = PromptImages(
-            _one_array([images.pixel_values for images in having]),
-            _one_array(grids) if grids else None,
-            _one_array([images.num_rows for images in having]),
-            _one_array([images.num_tokens for images in having]),
+            one_array([images.pixel_values for images in having]),
+            one_array(grids) if grids else None,
+            one_array([images.num_rows for images in having]),
+            one_array([images.num_tokens for images in having]),
             np.concatenate(places),
             positions,
+            seconds if seconds.any() else None,
         )
         return EncodedPrompt(tokens, images)
 
@@ -131,45 +147,44 @@ class EncodedPrompt:
         return np.broadcast_to(count, (3, len(count))) if of_images is None else of_images
 
 
-def _one_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    # A single array is not copied, because pixels are large and usually only one of the two texts has images.
+def one_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the concatenated arrays. A single array, as pixels usually are, is not copied."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
-def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Split ``<image>`` slots in texts into content parts, as chat templates require.
+def with_parts(messages: Sequence[Mapping[str, Any]], num_images: int, num_videos: int = 0) -> list[dict[str, Any]]:
+    """Split ``<image>`` and ``<video>`` slots in texts into content parts, as chat templates require.
 
-    A message without images stays unchanged. Raises DataError if slots and images do not match.
+    A message without slots stays unchanged. Raises DataError if slots do not match images and videos.
     """
     converted_messages: list[dict[str, Any]] = []
-    num_slots = 0
+    slots: list[str] = []
     for message in messages:
         content = message.get("content")
-        if num_images and isinstance(content, str) and _VIDEO_SLOT in content:
-            raise DataError(f"the prompt has a slot for a video ({_VIDEO_SLOT}): videos are not supported.")
         parts = _parts(content) if isinstance(content, str) else [_part(entry) for entry in content or ()]
-        slots = sum(part["type"] == "image" for part in parts)
-        num_slots += slots
+        own = [part["type"] for part in parts if part["type"] != "text"]
+        slots += own
         converted_messages.append(
-            {**message, "content": parts} if slots or not isinstance(content, str) else dict(message)
+            {**message, "content": parts} if own or not isinstance(content, str) else dict(message)
         )
-    if num_slots != num_images:
-        hint = "" if num_images else " Does data.image_key name the column of its images?"
-        raise DataError(
-            f"the prompt has {num_slots} slots for images ({SLOT}) and the row has {num_images} images.{hint}"
-        )
+    for slot, number in ((SLOT, num_images), (VIDEO_SLOT, num_videos)):
+        if (num_slots := slots.count(kind := _SLOTS[slot])) != number:
+            hint = "" if number or slot == VIDEO_SLOT else " Does data.image_key name the column of its images?"
+            raise DataError(
+                f"the prompt has {num_slots} slots for {kind}s ({slot}) and the row has {number} {kind}s.{hint}"
+            )
     return converted_messages
 
 
 def has_slot(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message has an image slot."""
+    """Return whether a message has a slot of an image or a video."""
     contents = [message.get("content") or "" for message in messages]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
-    return any(isinstance(content, str) and SLOT in content for content in contents) or any(
-        isinstance(part, Mapping) and part.get("type") == "image" for part in parts
+    return any(isinstance(content, str) and slot in content for content in contents for slot in _SLOTS) or any(
+        isinstance(part, Mapping) and part.get("type") in _SLOTS.values() for part in parts
     )
 
 
@@ -181,21 +196,21 @@ def without_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _flat(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "".join(SLOT if part["type"] == "image" else part["text"] for part in map(_part, content or ()))
+    return "".join(part.get("text", f"<{part['type']}>") for part in map(_part, content or ()))
 
 
 def _parts(text: str) -> list[dict[str, Any]]:
-    pieces = [piece for piece in re.split(f"({SLOT})", text) if piece]
-    return [{"type": "image"} if piece == SLOT else {"type": "text", "text": piece} for piece in pieces]
+    pieces = [piece for piece in re.split(f"({'|'.join(_SLOTS)})", text) if piece]
+    return [{"type": _SLOTS[piece]} if piece in _SLOTS else {"type": "text", "text": piece} for piece in pieces]
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     kind = part.get("type")
     if kind == "text":
         return {"type": "text", "text": part.get("text") or ""}
-    if kind != "image":
-        raise DataError(f"a message holds a part of type {kind!r}; supported are text and image.")
-    return {"type": "image"}
+    if kind not in _SLOTS.values():
+        raise DataError(f"a message holds a part of type {kind!r}; supported are text, image and video.")
+    return {"type": kind}
 
 
 # -- pixels ------------------------------------------------------------------------------------------------------------
@@ -209,7 +224,7 @@ def open_image(image: Any) -> Any:
         from PIL import Image, ImageOps
 
         opened = image if isinstance(image, Image.Image) else _opened(file_bytes(image))
-        _check_pixels(opened)
+        check_pixels(opened)
         opened = _to_8_bits(ImageOps.exif_transpose(opened), opened.format)
         if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
             opened = opened.convert("RGBA")
@@ -249,7 +264,7 @@ def image_size(image: Any) -> tuple[int, int]:
                 raise DataError("it does not begin like an image file.")
             return (0, 0)
         with _opened(data) as opened:
-            _check_pixels(opened)
+            check_pixels(opened)
             width, height = opened.size
             if not _is_complete(opened, data):
                 return open_image(data).size
@@ -292,7 +307,8 @@ def _reading() -> Iterator[None]:
             raise DataError("prompts have images, which Pillow reads: pip install pillow torchvision.") from error
 
 
-def _check_pixels(opened: Any) -> None:
+def check_pixels(opened: Any) -> None:
+    """Raise DataError for an image or a frame of too many pixels."""
     if opened.width * opened.height > _MOST_PIXELS:
         raise DataError(
             f"it is {opened.width} x {opened.height}, more than {_MOST_PIXELS:,} pixels: a decompression bomb, or "
@@ -337,35 +353,41 @@ def bounded(image: Any, min_pixels: int | None, max_pixels: int | None, unit: in
 # -- places and positions ----------------------------------------------------------------------------------------------
 
 
-def runs(tokens: np.ndarray, placeholder: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and length of every run of ``placeholder`` in ``tokens`` [n]."""
-    is_one = np.concatenate([[False], tokens == placeholder, [False]])
+def runs(tokens: np.ndarray, placeholders: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return start and length of every run of ``placeholders`` in ``tokens`` [n]."""
+    is_one = np.concatenate([[False], np.isin(tokens, placeholders), [False]])
     edges = np.flatnonzero(is_one[1:] != is_one[:-1])
     return edges[::2], edges[1::2] - edges[::2]
 
 
-def collapse_placeholders(tokens: np.ndarray, placeholder: int) -> np.ndarray:
-    """Return ``tokens`` with every run of ``placeholder`` shortened to one."""
-    again = np.concatenate([[False], (tokens[1:] == placeholder) & (tokens[:-1] == placeholder)])
+def collapse_placeholders(tokens: np.ndarray, placeholders: Sequence[int]) -> np.ndarray:
+    """Return ``tokens`` with every run of a placeholder shortened to one."""
+    again = np.concatenate([[False], np.isin(tokens[1:], placeholders) & (tokens[1:] == tokens[:-1])])
     return tokens[~again]
 
 
-def mrope_positions(tokens: np.ndarray, placeholder: int, grids: np.ndarray, merge: int) -> np.ndarray:
+def mrope_positions(
+    tokens: np.ndarray, placeholders: Sequence[int], grids: np.ndarray, merge: int, steps: np.ndarray | None = None
+) -> np.ndarray:
     """Compute positions [3, n] of a prompt in time, height and width, like `get_rope_index` of Qwen2-VL and later.
 
     Text tokens increase all rows by one. An image's tokens have grid positions that start after the preceding text, and
-    the following text continues after the longer side. grids [images, 3], in patches; merge: side length of a token in
-    patches. A response continues at the largest position plus one (`answer_position`).
+    the following text continues after the largest. grids [images, 3], in patches; merge: side length of a token in
+    patches; steps [images]: increment per step in time (None: 1), whose multiples are rounded down. A response
+    continues at the largest position plus one (`answer_position`).
+    (In transformers 5, text after a long video continues before its last position in time; in Qwen's code, after it.)
     """
-    starts, lengths = runs(tokens, placeholder)
+    starts, lengths = runs(tokens, placeholders)
+    steps = np.ones(len(grids)) if steps is None else steps
     positions = np.zeros((3, len(tokens)), dtype=np.int64)
     end = position = 0
-    for start, length, grid in zip(starts.tolist(), lengths.tolist(), grids.tolist(), strict=True):
+    for start, length, grid, step in zip(starts.tolist(), lengths.tolist(), grids.tolist(), steps, strict=True):
         positions[:, end:start] = position + np.arange(start - end)
         position += start - end
-        shape = (grid[0], grid[1] // merge, grid[2] // merge)
-        positions[:, start : start + length] = position + np.indices(shape).reshape(3, -1)
-        position += max(shape[1:])
+        places = np.indices((grid[0], grid[1] // merge, grid[2] // merge)).reshape(3, -1)
+        places[0] = (places[0] * step).astype(np.int64)
+        positions[:, start : start + length] = position + places
+        position += int(places.max()) + 1
         end = start + length
     positions[:, end:] = position + np.arange(len(tokens) - end)
     return positions

@@ -47,6 +47,14 @@ def load_processor(path: str, trust_remote_code: bool) -> Any:
     return processor
 
 
+def replaces_video_token(processor: Any) -> bool:
+    """Return whether the tokens of a video replace its token only, or (before transformers 5.10) also those around."""
+    from transformers import ProcessorMixin
+
+    name = "replace_video_token"
+    return getattr(type(processor), name, None) is not getattr(ProcessorMixin, name, None)
+
+
 def load_config(path: str, trust_remote_code: bool) -> Any:
     """Load the configuration of the model, or return None."""
     from transformers import AutoConfig

@@ -61,8 +61,8 @@ class PromptStore:
     counts: np.ndarray | None = None
     stored_images: StoredImages | None = None
     encoder: ChatEncoder | None = None
-    placeholder: int | None = None
-    """Token id of image placeholders. None, like the three fields above, if no prompt has images."""
+    placeholders: tuple[int, ...] = ()
+    """Token ids of image and video placeholders. Empty, as the three fields above are None, if no prompt has images."""
     responses: Responses | None = None
     """Responses from the data, for supervised fine-tuning."""
 
@@ -83,8 +83,13 @@ class PromptStore:
         return self.counts is not None
 
     @property
+    def has_videos(self) -> bool:
+        """True if any prompt has videos."""
+        return len(self.placeholders) > 1 and bool(np.isin(self.values, self.placeholders[1:]).any())
+
+    @property
     def num_images(self) -> np.ndarray:
-        """Images per prompt, int64."""
+        """Images per prompt, int64. Each step in time of a video (two frames) counts as one."""
         return self._counts(0)
 
     @property
@@ -124,7 +129,7 @@ class PromptStore:
     def short(self, i: int) -> np.ndarray:
         """Return prompt ``i`` with one placeholder per image: for logs, and for engines that expand it."""
         tokens = self.prompt(i)
-        return tokens if self.placeholder is None else collapse_placeholders(tokens, self.placeholder)
+        return collapse_placeholders(tokens, self.placeholders) if self.placeholders else tokens
 
 
 def encode_prompts(
@@ -180,8 +185,8 @@ def encode_prompts(
     of_images = np.ascontiguousarray(np.asarray(counts, dtype=np.int64).T)
     if not of_images.any():
         return store
-    stored_images, placeholder = rows.select(row_index).stored_images(), encoder.processor.image_token_id
-    store = replace(store, counts=of_images, stored_images=stored_images, encoder=encoder, placeholder=placeholder)
+    stored_images, placeholders = rows.select(row_index).stored_images(), encoder.media.placeholders
+    store = replace(store, counts=of_images, stored_images=stored_images, encoder=encoder, placeholders=placeholders)
     store.encoded(int(np.argmax(of_images[0] > 0)))  # verifies the processor's output against its counts
     return store
 
@@ -230,12 +235,13 @@ def _encode_rows(rows: Rows, encoder: ChatEncoder, clock: Clock) -> Iterator[Enc
 
     Rows are encoded in chunks, and one by one if a chunk fails. Stops early if the search for bad rows takes too long.
     """
-    with_images = np.flatnonzero(rows.num_images)
-    if len(with_images):
-        try:
-            encoder.check_images_supported()
-        except DataError as error:
-            raise DataError(f"{rows.origin(int(with_images[0]))} holds an image: {error}") from error
+    for number, kind in enumerate(("an image", "a video")):
+        having = np.flatnonzero(rows.num_media[:, number])
+        if len(having):
+            try:
+                encoder.check_images_supported(videos=kind == "a video")
+            except DataError as error:
+                raise DataError(f"{rows.origin(int(having[0]))} holds {kind}: {error}") from error
     stream: Iterator[PromptRow] = iter(rows)
     deadline = 0.0
     for start in range(0, len(rows), _ENCODE_CHUNK_ROWS):
@@ -259,7 +265,7 @@ def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[
     if problem := next(filter(None, map(encoder.row_tools.problem, chunk)), None):
         raise DataError(problem)
     prompts = [row.prompt for row in chunk]
-    encoder.try_template(prompts, rows.num_images[first : first + len(chunk)].tolist())
+    encoder.try_template(prompts, rows.num_media[first : first + len(chunk)].tolist())
     encoded: dict[int, Encoded] = {}
     for tools, numbers in encoder.row_tools.groups(chunk):
         group = [prompts[number] for number in numbers]
@@ -277,7 +283,7 @@ def _encode_chunk(rows: Rows, encoder: ChatEncoder, first: int, chunk: Sequence[
         sizes = [[encoder.bounded_size(size) for size in rows.image_sizes(first + number)] for number in numbers]
         for number, of, expansion in zip(numbers, sizes, encoder.expand(group, sizes, tools), strict=True):
             ids, num_rows, num_tokens = expansion
-            encoded[number] = (ids, (len(of), num_rows, num_tokens))
+            encoded[number] = (ids, (encoder.media.count_images(of), num_rows, num_tokens))
     return [encoded[number] for number in range(len(chunk))]
 
 
@@ -293,7 +299,9 @@ def _one_by_one(rows: Rows, encoder: ChatEncoder, start: int, chunk: Sequence[Pr
 def _overlong_report(rows: Rows, overlong: list[tuple[int, int]], limit: int) -> str:
     # A prompt with images is never truncated: no model could read part of an image.
     has_images = rows.num_images[[position for position, _ in overlong]].any()
-    instead = "a smaller data.max_pixels (a prompt with images is not cut)" if has_images else "data.truncation=left"
+    has_videos = rows.num_media[[position for position, _ in overlong], 1].any()
+    smaller = "data.video_max_frames or data.video_max_pixels" if has_videos else "data.max_pixels"
+    instead = f"a smaller {smaller} (a prompt with images is not cut)" if has_images else "data.truncation=left"
     longest = max(length for _, length in overlong)
     title = (
         f"{len(overlong)} of {len(rows)} prompts are longer than data.max_prompt_length={limit} tokens. Try "

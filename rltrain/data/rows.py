@@ -21,9 +21,17 @@ import pyarrow as pa
 
 from rltrain.common.errors import DataError
 from rltrain.config.schema import DataConfig
-from rltrain.data.checks import Keys, row_problem
+from rltrain.data.checks import VIDEOS, Keys, row_problem
 from rltrain.data.files import files_of
-from rltrain.data.stored_images import ImageCheck, ImageColumn, StoredImages, check_images, image_entries, joint_digest
+from rltrain.data.stored_images import (
+    ImageCheck,
+    ImageColumn,
+    StoredImages,
+    check_images,
+    image_entries,
+    size_table,
+    sizes_of,
+)
 from rltrain.data.tables import PickledTable, Table, limit_rows, open_table, unreadable
 
 # Field with tool arguments, whose null keys are dropped, because they are not arguments.
@@ -56,7 +64,7 @@ class _Checks:
     """Results of the check of each row."""
 
     digests: np.ndarray
-    """[rows, 16]: digests of the content; image_ends, image_digests [rows], sizes [images, 2]."""
+    """[rows, 16]: digests of the content; image_ends, image_digests [rows], sizes: see `size_table`."""
     image_ends: np.ndarray
     sizes: np.ndarray
     image_digests: np.ndarray
@@ -101,27 +109,37 @@ class Rows:
 
     @property
     def num_images(self) -> np.ndarray:
-        """Images per row, int64."""
+        """Images and videos per row, int64."""
         return np.diff(self._checks.image_ends, prepend=0)[self._index]
 
-    def image_sizes(self, position: int) -> list[tuple[int, int]]:
-        """Return width and height of a row's images, upright; (0, 0) if Pillow is not installed."""
+    @property
+    def num_media(self) -> np.ndarray:
+        """Images and videos per row, [rows, 2], int64."""
+        sizes = self._checks.sizes
+        ends = np.cumsum(np.concatenate([[0], (sizes[:, 2] > 0) if sizes.shape[1] > 2 else np.zeros(len(sizes))]))
+        num_videos = np.diff(ends[self._checks.image_ends], prepend=0).astype(np.int64)[self._index]
+        return np.stack([self.num_images - num_videos, num_videos], axis=1)
+
+    def image_sizes(self, position: int) -> list[Any]:
+        """Return width and height of a row's images, upright, (0, 0) if Pillow is not installed; then the `VideoSize`
+        of its videos.
+        """
         row = int(self._index[position])
         start = self._checks.image_ends[row - 1] if row else 0
-        return [(width, height) for width, height in self._checks.sizes[start : self._checks.image_ends[row]].tolist()]
+        return sizes_of(self._checks.sizes[start : self._checks.image_ends[row]])
 
     def images(self, position: int) -> list[Any]:
         """Read and return the images of a row as stored in the file."""
         file, row = self._locate(position)
-        return image_entries(file.images.value(int(file.numbers[row])), file.path) if file.images else []
+        return image_entries(file.images.value(int(file.numbers[row]))[0], file.path) if file.images else []
 
     def stored_images(self) -> StoredImages:
-        """Return the image locations of these rows."""
+        """Return the locations of the images and videos of these rows."""
         sources = tuple((file.images or ImageColumn(file.path, self._keys.image)).absolute for file in self._files)
         numbers = np.concatenate([file.numbers for file in self._files])[self._index]
-        return StoredImages(
-            sources, self._file_numbers().astype(np.int32), numbers, self._checks.image_digests[self._index]
-        )
+        checks, first = self._checks, np.concatenate([[0], self._checks.image_ends])[self._index]
+        digests = checks.image_digests[self._index]
+        return StoredImages(sources, self._file_numbers().astype(np.int32), numbers, digests, first, checks.sizes)
 
     def without_images(self) -> "Rows":
         """Return these rows for text-only readers, without in-memory images, which would be pickled."""
@@ -226,8 +244,8 @@ def _check_tables(files: Sequence[Table], keys: Keys) -> tuple[Rows, list[str]]:
     checks = _Checks(
         np.frombuffer(digests, dtype=np.uint8).reshape(-1, _DIGEST_BYTES),
         np.cumsum([len(check.sizes) for check in image_checks], dtype=np.int64),
-        np.array([size for check in image_checks for size in check.sizes], dtype=np.int32).reshape(-1, 2),
-        np.array([joint_digest(check.content) for check in image_checks], dtype=np.uint64),
+        size_table([size for check in image_checks for size in check.sizes]),
+        np.array([check.digest for check in image_checks], dtype=np.uint64),
     )
     return Rows(files, keys, np.asarray(numbers, dtype=np.int64), checks), problems
 
@@ -256,7 +274,7 @@ def _check_table(file: Table, keys: Keys, digests: bytearray, image_checks: list
             image_checks.append(check)
             # A row is hashed as JSON with sorted keys, because the order of a struct's fields depends on the program
             # that wrote it.
-            normalised = _normalised(record | {keys.image: check.content})
+            normalised = _normalised(record | {keys.image: check.content, VIDEOS: check.videos})
             content = json.dumps(normalised, sort_keys=True, default=_digest_of_bytes)
             digests += hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
             problem = row_problem(record, keys) or check.problem

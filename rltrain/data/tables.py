@@ -29,13 +29,13 @@ _MAX_TEXT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Table:
-    """Used rows of a file (without images), and their row numbers."""
+    """Used rows of a file (without images and videos), and their row numbers."""
 
     path: str
     table: pa.Table
     numbers: np.ndarray
     images: ImageColumn | ImageTable | None = None
-    """Location of the images."""
+    """Location of the images and videos."""
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
         """Return columns ``names`` of ``number`` rows from ``start`` on."""
@@ -61,11 +61,12 @@ class PickledTable(Table):
         for row in rows:
             for column, values in columns.items():
                 values.append(pickle.dumps(row.get(column)))
-            has_images = has_images or bool(row.get(keys.image))
+            has_images = has_images or bool(row.get(keys.image) or row.get(VIDEOS))
         table = pa.table({column: pa.array(cells, pa.large_binary()) for column, cells in columns.items()})
         numbers = np.arange(table.num_rows) if numbers is None else numbers
-        images = ImageTable(place or path, table.column(keys.image), numbers) if has_images else None
-        return cls(path, table.drop_columns(keys.image), numbers, images)
+        media = (table.column(keys.image), table.column(VIDEOS))
+        images = ImageTable(place or path, *media, numbers) if has_images else None
+        return cls(path, table.drop_columns([keys.image, VIDEOS]), numbers, images)
 
     def records(self, names: Sequence[str], start: int, number: int = 1) -> list[dict[str, Any]]:
         """Return columns ``names`` of rows (see `Table`)."""
@@ -155,16 +156,15 @@ def _read(path: str, file: Path, keys: Keys) -> Table:
                 replaced[0],
             )
         return PickledTable.of(json_records, path, keys, place=place)
-    _check_sizes(path, file, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image})
+    _check_sizes(path, file, {*keys.required(), *keys.optional()} - {keys.image})
     # With page checksums, a flipped bit causes an error instead of a wrong value.
     with pq.ParquetFile(file, page_checksum_verification=True) as source:
         check_schema(path, source.schema_arrow, keys)
         # Drop unused columns, which would only fill Ray's object store.
-        names, columns = source.schema_arrow.names, {*keys.required(), *keys.optional(), VIDEOS} - {keys.image}
+        names, columns = source.schema_arrow.names, {*keys.required(), *keys.optional()} - {keys.image, VIDEOS}
         table = source.read(columns=[name for name in names if name in columns])
-    return Table(
-        path, table, np.arange(table.num_rows), ImageColumn(place, keys.image) if keys.image in names else None
-    )
+    media = [name if name in names else None for name in (keys.image, VIDEOS)]
+    return Table(path, table, np.arange(table.num_rows), ImageColumn(place, *media) if any(media) else None)
 
 
 def _check_sizes(path: str, file: Path, columns: set[str]) -> None:

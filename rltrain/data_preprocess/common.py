@@ -287,6 +287,7 @@ def _write(rows: Sequence[Row], path: Path) -> None:
         "agent_name": pa.string(),
         "prompt": pa.list_(_MESSAGE),
         "images": pa.list_(_IMAGE),
+        "videos": pa.list_(pa.struct([("video", pa.list_(_IMAGE)), ("fps", pa.float64())])),
         "ability": pa.string(),
         "reward_model": pa.struct([("style", pa.string()), ("ground_truth", truth)]),
     }
@@ -294,7 +295,7 @@ def _write(rows: Sequence[Row], path: Path) -> None:
         types["extra_info"] = pa.array([row["extra_info"] for row in rows]).type
         schema = pa.schema([(name, types[name]) for name in rows[0]])
         with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
-            size = PICTURE_GROUP_ROWS if "images" in rows[0] else _GROUP_ROWS
+            size = PICTURE_GROUP_ROWS if {"images", "videos"} & rows[0].keys() else _GROUP_ROWS
             for start in range(0, len(rows), size):
                 part = [_as_several(row) if several else row for row in rows[start : start + size]]
                 writer.write_table(pa.Table.from_pylist(part, schema))

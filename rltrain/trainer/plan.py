@@ -35,14 +35,17 @@ class ImageSizes:
     """Maxima per prompt; rows are patches or tiles, tokens are image placeholders."""
     mean_bytes: float = 0.0
     """Bytes of pixels per prompt, mean over all prompts."""
+    videos: bool = False
+    """True if a prompt of the run has videos."""
 
     @classmethod
     def of(cls, stores: Mapping[str, PromptStore]) -> ImageSizes | None:
         """Measure the prompt stores by split. None if no prompt of the run has images. Loads one prompt's images."""
         if not any(store.has_images for store in stores.values()):
             return None
+        videos = any(store.has_videos for store in stores.values())
         if not (train := stores.get("train")) or not train.has_images:
-            return cls()
+            return cls(videos=videos)
         has = train.num_images > 0
         images = train.encoded(int(np.argmax(has))).images
         assert images is not None
@@ -51,7 +54,7 @@ class ImageSizes:
             int(sizes.max()) for sizes in (train.num_images, train.image_rows, train.image_tokens)
         )
         mean_bytes = row_bytes * float(train.image_rows.mean())
-        return cls(float(has.mean()), most_images, most_rows, most_tokens, mean_bytes)
+        return cls(float(has.mean()), most_images, most_rows, most_tokens, mean_bytes, videos)
 
 
 @dataclass(frozen=True)

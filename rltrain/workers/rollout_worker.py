@@ -32,6 +32,7 @@ from rltrain.config.schema.engines import ENGINES
 from rltrain.config.step_passes import StepPasses
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.images import SLOT, EncodedPrompt, blank_image
+from rltrain.data.media.videos import video_settings
 from rltrain.data.prompts import PromptStore
 from rltrain.data.rows import Rows
 from rltrain.data.turns.detect import format_of
@@ -144,6 +145,7 @@ class RolloutWorker(Rollout):
             engines_sharing_memory=cfg.trainer.n_gpus_per_node if self._device.is_cpu else 1,
             images=self._images,
             max_pixels=cfg.data.max_pixels,
+            videos=video_settings(cfg.data) if any(store.has_videos for store in self._prompts.values()) else None,
             adapted=adapted,
             with_experts=self._with_experts,
             decode=lambda tokens: self.encoder.decode_batch([tokens], special=True)[0],

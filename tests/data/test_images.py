@@ -116,8 +116,9 @@ def test_positions_of_prompt_and_answer_are_the_models(folder, number):
     (f"1{SLOT}", 2, "1 slots for images .<image>. and the row has 2 images"),
     ("1", 1, "0 slots"),
     (f"{SLOT}{SLOT}", 0, "2 slots"),
-    (f"<video>{SLOT}", 1, "videos are not"),
-    ([{"type": "video"}], 0, "part of type 'video'"),
+    (f"<video>{SLOT}", 1, "1 slots for videos .<video>. and the row has 0 videos"),
+    ([{"type": "video"}], 0, "1 slots for videos"),
+    ([{"type": "audio"}], 0, "part of type 'audio'"),
 ])  # fmt: skip
 def test_slots_and_images_that_do_not_fit_are_an_error(content, count, message):
     with pytest.raises(DataError, match=message):

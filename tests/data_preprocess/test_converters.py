@@ -9,7 +9,15 @@ import pytest
 
 from rltrain.common.errors import DataError
 from rltrain.data.rows import read_rows
-from rltrain.data_preprocess import arithmetic, frozen_lake, gsm8k, guess_number, reasoning_gym, rectangles
+from rltrain.data_preprocess import (
+    arithmetic,
+    frozen_lake,
+    gsm8k,
+    guess_number,
+    moving_square,
+    reasoning_gym,
+    rectangles,
+)
 from rltrain.data_preprocess.common import row, write_splits
 from rltrain.rewards.scorers.registry import find_scorer
 
@@ -78,7 +86,7 @@ def test_files_go_below_the_current_folder_and_a_refused_write_is_one_line(tmp_p
     assert "train.parquet cannot be written" in line
 
 
-@pytest.mark.parametrize("module", [arithmetic, frozen_lake, guess_number, rectangles])
+@pytest.mark.parametrize("module", [arithmetic, frozen_lake, guess_number, moving_square, rectangles])
 def test_options_decide_the_bytes_and_the_seed_the_rows(tmp_path, module):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1), ("a", 0)):
         options = ["--num-train", "40", "--num-test", "8", "--seed", str(seed), "--output", str(tmp_path / folder)]

@@ -1,7 +1,9 @@
 """The packed forward with images, compared with transformers one sample at a time."""
 
 import importlib.util
+import re
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch.distributed as dist
 if not importlib.util.find_spec("torchvision"):
     pytest.skip("torchvision is not installed (scripts/test.sh installs it)", allow_module_level=True)
 
+from PIL import Image
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from rltrain.common.columns.batch import Batch, DictionaryColumn
@@ -19,6 +22,7 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.common.device import get_device
 from rltrain.config.schema.model import ShardingConfig
 from rltrain.data.chat import ChatEncoder
+from rltrain.data.images import EncodedPrompt, PromptImages, runs
 from rltrain.models.attention.packing import pack
 from rltrain.models.attention.ring import ring_of
 from rltrain.models.attention.ulysses import sequence_group
@@ -30,17 +34,23 @@ from rltrain.models.weights.spec import ModelSpec
 from tests.distance import distance
 from tests.models.test_forward import gradients_of
 from tests.ranks import run_on_ranks
-from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, WITH_EXPERTS, picture, save_tiny_vision_model
+from tests.tiny_vision import FAMILIES, IMAGE, TOKENS, VIDEO, WITH_EXPERTS, picture, png_of, save_tiny_vision_model
 
 CPU = torch.device("cpu")
 FAMILIES = [*FAMILIES, *WITH_EXPERTS]
 TEMPERATURE = 0.7
 LORA = Lora("actor_rollout_ref.model", 2, 4.0, "all-linear", None, None, torch.float32, 1)
-# Text, images, lengths of the answers: two images and three answers; a text; one image, of which one answer is empty.
+# Text, images, videos, lengths of the answers: a video, an image and a video with three answers; a text; one image, of
+# which one answer is empty. Each video has fewer steps in time than tokens on its longer side: after longer ones
+# transformers computes other positions than vLLM (`mrope_positions`).
+VIDEOS = [
+    {"video": [png_of(picture(120, 60, seed=number)) for number in range(3, 8)], "fps": 4.0},
+    {"video": [png_of(picture(60, 90, seed=number)) for number in range(8, 10)], "fps": 1.0},
+]
 PROMPTS = [
-    ("1+<image>2<image>=?", [picture(60, 30), picture(84, 56, seed=1)], [7, 1, 12]),
-    ("3+4=?", [], [5, 3]),
-    ("<image>=?", [picture(30, 90, seed=2)], [4, 0]),
+    ("<video>1+<image>2<video>=?", [picture(84, 56, seed=1)], VIDEOS, [7, 1, 12]),
+    ("3+4=?", [], [], [5, 3]),
+    ("<image>=?", [picture(30, 90, seed=2)], [], [4, 0]),
 ]
 ORDER = [0, 3, 5, 1, 2, 6, 4]  # answers to one prompt need not be neighbours
 
@@ -71,11 +81,25 @@ def batch_of(asked, index, answers) -> Batch:
     })  # fmt: skip
 
 
+def encoded_prompts(encoder: ChatEncoder, *, with_videos: bool = True, blank: bool = False) -> list[EncodedPrompt]:
+    """Return the encoded PROMPTS, with the first frame of a video in a family without videos. blank: black images."""
+    found = []
+    for text, images, videos, _ in PROMPTS:
+        if blank or not with_videos or VIDEO not in encoder.media.placeholders:
+            media = {"<image>": iter(images)}
+            media["<video>"] = iter([Image.open(BytesIO(video["video"][0])) for video in videos])
+            images = [next(media[slot]) for slot in re.findall("<video>|<image>", text)]
+            images = [Image.new("RGB", image.size) for image in images] if blank else images
+            text, videos = text.replace("<video>", "<image>"), []
+        found.append(encoder.encode_prompt([{"role": "user", "content": text}], images, videos))
+    return found
+
+
 def make_batch(folder: str) -> Batch:
     """Return responses to the prompts, in ORDER."""
     encoder, generator = ChatEncoder(folder), torch.Generator().manual_seed(3)
-    asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in PROMPTS]
-    index = torch.tensor([number for number, each in enumerate(PROMPTS) for _ in each[2]])
+    asked = encoded_prompts(encoder)
+    index = torch.tensor([number for number, each in enumerate(PROMPTS) for _ in each[-1]])
     lengths = [length for *_, answers in PROMPTS for length in answers]
     # No placeholders in answers: those are never drawn.
     answers = [torch.randint(6, len(TOKENS), (length,), generator=generator, dtype=torch.int32) for length in lengths]
@@ -92,11 +116,27 @@ def one_by_one(batch: Batch):
         tokens = torch.cat([asked, answer]).long()[None]
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if found is not None:
-            inputs["pixel_values"] = torch.from_numpy(found.pixel_values)
-            if found.grids is not None:
-                kinds = (tokens == IMAGE).int()
-                inputs |= {"image_grid_thw": torch.from_numpy(found.grids), "mm_token_type_ids": kinds}
+            inputs |= of_media(found, tokens)
         yield inputs, len(asked), answer.long()
+
+
+def of_media(found: PromptImages, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return images and videos as transformers' models take them: apart."""
+    if found.grids is None:
+        return {"pixel_values": torch.from_numpy(found.pixel_values)}
+    inputs = {"mm_token_type_ids": (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()}
+    starts, _ = runs(tokens[0].numpy(), (IMAGE, VIDEO))
+    of_videos = tokens[0].numpy()[starts] == VIDEO
+    for chosen, pixels, grids in (
+        (~of_videos, "pixel_values", "image_grid_thw"),
+        (of_videos, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if chosen.any():
+            inputs[pixels] = torch.from_numpy(found.pixel_values[chosen.repeat(found.num_rows)])
+            inputs[grids] = torch.from_numpy(found.grids[chosen])
+    if found.seconds is not None:
+        inputs["second_per_grid_ts"] = torch.tensor(found.seconds[of_videos])
+    return inputs
 
 
 def by_transformers(model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from rltrain.trainer.plan import ImageSizes
 from tests.distance import distance
 from tests.local import local_trainer
 from tests.tiny import small_run, write_arithmetic
+from tests.tiny_vision import write_pictures
 from tests.trainer.steps import ACTOR, GAE, Moved, numbers_of, weights
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -38,16 +39,22 @@ VARIANTS = {
     "qwen3.5": ("qwen3_5", {}),
     "qwen3.5, adapters": ("qwen3_5", LORA),
     "glm-4.1v": ("glm4v", {}),
+    "videos": ("qwen2_5_vl", {"videos": True}),
+    "videos, qwen3": ("qwen3_vl", {"videos": True}),
 }
 
 
 @pytest.fixture
 def make(vision_models, picture_files, tmp_path):
-    def trainer(family, **changes):
-        sizes = {"data__max_prompt_length": 48, ACTOR + "ppo_max_token_len_per_gpu": 128}
+    def trainer(family, *, videos=False, **changes):
+        sizes = {"data__max_prompt_length": 96 if videos else 48, ACTOR + "ppo_max_token_len_per_gpu": 128}
         count = itertools.count()
         twist = lambda row, score: score + (next(count) * 7 % 5) / 5  # noqa: E731
-        return local_trainer(small_run(vision_models[family], picture_files, tmp_path, **(sizes | changes)), twist)
+        files = picture_files
+        if videos:
+            names = {"train": range(24), "test": range(6)}
+            files = [write_pictures(tmp_path / f"{name}.parquet", rows, videos=True) for name, rows in names.items()]
+        return local_trainer(small_run(vision_models[family], files, tmp_path, **(sizes | changes)), twist)
 
     return trainer
 

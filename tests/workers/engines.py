@@ -19,6 +19,7 @@ from rltrain.common.columns.ragged import Ragged
 from rltrain.common.device import Device, get_device
 from rltrain.common.seeds import sample_seeds
 from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.data.media.videos import VideoSettings
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import Job, Key, RolloutEngine, Sampling, Turn
 from rltrain.workers.rollout.conversations import Conversation, Conversations
@@ -59,10 +60,12 @@ def settings_of(
     device: str | Device = "cpu",
     max_model_len: int = 64,
     ends: Sequence[int] = (EOS,),
+    videos: VideoSettings | None = None,
 ) -> EngineSettings:
     spec = ModelSpec(model) if isinstance(model, str) else ModelInMemory(model)
     device = get_device(device) if isinstance(device, str) else device
-    return EngineSettings(rollout, spec, dtype, device, ALONE, ends, max_model_len=max_model_len, decode=text_of)
+    limits = {"max_model_len": max_model_len, "videos": videos}
+    return EngineSettings(rollout, spec, dtype, device, ALONE, ends, decode=text_of, **limits)
 
 
 class _Queue:

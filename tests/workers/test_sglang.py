@@ -24,8 +24,7 @@ from rltrain.workers.rollout.settings import make_engine
 from rltrain.workers.rollout.sglang.engine import SGLangRollout
 from tests.clock import VirtualClock
 from tests.distance import distance
-from tests.models.test_vision_packed import PROMPTS as SEEN
-from tests.models.test_vision_packed import batch_of, make_folder, one_by_one
+from tests.models.test_vision_packed import batch_of, encoded_prompts, make_folder, one_by_one
 from tests.models.test_vision_packed import make as make_policy
 from tests.workers import sglang_double
 from tests.workers.engines import generate, queue_of, rollout_of, serve, settings_of
@@ -131,7 +130,7 @@ def test_images_are_computed_as_by_the_trainer(family, engine, tmp_path):
     left out of the latter, because SGLang gets a bias against them."""
     folder = make_folder(tmp_path, family)
     encoder, policy = ChatEncoder(folder), make_policy(folder)
-    asked = [encoder.encode_prompt([{"role": "user", "content": text}], images) for text, images, _ in SEEN]
+    asked = encoded_prompts(encoder, with_videos=False)
     reference = AutoModelForImageTextToText.from_pretrained(folder).eval()
     with sglang_engine(folder, rollout_of(max_num_seqs=6), double=engine == "double") as rollout:
         load(rollout, gathered_weights(policy, torch.float32, names=CheckpointNames(policy.model)))

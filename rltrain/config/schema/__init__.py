@@ -74,8 +74,7 @@ class DataConfig:
         },
     )
     """Prompts per round of generation with algorithm.filter_groups. Without filter_groups: prompts per step, instead of
-    train_batch_size (verl 0.5 to 0.8). null: train_batch_size.
-    """
+    train_batch_size (verl 0.5 to 0.8). null: train_batch_size."""
     max_prompt_length: int = key(512, least=1)
     """Longest prompt in tokens, including the chat template."""
     max_response_length: int = key(512, least=1)
@@ -84,8 +83,7 @@ class DataConfig:
     """Drop rows whose prompt is longer than max_prompt_length."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """Treatment of a prompt that is too long and not dropped: error, left (keep the end), right (keep the start),
-    middle (keep both ends).
-    """
+    middle (keep both ends)."""
     prompt_key: str = "prompt"
     """Column with the chat messages."""
     image_key: str = "images"
@@ -94,14 +92,21 @@ class DataConfig:
     """Smaller images are scaled up to this number of pixels (width times height); null: only the processor's bound."""
     max_pixels: int | None = key(None, least=1)
     """Larger images are scaled down to this number of pixels; null: only the processor's bound."""
+    video_fps: float = key(2.0, over=0)
+    """Frames to sample per second of a video."""
+    video_max_frames: int = key(64, least=2)
+    """Maximum frames to sample of a video. Two frames become the tokens of one image of their size."""
+    video_min_pixels: int | None = key(None, least=1)
+    """As min_pixels, for the frames of videos."""
+    video_max_pixels: int | None = key(None, least=1)
+    """As max_pixels, for the frames of videos."""
     reward_fn_key: str = "data_source"
     """Column that selects the scorer."""
     shuffle: bool = True
     """Shuffle the prompts again in every epoch. Batch k depends only on data.seed and k."""
     custom_cls: str | None = key(None, plugin=True)
     """A user's dataset class that makes the rows: FILE.py:NAME (verl's data.custom_cls.path and name); null: rows are
-    read from the data files.
-    """
+    read from the data files."""
     own_keys: dict[str, Any] = key({})
     """Free-form: additional keys of data for the user's classes (custom_cls, sampler), passed in their config. Unknown
     keys of data are put here."""
@@ -113,8 +118,7 @@ class DataConfig:
     seed: int = 1
     """Seed of the order of prompts, and of sampling unless rollout.seed is set."""
     train_max_samples: int = -1
-    """Train on only this number of rows, drawn with data.seed (the first ones with data.shuffle=False); 0 or
-    less: all."""
+    """Train on only this number of rows, drawn with data.seed (with data.shuffle=False the first); 0 or less: all."""
     val_max_samples: int = key(-1, only_with=VALIDATES)
     """Validate on only this number of rows, chosen in the same way; 0 or less: all."""
     apply_chat_template_kwargs: dict[str, Any] = key({})
@@ -231,8 +235,7 @@ class ActorConfig(SharesSequences):
     """Weight of the KL in the loss."""
     kl_loss_type: KLKind = key("low_var_kl", only_with="use_kl_loss")
     """Estimator of the KL in the loss: kl (k1), abs, mse (k2), low_var_kl (k3); with + (k3+): its value with the
-    gradient of k2; full: the exact KL over the vocabulary.
-    """
+    gradient of k2; full: the exact KL over the vocabulary."""
     use_bias_correction_kl: bool = key(
         False,
         only_with={
@@ -345,8 +348,7 @@ class SFTConfig:
     messages_key: str = key("messages", only_with="enabled")
     """Column with conversations: messages of the roles system, user, assistant and tool. Rows without it need
     data.prompt_key and response_key. In sft.messages_key, response_key and tools_key, a dot selects a field of a
-    column.
-    """
+    column."""
     response_key: str = key("response", only_with="enabled")
     """Column with the response as text, for rows without messages_key."""
     tools_key: str = key("tools", only_with="enabled")

@@ -35,6 +35,8 @@ class Engine:
     """True if only the first process of a replica serves prompts, and the others pass weights."""
     images: tuple[str, ...] | None = ()
     """Families whose images it was compared on; None: every family whose images can be trained on."""
+    videos: bool = False
+    """True if it was compared on videos of every family whose videos can be trained on."""
     fp32_head: bool = False
     """True if it can multiply with the head in float32."""
     adapters: bool = False
@@ -84,6 +86,7 @@ ENGINES = {
         factory="rltrain.workers.rollout.embedded.engine:HFRollout",
         embedded=True,
         images=None,
+        videos=True,
         fp32_head=True,
         adapters=True,
         tells_experts=True,
@@ -105,6 +108,7 @@ ENGINES = {
         expert_parallel=True,
         over_nodes=True,
         images=None,
+        videos=True,
         fp32_head=True,
         adapters=True,
         tells_experts=True,

@@ -18,6 +18,10 @@ class Family:
     """True if its image tokens and positions have been compared with transformers, so that prompts may have images."""
     why_no_images: str = "its image tokens and positions have not been compared with transformers'"
     """Reason for the error if prompts have images anyway."""
+    videos: bool = False
+    """True if prompts may have videos, compared in the same way."""
+    video_times: bool = False
+    """True if the tokens of each step in time of a video follow a text with its time."""
     mrope: bool = False
     """True if positions of prompts with images have three rows (time, height, width)."""
     takes_max_pixels: bool = False
@@ -37,14 +41,16 @@ _BOTH_WAYS = Family(
 )
 _DELTA = Family(gated_delta_nets=True)
 _MROPE = Family(images=True, mrope=True, takes_max_pixels=True)
+_VIDEOS = replace(_MROPE, videos=True)
+_TIMES = replace(_VIDEOS, video_times=True)
 
 FAMILIES = {
-    "qwen2_vl": _MROPE,
-    "qwen2_5_vl": _MROPE,
-    "qwen3_vl": _MROPE,
-    "qwen3_vl_moe": _MROPE,
-    "qwen3_5": _MROPE,
-    "qwen3_5_moe": _MROPE,
+    "qwen2_vl": _VIDEOS,
+    "qwen2_5_vl": _VIDEOS,
+    "qwen3_vl": _TIMES,
+    "qwen3_vl_moe": _TIMES,
+    "qwen3_5": _TIMES,
+    "qwen3_5_moe": _TIMES,
     "glm4v": replace(_MROPE, frames_per_image=2),
     "internvl": Family(images=True),
     "gemma3": _BOTH_WAYS,

@@ -21,6 +21,7 @@ from rltrain.config.check import as_list
 from rltrain.config.schema import DataConfig, SFTConfig
 from rltrain.data.chat import ChatEncoder, Message
 from rltrain.data.images import with_parts
+from rltrain.data.media.videos import count_media
 from rltrain.data.prompts import PromptStore, Responses
 from rltrain.data.rows import Rows, first_lines, keys_of, rows_of, without_nulls
 from rltrain.data.tables import draw_rows, plain_records
@@ -131,7 +132,7 @@ def encode_demonstrations(
         try:
             sizes = [encoder.bounded_size(size) for size in rows.image_sizes(position)] if num_images else []
             prompt, num_rows, num_tokens = encoder.expand([row.prompt], [sizes], json.loads(tools))[0]
-            tokens, mask = writer(tools).response(with_parts(row.prompt, num_images), row.extra_info[_TURNS])
+            tokens, mask = writer(tools).response(with_parts(row.prompt, *count_media(sizes)), row.extra_info[_TURNS])
         except DataError as error:
             problems.append(f"{rows.origin(position)}: {error}")
             continue
@@ -147,7 +148,7 @@ def encode_demonstrations(
             continue
         prompts.append(np.asarray(prompt, dtype=np.int32))
         responses.append((tokens, mask))
-        counts.append((num_images, num_rows, num_tokens))
+        counts.append((encoder.media.count_images(sizes) if sizes else 0, num_rows, num_tokens))
         row_index.append(position)
     if problems:
         raise DataError(first_lines(f"{len(problems)} rows cannot be used:", problems))
@@ -166,7 +167,7 @@ def encode_demonstrations(
     seeing: dict[str, Any] = {}
     if of_images.any():
         seeing = {"counts": of_images, "stored_images": rows.select(row_index).stored_images(), "encoder": encoder}
-        seeing["placeholder"] = encoder.processor.image_token_id
+        seeing["placeholders"] = encoder.media.placeholders
     return PromptStore(
         np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]), np.asarray(row_index), len(overlong), **seeing,
         responses=Responses.of(responses),
@@ -177,11 +178,12 @@ def _tried(rows: Rows, encoder: ChatEncoder) -> Iterator[tuple[Any, int]]:
     """Yield each row with its number of images. The template has then rendered the row's chunk within its limits."""
     numbers = rows.num_images.tolist()
     if any(numbers):
-        encoder.check_images_supported()
+        encoder.check_images_supported(videos=bool(rows.num_media[:, 1].any()))
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = [rows[position] for position in range(start, min(start + _CHUNK_ROWS, len(rows)))]
         of_chunk = numbers[start : start + _CHUNK_ROWS]
-        encoder.try_template([[*row.prompt, *row.extra_info[_TURNS]] for row in chunk], of_chunk)
+        media = rows.num_media[start : start + _CHUNK_ROWS].tolist()
+        encoder.try_template([[*row.prompt, *row.extra_info[_TURNS]] for row in chunk], media)
         yield from zip(chunk, of_chunk, strict=True)
 
 

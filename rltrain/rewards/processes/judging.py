@@ -168,12 +168,14 @@ class Questions:
         self._reading = threading.Lock()  # responses are judged concurrently, but only one thread reads files
 
     def __call__(self, row: int) -> Question:
-        """Return the last user message and the images of the prompt. Raises DataError for missing images."""
+        """Return the last user message and the images of the prompt, without videos. Raises DataError for missing
+        images."""
         texts = [message["content"] for message in without_parts(self._rows[row].prompt) if message["role"] == "user"]
         if not self._images or not self._num_images[row]:
             return Question(texts[-1] if texts else "")
         with self._reading:
-            return Question(texts[-1] if texts else "", tuple(self._images.of(row)))
+            images = (file for file in self._images.of(row) if isinstance(file, bytes))
+            return Question(texts[-1] if texts else "", tuple(images))
 
 
 def _is_right(rule: Score) -> bool:

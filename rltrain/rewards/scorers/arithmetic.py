@@ -21,7 +21,7 @@ def extract_answer(solution: str) -> str | None:
     return _integer(numbers[0] if equals >= 0 else numbers[-1])
 
 
-@scorer("rltrain/arithmetic", "rltrain/rectangles", "rltrain/guess_number")
+@scorer("rltrain/arithmetic", "rltrain/rectangles", "rltrain/moving_square", "rltrain/guess_number")
 def arithmetic(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """Return 1 if the response's integer is the ground truth, else 0."""
     answer = extract_answer(solution_str)

@@ -22,7 +22,7 @@ from rltrain.config.budgets import judge_lengths
 from rltrain.config.engine_rules import position_problems
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
-from rltrain.config.schema.engines import ENGINES
+from rltrain.config.schema.engines import ENGINES, engines_with
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.turns.detect import format_of
@@ -105,7 +105,7 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
     """Check the settings against ``result.images`` and against images that tools may return."""
     passes = make_step_passes(cfg, result.images is not None, bool(result.images and result.images.most_images))
     if passes.images:
-        result.problems += _image_problems(cfg, "prompts have images" if result.images else f"{_SHOWN}=True")
+        result.problems += _image_problems(cfg, result.images)
         if passes.images_between_turns and (problem := _problem_between_turns(cfg)):
             # It is only a note unless the user enabled images of tools, because there may be none.
             asked = cfg.actor_rollout_ref.rollout.multi_turn.images
@@ -122,15 +122,24 @@ def check_images(cfg: Config, result: PreflightResult) -> None:
         result.notes.append(f"{key}: no effect: no prompt has images, so the vision tower is not trained anyway")
 
 
-def _image_problems(cfg: Config, why: str) -> Iterator[str]:
-    """Yield problems of an engine or model that does not accept the policy's images. why: reason for the images."""
-    engine, models = cfg.actor_rollout_ref.rollout.name, _models(cfg)
+def _image_problems(cfg: Config, sizes: ImageSizes | None) -> Iterator[str]:
+    """Yield problems of an engine or model that does not accept the policy's images. sizes: of prompts with images."""
+    why = "prompts have images" if sizes else f"{_SHOWN}=True"
+    rollout, models = cfg.actor_rollout_ref.rollout, _models(cfg)
+    engine = rollout.name
     kind, compared = models["actor"][1].load_config().model_type, ENGINES[engine].images
     if compared is not None and kind not in compared:
         others = " or ".join(f"{_R}name={name}" for name, row in ENGINES.items() if row.images is None)
         yield (
             f"{_R}name={engine}: {why}, and images of a {kind} were not compared with transformers on this engine "
             f"(compared: {', '.join(compared) or 'none'}). Use {others}."
+        )
+    elif sizes and sizes.videos and not ENGINES[engine].videos:
+        yield f"{_R}name={engine}: prompts have videos, which this engine does not take. Use {engines_with('videos')}."
+    elif sizes and sizes.videos and engine == "vllm" and sizes.most_tokens > rollout.max_num_batched_tokens:
+        yield (
+            f"{_R}max_num_batched_tokens={rollout.max_num_batched_tokens}: vLLM encodes a video at once, and a prompt "
+            f"has {sizes.most_tokens} tokens of images and videos. Set it to {sizes.most_tokens} or more."
         )
     for other in (spec for role, (_, spec) in models.items() if not ROLES[role].reads_texts):
         kinds = [spec.load_config().model_type for spec in (models["actor"][1], other)]

@@ -6,11 +6,14 @@ the end of a run or at any time. Parts without data are omitted. It draws no con
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ import pandas as pd
 from yaml import YAMLError, safe_load
 
 from rltrain.common.errors import RltrainError
+from rltrain.common.images import file_bytes
 from rltrain.common.storage import lines_of, patiently, read_json, run_folder, write_text
 from rltrain.config.schema.keys import all_keys, followed
 from rltrain.config.verl.keys import leaves_of
+from rltrain.data.stored_images import ImageColumn, image_entries
 from rltrain.run.report.charts import Line, Section, Table, line_chart, page, stacked_bars
 from rltrain.run.report.samples import (
     different_prompts_first,
@@ -46,7 +51,9 @@ from rltrain.run.report.table import (
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
-_MOST_ANSWERS, _MOST_CHARS, _MOST_WARNINGS = 6, 6_000, 40
+_MOST_ANSWERS, _MAX_IMAGES, _MOST_CHARS, _MOST_WARNINGS = 6, 2, 6_000, 40
+_PICTURE_PIXELS = 320
+_ORIGIN = re.compile(r"(['\"])(?P<path>.*)\1 row (?P<row>\d+)")
 _WARNING = re.compile(r"\S+ \S+ (?:warning|error): ")
 
 
@@ -63,7 +70,7 @@ def page_of(run: Path) -> str:
     lines = read_metrics(run_folder(run))
     frame = by_step(lines).reset_index() if lines else pd.DataFrame({"step": []})
     settings, plan, environment = _settings(run), read_json(run / "plan.json") or {}, read_json(run / "env.json") or {}
-    parts = [*sections(frame), _phases(lines), _answers(run), _warnings(run), _differences(settings)]
+    parts = [*sections(frame), _phases(lines), _answers(run, settings), _warnings(run), _differences(settings)]
     summaries = [learning_summary(lines).replace("\n", "; "), nothing_earned(run, lines), mostly_truncated(run, lines)]
     subtitle = ". ".join(filter(None, summaries))
     return page(run.resolve().name, subtitle, _facts(frame, settings, plan, environment), parts)
@@ -132,7 +139,7 @@ def _warnings(run: Path) -> Section:
     return Section("Warnings", "From train.log, the newest last.", tables=[Table(["first", "message", "times"], rows)])
 
 
-def _answers(run: Path) -> Section:
+def _answers(run: Path, settings: Mapping[str, Any]) -> Section:
     """Return some responses of the newest validation and the newest step, wrong and right ones if both exist."""
     section = Section("Answers", "A few of the saved responses; rltrain view RUN shows all.")
     for split, name in (("val", "validation"), ("train", "training")):
@@ -145,6 +152,7 @@ def _answers(run: Path) -> Section:
             answer = {"right": is_right(row), "mark": f"{float(row['score']):.3g}"}
             answer["line"] = f"{name} of step {step}: {one_line(row, 140)}"
             answer["texts"] = [*texts_of(row, _MOST_CHARS), ("numbers", numbers_of(row))]
+            answer["images"] = _images(row, str(settings.get("data.image_key", "images")))
             section.answers.append(answer)
     return section
 
@@ -154,6 +162,30 @@ def _chosen(frame: pd.DataFrame) -> pd.DataFrame:
     right, half = frame.apply(is_right, axis=1), _MOST_ANSWERS // 2
     bad, good = different_prompts_first(frame[~right]), different_prompts_first(frame[right])
     return pd.concat([bad[: max(half, _MOST_ANSWERS - len(good))], good[: max(half, _MOST_ANSWERS - len(bad))]])
+
+
+def _images(row: Mapping[str, Any], key: str) -> list[str]:
+    """Return the images of a prompt as small data URLs; none if their file is gone."""
+    match = _ORIGIN.fullmatch(str(row.get("images") or ""))
+    if not match:
+        return []
+    try:
+        from PIL import Image
+
+        images, _ = ImageColumn(match["path"], key).value(int(match["row"]))
+        files = map(file_bytes, image_entries(images, match["path"]))
+        return [_small(Image.open(io.BytesIO(data))) for data in islice(files, _MAX_IMAGES)]
+    except Exception as error:  # noqa: BLE001 - a broken image must not prevent the page
+        log.debug("no image of %s: %s", row.get("images"), error)
+        return []
+
+
+def _small(image: Any) -> str:
+    """Return a small JPEG as a data URL."""
+    image = image.convert("RGB")
+    image.thumbnail((_PICTURE_PIXELS, _PICTURE_PIXELS))
+    image.save(buffer := io.BytesIO(), "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 # 95 % of the means over prompts lie within this many standard errors.

@@ -91,10 +91,11 @@ def _more_rows(plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Return rows that only some algorithms have."""
     rows: list[tuple[str, str]] = []
     if (images := plan.images) and images.most_rows:
+        videos = ", and data.video_max_frames and video_max_pixels a video: two frames are an image"
         rows.append((
             "images", f"in {images.share:.0%} of the prompts, at most {count(images.most_images, 'image')} "
             f"({images.most_rows:,} patches or tiles, {images.most_tokens:,} tokens) in one (data.max_pixels bounds an "
-            "image)",
+            f"image{videos * bool(images.videos)})",
         ))  # fmt: skip
     for role, (kind, spec) in specs_of(config, get_device(config.trainer.device), plan.passes).items():
         if kind is PolicyModel and role != "actor" and not spec.is_copy:

@@ -244,7 +244,7 @@ class Answering:
             try:
                 opened = self._encoder.open_images([file_of(image) for image in images_in(message["content"])])
                 for image in opened:
-                    self._encoder.num_rows(image.size)
+                    self._encoder.media.num_rows(image.size)
                 images += opened
             except DataError as error:
                 if message["role"] != "tool":

@@ -16,6 +16,7 @@ import torch
 from rltrain.common.device import Device
 from rltrain.config.schema.engines import ENGINES
 from rltrain.config.schema.rollout import RolloutConfig
+from rltrain.data.media.videos import VideoSettings
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.contract import RolloutEngine
 from rltrain.workers.rollout.queue import Replica
@@ -40,6 +41,8 @@ class EngineSettings:
     images: bool = True
     """True if prompts may have images, each of at most ``max_pixels``."""
     max_pixels: int | None = None
+    videos: VideoSettings | None = None
+    """Limits of videos; None: prompts have no videos."""
     section: str = "actor_rollout_ref.rollout"
     longest: str = "max_model_len"
     """section and longest are for messages: the section of the keys, and the key that limits the length of a text."""

@@ -1,0 +1,1 @@
+"""Videos, and the pixels and tokens of images and videos."""

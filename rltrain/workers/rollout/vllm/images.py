@@ -60,14 +60,15 @@ class ImageInput:
         """
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        placeholders = np.unique(tokens[images.places])
-        places = [PlaceholderRange(*map(int, place)) for place in zip(*runs(tokens, placeholders), strict=True)]
+        placeholders = np.unique(tokens[images.places]).tolist()
+        starts, lengths = (numbers.tolist() for numbers in runs(tokens, placeholders))
+        places = [PlaceholderRange(*place) for place in zip(starts, lengths, strict=True)]
         inputs: Any = {}
         hashes, ranges = {}, {}
         # To vLLM, a video whose steps are images (`PromptImages`) is these images.
         for kind, is_kind in (("image", images.all_seconds == 0), ("video", images.all_seconds > 0)):
             if numbers := np.flatnonzero(is_kind).tolist():
-                inputs |= self._inputs(images, is_kind, kind, int(placeholders[0]))
+                inputs |= self._inputs(images, is_kind, kind, placeholders[0])
                 hashes[kind], ranges[kind] = [names[i] for i in numbers], [places[i] for i in numbers]
         return {
             "type": "multimodal",

@@ -34,7 +34,6 @@ from bench.table import ROOT, parse, table, write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
 from rltrain.data_preprocess import arithmetic
 from rltrain.run.report.table import read_metrics
-from scripts import make_small_model
 
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")
 MEASURED = (*PHASES, "generate_sequences", "reshard", "reward", "other")
@@ -89,10 +88,9 @@ def make_work(kind: str, options: argparse.Namespace) -> Work:
         arithmetic.main(
             ["--output", str(folder), "--num-train", "2048", "--num-test", "8", "--max-operand", "49", "--seed", "0"]
         )
-        options_of_model = ["--max-steps", "20"] if options.smoke else []
-        make_small_model.main(
-            ["--output", f"{folder}/model", "--train", f"{folder}/train.parquet", "--seed", "1", *options_of_model]
-        )
+        make_model = [sys.executable, ROOT / "scripts" / "make_small_model.py", "--output", folder / "model"]
+        few = ["--max-steps", "20"] if options.smoke else []
+        subprocess.run([*make_model, "--train", folder / "train.parquet", "--seed", "1", *few], check=True)
         work = Work(folder, 8, longest=32, share=48, lr=1e-4, reward=CORRECT)
     else:
         make(folder, kind, options.shape, options.steps + 1)

@@ -172,7 +172,7 @@ def lines_of_code(text: str) -> int:
 
 # Lines of code of the library without converters, rounded up to the next ten. A ratchet: it falls with the library
 # and rises only by a number that was granted before the work.
-LIBRARY_CEILING = 41_440
+LIBRARY_CEILING = 42_050
 
 
 def test_the_library_only_shrinks():
@@ -185,7 +185,7 @@ def test_the_library_only_shrinks():
 
 # The same of tests/: lines of code, rounded up to the next hundred; and lines that replace parts of the library or
 # reach into them.
-TESTS_CEILINGS = {"lines": 36_800, "monkeypatch.setattr": 80, "private attributes": 74}
+TESTS_CEILINGS = {"lines": 37_400, "monkeypatch.setattr": 80, "private attributes": 74}
 # Reads of the clock and sleeps for a fixed time in tests: how many, and why nothing else does.
 CLOCK = {
     "tests/clock.py": (1, "it does both for all other tests"),

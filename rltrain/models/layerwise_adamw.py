@@ -16,6 +16,7 @@ et al. 2015). The first moment changes by a tenth per step (beta = 0.9), for whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -45,8 +46,10 @@ class LayerwiseAdamW(torch.optim.AdamW):
         self.dtype = dtype
         self._device, self._offload = device, offload
         self._queues = (device.new_stream(), device.new_stream()) if offload else None
-        # Per group [2, elements]: its first moments, then its second moments.
-        self._moments: list[Tensor] = []
+        # Per group: the first moments of its weights, then the second moments. On the device they are views of one
+        # tensor [2, elements]; on the host they are allocated apart, because page-locked memory comes in powers of two.
+        self._moments: list[list[Tensor]] = []
+        self._blocks: list[Tensor] = []
 
     def allocate(self) -> None:
         """Create missing moments, which are zeros: here rather than in the first step, so that a checkpoint can be
@@ -54,25 +57,29 @@ class LayerwiseAdamW(torch.optim.AdamW):
         if self._moments:
             return
         groups = [group["params"] for group in self.param_groups]
-        sizes = [(2, sum(_room(weight) for weight in group)) for group in groups]
-        layouts = [torch.empty(*size, dtype=self.dtype, device="meta") for size in sizes]
         if self._offload:
-            self._moments = host_memory(layouts, not self._device.is_cpu)
+            shards = [local(weight) for group in groups for weight in 2 * group]
+            layouts = [torch.empty_like(shard, dtype=self.dtype, device="meta") for shard in shards]
+            host = iter(host_memory(layouts, not self._device.is_cpu))
+            self._moments = [list(islice(host, 2 * len(group))) for group in groups]
         else:
-            self._moments = [torch.empty_like(layout, device=self._device.torch_device) for layout in layouts]
+            device = self._device.torch_device
+            self._blocks = [torch.empty(2, _elements(group), dtype=self.dtype, device=device) for group in groups]
+            self._moments = [list(chain(*_split(*pair))) for pair in zip(self._blocks, groups, strict=True)]
         for group, moments in zip(groups, self._moments, strict=True):
-            moments.zero_()
-            for weight, first, second in zip(group, *_split(moments, group), strict=True):
+            for weight, first, second in zip(group, moments[: len(group)], moments[len(group) :], strict=True):
                 # Always on the host, where it can be read without a wait.
                 step = torch.zeros((), dtype=torch.float32)
-                self.state[weight] = {"step": step, "exp_avg": like(weight, first), "exp_avg_sq": like(weight, second)}
+                self.state[weight] = {
+                    "step": step, "exp_avg": like(weight, first.zero_()), "exp_avg_sq": like(weight, second.zero_())
+                }  # fmt: skip
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights, layer by layer."""
         assert closure is None, "gradients are computed before the step"
         self.allocate()
-        for number, moments in enumerate(self._visit() if self._offload else self._moments):
+        for number, moments in enumerate(self._visit() if self._offload else self._blocks):
             group = self.param_groups[number]
             weight = group["params"][0]
             if moments.dtype == weight.dtype:
@@ -91,28 +98,30 @@ class LayerwiseAdamW(torch.optim.AdamW):
         self._device.synchronize()
         assert self._queues is not None
         (arriving, leaving), compute, parts = self._queues, self._device.current_stream(), self._moments
-        most = max(parts, key=Tensor.numel)
-        buffers = [torch.empty(most.numel(), dtype=most.dtype, device=self._device.torch_device) for _ in parts[:2]]
-        views = [buffers[number % 2][: part.numel()].view(part.shape) for number, part in enumerate(parts)]
+        groups = [group["params"] for group in self.param_groups]
+        sizes = [2 * _elements(group) for group in groups]
+        buffers = [torch.empty(max(sizes), dtype=self.dtype, device=self._device.torch_device) for _ in parts[:2]]
+        blocks = [buffers[number % 2][:size].view(2, -1) for number, size in enumerate(sizes)]
+        views = [list(chain(*_split(*pair))) for pair in zip(blocks, groups, strict=True)]
         # The memory of the buffers may have belonged to tensors that queued kernels use.
         arriving.wait_stream(compute)
         events = [self._fetch(*pair) for pair in zip(views[:2], parts[:2], strict=True)]
-        for number, (view, part) in enumerate(zip(views, parts, strict=True)):
+        for number, block in enumerate(blocks):
             compute.wait_event(events[number])
-            yield view
+            yield block
             leaving.wait_stream(compute)
             with self._device.on_stream(leaving):
-                part.copy_(view, non_blocking=True)
+                _copy(views[number], parts[number])
             if number + 2 < len(parts):
                 arriving.wait_stream(leaving)
                 events.append(self._fetch(views[number + 2], parts[number + 2]))
         compute.wait_stream(leaving)
 
-    def _fetch(self, view: Tensor, part: Tensor) -> Any:
-        """Queue a copy to the device. Returns the event after it."""
+    def _fetch(self, views: list[Tensor], part: list[Tensor]) -> Any:
+        """Queue copies to the device. Returns the event after them."""
         assert self._queues is not None
         with self._device.on_stream(self._queues[0]):
-            view.copy_(part, non_blocking=True)
+            _copy(part, views)
         return self._queues[0].record_event()
 
 
@@ -162,6 +171,16 @@ def _split(moments: Tensor, weights: Sequence[nn.Parameter]) -> list[list[Tensor
         [part[: shard.numel()].view(shard.shape) for part, shard in zip(row.split(rooms), shards, strict=True)]
         for row in moments
     ]
+
+
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _elements(weights: Sequence[nn.Parameter]) -> int:
+    """Return the moments of one kind of ``weights``, with the room between them."""
+    return sum(map(_room, weights))
 
 
 def _room(weight: Tensor) -> int:

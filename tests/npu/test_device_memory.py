@@ -42,10 +42,9 @@ def test_every_phase_needs_what_was_foretold(made, case):
 def test_a_device_of_a_little_less_says_what_to_type(made):
     need = estimated(made, CASE)[0]["update_actor"].total()
     with pytest.raises(RuntimeError) as caught:
-        # The first update makes AdamW's state when the activations are gone, and needs less than those that follow.
-        measured(made, CASE, cap=round(0.9 * need), steps=1)
+        measured(made, CASE, cap=round(0.95 * need), steps=1)
     said = str(caught.value)
     assert "rank 0, update_actor: the device (" in said
-    assert "optimizer 0.0" in said
+    assert "gradients" in said
     assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu less than 544" in said
     assert "actor.fsdp_config" not in said, "the update needs what these would send away"

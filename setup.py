@@ -95,6 +95,7 @@ setup(
             "matplotlib",
             "nbclient",
             "ipykernel",
+            "av>=14",
             # As the extra docs: `make docs` is part of `make check`.
             "mkdocs-material>=9.6,<10",
             "mkdocstrings[python]",

@@ -35,7 +35,7 @@ def test_help_of_all_has_every_key_and_section_once():
 def test_help_shows_what_works_and_answers_for_the_rest():
     assert "test_freq (int | str) = -1\n      Validate every" in help_text("trainer")
     assert "balance_batch" not in help_text("all")
-    assert len(all_keys()) <= 376
+    assert len(all_keys()) <= 380
     assert "has no effect: samples are always spread" in help_text("trainer.balance_batch")
     assert "has no effect: every step generates with" in help_text("rollout.mode")
     assert help_text("skip").startswith("skip: refused: every step generates new responses")

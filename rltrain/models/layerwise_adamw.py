@@ -2,9 +2,9 @@
 
 Problem: the two moments take twice the memory of the weights, and only the optimizer step reads them. Choice: they are
 kept in host memory (``offload``), in bfloat16 (``dtype``), or both, and `step` visits the weights layer by layer. From
-the host, the moments of the next layer arrive and those of the last layer leave while the device updates this one, in
-two buffers. Each layer is updated by torch's own function, so weights are bit for bit those of torch's AdamW unless the
-dtype differs. Left out: copies during the backward pass, which would need the buffers while activations are at their
+the host, the moments of the next layer arrive and the last layer's leave while the device updates this one, in
+two buffers. Each layer is updated by torch's own function, so weights equal torch's AdamW bit for bit unless the dtype
+differs. Left out: copies during the backward pass, which would need the buffers while activations are at their
 peak; and CPU kernels for the step, which would save the copies, but round differently and need many cores.
 
 Why a moment in bfloat16 is rounded stochastically: with beta = 0.999 a second moment changes by at most 0.1 % per step

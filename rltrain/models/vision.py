@@ -98,7 +98,7 @@ def image_cost(
 ) -> NDArray[np.float64]:
     """Return the cost [n] in tokens of n prompts with ``rows`` [n] in ``images`` [n].
 
-    sizes: of the model, with those of `tower_numbers`. Exact if the images of a prompt have equal sizes,
+    sizes: of the model, including `tower_numbers`. Exact if the images of a prompt have equal sizes,
     else a slight underestimate.
     """
     flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(images, 1)

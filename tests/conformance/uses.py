@@ -91,7 +91,10 @@ VLLM = Package(
         "vllm.model_executor.model_loader": "dummy",
         "vllm.inputs.engine": "mm_hashes mm_kwargs mm_placeholders multimodal prompt_token_ids type",
         "vllm.model_executor.models.qwen2_vl:Qwen2VLForConditionalGeneration": "hf_to_vllm_mapper",
-        "vllm.model_executor.models.qwen2_vl": "image_grid_thw pixel_values",
+        "vllm.model_executor.models.qwen2_vl": "image_grid_thw pixel_values pixel_values_videos video_grid_thw",
+        "vllm.model_executor.models.qwen2_5_vl": "second_per_grid_ts",
+        "vllm.config.multimodal": "count",
+        "vllm.config.multimodal:VideoDummyOptions": "num_frames",
         "vllm.model_executor.models.internvl": "image_num_patches image_token_id",
     },
     # Names of weights, of the model's configuration, of arguments of its image processor, of Python's own and of ours.

@@ -27,7 +27,6 @@ from tests.tiny_vision import FAMILIES, IMAGE, VIDEO, picture, png_of, save_tiny
 
 NAN = float("nan")
 FRAMES = [picture(120, 60, seed=number) for number in range(7)]
-with_av = pytest.mark.skipif(not importlib.util.find_spec("av"), reason="needs PyAV")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,6 @@ def test_frames_that_are_too_large_name_the_keys():
     assert 80_000 < clip.width * clip.height <= 100_000
 
 
-@with_av
 def test_a_file_is_decoded_at_the_chosen_frames():
     video = StoredVideo.read({"video": mp4()}, None)
     size = video.measure()
@@ -103,7 +101,7 @@ def test_a_file_is_decoded_at_the_chosen_frames():
 # -- tokens and positions ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["list", pytest.param("file", marks=with_av)])
+@pytest.mark.parametrize("kind", ["list", "file"])
 def test_tokens_pixels_and_positions_are_those_of_transformers(folder, kind):
     """Images and videos in any order. No video is longer in time than in tokens on a side (see `mrope_positions`)."""
     first = listed(fps=12.0) if kind == "list" else {"video": mp4(21, rate=28)}
@@ -197,7 +195,7 @@ def test_options_of_a_row_belong_to_its_fingerprint(make):
     ([listed(video_start=3.0)], "option 'video_start' of a video is not supported"),
     ([listed(fps=-1.0)], r"option fps=-1.0 of a video must be a number above 0"),
     ([listed([FRAMES[0], picture(60, 60)])], "frames have different sizes"),
-    pytest.param([{"video": b"\0\0\0\x20ftypisom" + bytes(100)}], "cannot be read", marks=with_av),
+    ([{"video": b"\0\0\0\x20ftypisom" + bytes(100)}], "cannot be read"),
 ])  # fmt: skip
 def test_a_bad_video_names_file_row_and_field(make, videos, message):
     path = make(("1", []), ("<video>", videos))
@@ -205,7 +203,6 @@ def test_a_bad_video_names_file_row_and_field(make, videos, message):
         read_rows(path)
 
 
-@with_av
 def test_a_damaged_video_is_found_before_the_run(make):
     file = mp4()
     with pytest.raises(DataError, match=r"row 0: field 'videos\[0\]': "):

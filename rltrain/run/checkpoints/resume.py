@@ -157,7 +157,7 @@ def find_resume_point(cfg: Config, run: Checkpoints, dataset: str | None, *, ima
 
 
 def _report_converted_moments(cfg: Config, folder: Path) -> None:
-    """Log a note for each role whose moments in ``folder`` have a dtype other than those of this run."""
+    """Log a note for each role whose moments in ``folder`` have another dtype than in this run."""
     trained: tuple[Role, ...] = ("actor", "critic") if has_critic(cfg) else ("actor",)
     for role in trained if not cfg.trainer.val_only else ():
         if not patiently(file := folder / role / METADATA, file.exists):

@@ -96,7 +96,7 @@ SEVERAL = "trainer.n_gpus_per_node=4 algorithm.adv_estimator=gae"
         ("model.enable_gradient_checkpointing=99", "gradient_checkpointing=99: the model has"),
         ("model.override_config.mine=1", "mine: Qwen3Config has no such"),
         (f"{SEVERAL} critic.model.override_config.mine=1", "critic.model.override_config.mine: Qwen3Config has no"),
-        (f"{SEVERAL} critic.model.path=/no/critic", "critic.model.path=/no/critic: there is no such folder"),
+        (f"{SEVERAL} critic.model.path=/no/critic", "critic.model.path=/no/critic: the folder does not exist"),
         (f"{SEVERAL} actor.ulysses_sequence_parallel_size=4", "actor.ulysses_sequence_parallel_size=4"),
         (f"{SEVERAL} actor.ulysses_sequence_parallel_size=4", "share sequences further by ring_attention_size"),
         (f"{SEVERAL} ref.ulysses_sequence_parallel_size=4", "ref.ulysses_sequence_parallel_size=4"),

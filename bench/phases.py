@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.step import Steps, run_ours
+from bench.step import Steps, Work, run_ours
 from bench.table import ROOT, parse, table, write
 from bench.workload import ANSWERS, LIMITS, PROMPTS, make
 from rltrain.common.env import worker_environment
@@ -139,11 +139,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     long_tail: Steps = []
     bare: dict[str, list[dict[str, float]]] = {}
     for _ in range(options.rounds):
-        long_tail += run_ours(tail_folder, "long_tail", options.limit_of_tail, options)[1:]
+        long_tail += run_ours(Work(tail_folder, options.limit_of_tail), options)[1:]
         mean = statistics.mean(step["response_length"] for step in long_tail)
         # The second length is fixed by the first round, so that later rounds add to it.
         for limit in equal or dict.fromkeys((options.limit, round(mean))):
-            equal.setdefault(limit, []).extend(run_ours(folder, "equal", limit, options)[1:])
+            equal.setdefault(limit, []).extend(run_ours(Work(folder, limit), options)[1:])
         for name, floor in run_floors(folder, options, options.limit).items():
             bare.setdefault(name, []).append(floor)
     rows = []

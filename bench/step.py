@@ -153,10 +153,11 @@ def run_peer(python: Path, peer: str, task: dict[str, Any]) -> Steps:
     return [step | {"prompt_length": result["prompt_tokens"]} for step in result["steps"]]
 
 
-def run_ours(work: Work, options: argparse.Namespace, seed: int) -> Steps:
+def run_ours(work: Work, options: argparse.Namespace, seed: int = 0) -> Steps:
     """Return the phases of each step of rltrain, from metrics.jsonl."""
     folder = work.folder
     run, started = folder / "run", time.time()
+    (folder / "reward.py").write_text(work.reward)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     keys = [
         "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.train_batch_size={PROMPTS}",

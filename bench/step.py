@@ -273,6 +273,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.kinds = options.kinds[: 1 if options.smoke else None]
     if "images" in options.kinds and options.peers not in (["hf"], []):
         parser.error("images run in TRL only, whose environment with vLLM for the CPU has no torchvision: --peers hf")
+    if "learning" in options.kinds and len(options.kinds) > 1:
+        parser.error("--kinds learning has a separate table: give it alone")
     if "learning" in options.kinds:
         write(
             options,

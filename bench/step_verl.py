@@ -85,7 +85,7 @@ def copy_model(folder: str) -> None:
 
 
 def overrides(task: dict) -> list[str]:
-    """Return verl's keys: those of `bench.step.run_ours`."""
+    """Return verl's keys, with the values of `bench.step.run_ours`."""
     folder, prompts, answers = task["folder"], task["prompts"], task["answers"]
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [

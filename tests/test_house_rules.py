@@ -125,6 +125,16 @@ def test_tools_are_programs():
         assert "main" in {getattr(node, "name", "") for node in parsed(file.read_text()).body}, file
 
 
+def test_a_program_defines_everything_before_it_starts():
+    """``python -m`` runs ``main()`` where it stands, before the definitions below it."""
+    for file in FILES:
+        last = [
+            ast.unparse(node) for node in parsed(file.read_text()).body if isinstance(node, ast.FunctionDef | ast.If)
+        ]
+        starts = [number for number, text in enumerate(last) if "sys.exit(main())" in text]
+        assert starts in ([], [len(last) - 1]), file
+
+
 def test_heavy_packages_stay_in_their_homes():
     wrong = []
     for file in FILES:

@@ -375,7 +375,7 @@ def mrope_positions(
     the following text continues after the largest. grids [images, 3], in patches; merge: side length of a token in
     patches; steps [images]: increment per step in time (None: 1), whose multiples are rounded down. A response
     continues at the largest position plus one (`answer_position`).
-    (In transformers 5, text after a long video continues before its last position in time; in Qwen's code, after it.)
+    (As in vLLM and transformers 4. In transformers 5, text after a long video starts before its last position in time.)
     """
     starts, lengths = runs(tokens, placeholders)
     steps = np.ones(len(grids)) if steps is None else steps

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.adamw import adamw
 
 from rltrain.common.device import Device, host_memory, send
-from rltrain.models.weights.shard import like, local
+from rltrain.models.weights.shard import like, local_shard
 
 # Moments start at multiples of this many elements, because kernels are slower on unaligned memory.
 _ALIGNED = 32
@@ -58,7 +58,7 @@ class LayerwiseAdamW(torch.optim.AdamW):
             return
         groups = [group["params"] for group in self.param_groups]
         if self._offload:
-            shards = [local(weight) for group in groups for weight in 2 * group]
+            shards = [local_shard(weight) for group in groups for weight in 2 * group]
             layouts = [torch.empty_like(shard, dtype=self.dtype, device="meta") for shard in shards]
             host = iter(host_memory(layouts, not self._device.is_cpu))
             self._moments = [list(islice(host, 2 * len(group))) for group in groups]
@@ -158,15 +158,15 @@ def _update(group: dict[str, Any], state: dict[Any, Any], moments: Tensor) -> No
         torch._foreach_add_(steps, 1)
     beta1, beta2 = group["betas"]
     adamw(
-        [local(weight) for weight in weights], [local(weight.grad) for weight in weights], first, second, [], counts,
-        foreach=group["foreach"], fused=group["fused"], amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-        weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        [local_shard(weight) for weight in weights], [local_shard(weight.grad) for weight in weights],
+        first, second, [], counts, foreach=group["foreach"], fused=group["fused"], amsgrad=False, beta1=beta1,
+        beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
     )  # fmt: skip
 
 
 def _split(moments: Tensor, weights: Sequence[nn.Parameter]) -> list[list[Tensor]]:
     """Return first and second moments of each weight: views of ``moments`` [2, elements]."""
-    rooms, shards = [_room(weight) for weight in weights], [local(weight) for weight in weights]
+    rooms, shards = [_room(weight) for weight in weights], [local_shard(weight) for weight in weights]
     return [
         [part[: shard.numel()].view(shard.shape) for part, shard in zip(row.split(rooms), shards, strict=True)]
         for row in moments
@@ -184,7 +184,7 @@ def _elements(weights: Sequence[nn.Parameter]) -> int:
 
 
 def _room(weight: Tensor) -> int:
-    return -(-local(weight).numel() // _ALIGNED) * _ALIGNED
+    return -(-local_shard(weight).numel() // _ALIGNED) * _ALIGNED
 
 
 def _count(step: Tensor) -> int:

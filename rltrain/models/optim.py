@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rltrain.common.device import DEVICES, Device, resolve_dtype
 from rltrain.config.schema.model import OptimConfig
 from rltrain.models.layerwise_adamw import LayerwiseAdamW, layers_of
-from rltrain.models.weights.shard import local
+from rltrain.models.weights.shard import local_shard
 
 
 def make_optimizer(model: nn.Module, cfg: OptimConfig, device: Device, *, offload: bool = False) -> torch.optim.AdamW:
@@ -40,7 +40,7 @@ def moments_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the two moments of this rank's weights, allocated or not."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     dtype = optimizer.dtype if isinstance(optimizer, LayerwiseAdamW) else weights[0].dtype
-    return sum(2 * local(weight).numel() * dtype.itemsize for weight in weights)
+    return sum(2 * local_shard(weight).numel() * dtype.itemsize for weight in weights)
 
 
 def learning_rate(step: int, cfg: OptimConfig, warmup_steps: int, total_steps: int) -> float:
@@ -72,7 +72,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 def _norm(group: list[nn.Parameter]) -> Tensor:
     """Compute the norm of equally sharded gradients over all ranks."""
     gradients = [weight.grad for weight in group if weight.grad is not None]
-    norm = get_total_norm([local(grad) for grad in gradients])
+    norm = get_total_norm([local_shard(grad) for grad in gradients])
     if isinstance(first := group[0], DTensor):
         squares = norm.square()
         for dim, placement in enumerate(first.placements):

@@ -98,8 +98,8 @@ def image_cost(
 ) -> NDArray[np.float64]:
     """Return the cost [n] in tokens of n prompts with ``rows`` [n] in ``images`` [n].
 
-    sizes: of the model, including `tower_numbers`. Exact if the images of a prompt have equal sizes,
-    else a slight underestimate.
+    sizes: of the model, including `tower_numbers`. Exact if the images of a prompt have equal sizes, else a slight
+    underestimate.
     """
     flops = sizes["row_flops"] * rows + sizes["pair_flops"] * rows**2 / np.maximum(images, 1)
     return (sizes["backward_share"] if updates else 1.0) * flops / (2 * sizes["matmul_parameters"])

@@ -10,6 +10,7 @@ import argparse
 import math
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.common.chips import CHIPS, Chip, find_chip
@@ -20,6 +21,7 @@ from rltrain.config.check import as_list, check
 from rltrain.config.load import load_config
 from rltrain.config.schema import Config
 from rltrain.config.schema.arguments import read_arguments
+from rltrain.data.tables import unreadable
 from rltrain.models.vision import takes_images
 from rltrain.models.weights.spec import actor_spec
 from rltrain.run.preflight.memory_room import check_memory
@@ -83,11 +85,14 @@ def plan_of(cfg: Config, lengths: Lengths) -> Plan:
 
 
 def _num_prompts(cfg: Config) -> int | None:
-    """Return the rows of the training files, if all are Parquet files of this machine."""
+    """Return the rows of the training files, if all are Parquet files of this machine. Raises DataError."""
     files = as_list(cfg.data.train_files)
     if not files or not all(file.endswith(".parquet") and Path(file).is_file() for file in files):
         return None
-    rows = sum(pq.read_metadata(file).num_rows for file in files)
+    try:
+        rows = sum(pq.read_metadata(file).num_rows for file in files)
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable(", ".join(files), error) from error
     most = cfg.data.train_max_samples
     return min(rows, most) if most > 0 else rows
 

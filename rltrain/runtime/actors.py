@@ -1,4 +1,4 @@
-"""Ray actors as processes: where they run, their stacks, and the end of those that do not respond."""
+"""Ray actors as processes: their hosts, their stacks, and killing actors that do not respond."""
 
 from __future__ import annotations
 

@@ -68,13 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             # One failure is kept per place in the user's code, so that the same failure on every row is shown once.
             failures.setdefault((type(error), where.filename, where.lineno), failure)
             outcome = [type(error).__name__, ""]
-        cells = [
-            str(position),
-            row.data_source,
-            _short(answer),
-            _short(row.ground_truth),
-            *outcome,
-        ]
+        cells = [str(position), row.data_source, _short(answer), _short(row.ground_truth), *outcome]
         table.add_row(*map(Text, [*cells, f"{time.perf_counter() - started:.3f}"]))
     console = SanitizedConsole(width=None if sys.stdout.isatty() else 160)
     console.print(table)

@@ -11,7 +11,7 @@ import torch
 from rltrain.config.schema import RefConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.routing import correction_biases
-from rltrain.models.weights.shard import local
+from rltrain.models.weights.shard import local_shard
 from rltrain.models.weights.state import load_training_state, weights_by_name
 from rltrain.workers.interface.roles import Reference
 from rltrain.workers.state.offload_manager import OffloadManager
@@ -39,7 +39,7 @@ class ReferenceWorker(SavesState, Reference):
         for name, weight in reference.items():
             # Policy and reference are sharded alike, because the reference's specification is derived from the
             # policy's.
-            source, target = local(policy[name]), local(weight)
+            source, target = local_shard(policy[name]), local_shard(weight)
             if self._mix == 1:
                 target.copy_(source)
             else:

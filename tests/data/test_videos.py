@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -227,18 +226,28 @@ def test_a_video_that_does_not_fit_is_an_error(folders, make, text, videos, fami
         encode_prompts(read_rows(make((text, videos))), ChatEncoder(folders[family]), 500)
 
 
-def test_an_engine_without_videos_is_refused(folders):
+def problems_of_engine(folder: str, engine: str) -> list[str]:
+    """Return the problems of prompts with videos of up to 100 tokens, of which the engine computes 99 at once."""
     from rltrain.config.load import load_config
 
-    def problems(engine: str) -> list[str]:
-        cfg = load_config([
-            "data.train_files=a", f"actor_rollout_ref.model.path={folders['qwen3_vl']}", "trainer.device=cpu",
-            f"actor_rollout_ref.rollout.name={engine}",
-        ]).config  # fmt: skip
-        check_images(cfg, found := PreflightResult(images=replace(ImageSizes(most_images=1), videos=True)))
-        return [problem for problem in found.problems if "videos" in problem]
+    rollout = "actor_rollout_ref.rollout"
+    cfg = load_config([
+        "data.train_files=a", f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu",
+        f"{rollout}.name={engine}", f"{rollout}.max_num_batched_tokens=99",
+    ]).config  # fmt: skip
+    check_images(cfg, found := PreflightResult(images=ImageSizes(most_images=1, most_tokens=100, videos=True)))
+    return [problem for problem in found.problems if "video" in problem]
 
-    assert not problems("hf")
-    (problem,) = problems("sglang")
+
+def test_an_engine_without_videos_is_refused(folders):
+    assert not problems_of_engine(folders["qwen3_vl"], "hf")
+    (problem,) = problems_of_engine(folders["qwen3_vl"], "sglang")
     assert "rollout.name=sglang: prompts have videos" in problem
     assert "rollout.name=hf or rollout.name=vllm" in problem
+
+
+def test_a_video_that_vllm_cannot_encode_at_once_is_refused(folders):
+    assert not problems_of_engine(folders["qwen3_vl"], "vllm")  # encodes two frames at once
+    (problem,) = problems_of_engine(folders["qwen2_5_vl"], "vllm")
+    assert "rollout.max_num_batched_tokens=99: vLLM encodes a video at once" in problem
+    assert "Set it to 100 or more." in problem

@@ -83,7 +83,7 @@ def test_a_run_over_two_hosts_learns_what_one_process_learns(
 
 @pytest.mark.long
 def test_images_of_a_shared_folder_over_two_hosts(hosts, process_group, tmp_path):
-    """The files name the images by their paths, as those of ViRL39K do."""
+    """The rows name the images by their paths, as in ViRL39K."""
     model = save_tiny_vision_model(tmp_path / "model", "qwen2_5_vl", tied=True)
     folder = hosts[0].shared / "images"
     folder.mkdir()

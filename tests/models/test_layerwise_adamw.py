@@ -1,4 +1,4 @@
-"""AdamW layer by layer: weights are those of torch's AdamW bit for bit; moments in bfloat16 are right on average."""
+"""AdamW layer by layer: weights equal torch's AdamW bit for bit; moments in bfloat16 are right on average."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from rltrain.common.device import get_device
 from rltrain.config.schema.model import OptimConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer, moments_bytes
-from rltrain.models.weights.shard import local, sharded_model
+from rltrain.models.weights.shard import local_shard, sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import load_training_state, moments, save_training_state
 from tests.distance import distance
@@ -63,12 +63,16 @@ def test_moments_in_bfloat16_take_half_and_follow_those_in_float32(make):
     steps(other, exact, range(3))
     for name in ("exp_avg", "exp_avg_sq"):
         mine, theirs = (
-            [local(each.state[weight][name]).float() for weight in model.parameters() if each.state[weight].get("step")]
+            [
+                local_shard(each.state[weight][name]).float()
+                for weight in model.parameters()
+                if each.state[weight].get("step")
+            ]
             for model, each in ((policy, optimizer), (other, exact))
         )
         assert distance(mine, theirs) < 0.01, name
     # Without a gradient, a second moment falls by 0.1 % per step, less than to its neighbour in bfloat16.
-    second = local(optimizer.state[policy.model.lm_head.weight]["exp_avg_sq"])
+    second = local_shard(optimizer.state[policy.model.lm_head.weight]["exp_avg_sq"])
     before = second.double().sum()
     for _ in range(100):
         for each in policy.parameters():

@@ -27,7 +27,7 @@ from rltrain.data.chat import chat_encoder
 from rltrain.data.prompts import encode_prompts
 from rltrain.data.rows import read_rows
 from rltrain.models.files.safe import read_metadata
-from rltrain.models.weights.shard import local
+from rltrain.models.weights.shard import local_shard
 from rltrain.trainer.plan import make_plan
 from rltrain.workers.hybrid import HybridWorker
 from rltrain.workers.interface.tasks import MiniBatch, SaveTask, UpdateTask
@@ -159,7 +159,7 @@ def streams(folder: str) -> None:
     peaks: list[int] = []
     batch = scored(worker)
     worker.update(batch, update(batch, 2, minis=4))
-    sizes = [sum(2 * local(each).nbytes for each in group["params"]) for group in optimizer.param_groups]
+    sizes = [sum(2 * local_shard(each).nbytes for each in group["params"]) for group in optimizer.param_groups]
     most = max(a + b for a, b in itertools.pairwise(sorted(sizes)))
     print(sizes, before, peaks)
     # torch's foreach kernels need as much as one moment of a layer.
@@ -171,7 +171,7 @@ def streams(folder: str) -> None:
     held = standin.allocated(0)
     standin.reset_peak(0)
     worker.load(str(Path(folder) / "saved"), False)
-    weights = sum(local(each).nbytes for each in worker.policy.parameters())
+    weights = sum(local_shard(each).nbytes for each in worker.policy.parameters())
     assert standin.peak(0) - held <= weights
 
 
@@ -184,7 +184,7 @@ def states(worker: Any) -> list[torch.Tensor]:
 def trained(worker: Any) -> list[torch.Tensor]:
     """Return weights and moments, on the host."""
     worker.offloader.enter_phase("update_actor", whole=True)
-    return [local(each).cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
+    return [local_shard(each).cpu().clone() for each in [*worker.policy.parameters(), *states(worker)]]
 
 
 def save(role: Any, folder: Path, copies: bool = True, export: bool = True, meanwhile: Any = None) -> dict[str, Any]:
@@ -213,26 +213,26 @@ def saves_move_nothing(plain: Any, worker: Any, folder: Path) -> None:
         for copies in (True, False):
             offloader.enter_phase(phase)  # what comes is still under way
             kept = [*worker.policy.parameters(), *states(worker)]
-            before = [local(each).clone() for each in kept] if copies and phase == "gen" else []
-            places = [local(each).data_ptr() for each in kept]
+            before = [local_shard(each).clone() for each in kept] if copies and phase == "gen" else []
+            places = [local_shard(each).data_ptr() for each in kept]
             if phase == "old_log_prob":
                 worker.policy.unshard()  # as a forward may leave it
             count, held = standin.num_allocations(0), standin.allocated(0)
 
             def goes_on(before: list[torch.Tensor] = before, kept: list[torch.Tensor] = kept) -> None:
                 for each in kept if before else ():
-                    local(each).fill_(7.0)
+                    local_shard(each).fill_(7.0)
 
             found = save(worker, folder / f"{phase} {copies}", copies, False, goes_on)
             assert standin.num_allocations(0) == count, "a save takes no memory of the device"
             assert standin.allocated(0) <= held
-            assert [local(each).data_ptr() for each in [*worker.policy.parameters(), *states(worker)]] == places
+            assert [local_shard(each).data_ptr() for each in [*worker.policy.parameters(), *states(worker)]] == places
             assert offloader.phase == phase
             for name, values in found.items():  # files with tensors
                 wanted = expected[name]
                 assert values == ({file: wanted[file] for file in values} if name == "digests" else wanted), name
             for each, values in zip(kept if before else (), before, strict=True):
-                local(each).copy_(values)
+                local_shard(each).copy_(values)
         if phase == "gen":
             assert worker.rollout.weight_sync.version == version, "the engine stays awake"
         if phase != "old_log_prob":

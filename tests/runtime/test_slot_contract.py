@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -264,9 +265,18 @@ def test_a_call_is_made_twice_at_most_and_once_where_it_must_not_be_repeated(mak
     assert Counter(file.read_text().split()) == dict.fromkeys("012", times)
 
 
-@pytest.mark.parametrize(("rest", "code"), [("exit 3", 3), ("sleep 1000", None)])
-def test_a_command_leaves_no_process_after_its_end_or_its_time(tmp_path, rest, code):
-    with open(tmp_path / "pid", "w+", encoding="utf-8") as stdout:
-        assert run_within(5, ["sh", "-c", f"sleep 1000 & echo $!; {rest}"], stdout=stdout) == code
-        stdout.seek(0)
-        eventually(partial(lambda pid: not alive([pid]), int(stdout.read())))
+@pytest.mark.parametrize(("rest", "seconds", "code"), [("exit 3", PATIENCE_S, 3), ("sleep 1000", 1, None)])
+def test_a_command_leaves_no_process_after_its_end_or_its_time(rest, seconds, code):
+    mark = f"MARK={uuid4()}"  # in the environment of all its processes
+    environment = os.environ | dict([mark.split("=")])
+    assert run_within(seconds, ["sh", "-c", f"sleep 1000 & {rest}"], environment=environment) == code
+    eventually(lambda: not alive(with_variable(mark)), "the end of all processes")
+
+
+def with_variable(text: str) -> list[int]:
+    """Return the processes of this machine with this variable."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found += [int(folder.name)] if text.encode() in (folder / "environ").read_bytes().split(b"\0") else []
+    return found

@@ -68,6 +68,10 @@ def test_hours_of_an_epoch_come_from_the_rows_of_the_data(simulate, tmp_path):
     # 12 steps of 16 samples, which are scored for 1,000 s each.
     assert "epoch       53.3 hours for 12 steps" in text
     assert "epoch" not in simulate(*flags)[1]
+    (tmp_path / "damaged.parquet").write_text("PAR1")
+    code, _, error = simulate(*flags, f"data.train_files={tmp_path / 'damaged.parquet'}")
+    assert code == 2
+    assert "damaged.parquet' cannot be read as parquet" in error
 
 
 def test_a_device_that_would_be_out_of_memory_is_refused(simulate):

@@ -21,7 +21,7 @@ class Family:
     videos: bool = False
     """True if prompts may have videos, compared in the same way."""
     video_times: bool = False
-    """True if the tokens of each step in time of a video follow a text with its time."""
+    """True if a text with the time precedes the tokens of each step of a video."""
     mrope: bool = False
     """True if positions of prompts with images have three rows (time, height, width)."""
     takes_max_pixels: bool = False

@@ -16,14 +16,7 @@ import numpy as np
 
 from rltrain.common.errors import DataError
 from rltrain.config.schema.families import Family
-from rltrain.data.images import (
-    EncodedPrompt,
-    PromptImages,
-    blank_image,
-    mrope_positions,
-    one_array,
-    runs,
-)
+from rltrain.data.images import EncodedPrompt, PromptImages, blank_image, mrope_positions, one_array, runs
 from rltrain.data.loading import replaces_video_token
 from rltrain.data.media.videos import Clip, Video, count_media
 
@@ -122,7 +115,7 @@ class MediaProcessor:
 
     def expand_ids(self, ids: Sequence[int], num_rows: Sequence[int]) -> list[int]:
         """Repeat each placeholder in ``ids`` for its rows of pixels. Raises DataError for adjacent placeholders."""
-        before, behind, tokens_of_a_row = self._frame
+        before, after, tokens_of_a_row = self._frame
         token_ids: list[int] = []
         sizes = iter(num_rows)
         for token in ids:
@@ -133,7 +126,7 @@ class MediaProcessor:
                 raise DataError(
                     "the chat template puts images directly next to each other, without a token in between."
                 )
-            token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *behind]
+            token_ids += [*before, *[token] * int(next(sizes) * tokens_of_a_row), *after]
         return token_ids
 
     @cached_property

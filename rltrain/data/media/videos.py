@@ -23,7 +23,7 @@ from rltrain.data.images import MOST_ROW_PIXELS, bounded_size, check_pixels, ima
 # Options of a video in its row, by verl's names. They replace the keys data.video_*, whose maxima they cannot raise.
 _OPTIONS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
 _OTHER_KEYS = {"type", "video", "bytes", "path", "nframes", *_OPTIONS}
-# Minimum number of frames of a video that has them, as in Qwen's code.
+# Minimum number of frames of a video that has as many, as in Qwen's code.
 _LEAST_FRAMES = 4
 # Other demuxers of FFmpeg may open further files or addresses.
 _FORMATS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,asf,ogg"

@@ -223,7 +223,7 @@ def _copy_rows(packed: PackedModel, weights: dict[str, Tensor], checkpoint: Slic
             values = weights[name][rows]
         else:
             values = checkpoint.rows(name, rows.start, rows.stop, parameter.dtype)
-        local(parameter).copy_(values[within])
+        local_shard(parameter).copy_(values[within])
     for name, buffer in packed.named_buffers():
         buffer.copy_(checkpoint.buffers[huggingface_name(name)])
 
@@ -274,15 +274,15 @@ def _spread_experts(packed: PackedModel, mesh: Mesh, held: dict[str, Any]) -> No
         fully_shard(part, mesh=mesh.experts[tuple(others)], shard_placement_fn=lambda _: Shard(1), **held)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, detached."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor sharded like ``tensor``, with ``local`` as this rank's shard."""
+def like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """Return a tensor sharded like ``tensor``, with ``shard`` as this rank's part."""
     # Do not use `from_local`, which would move host tensors to the device.
-    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+    return DTensor(shard, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else shard
 
 
 def reshard(packed: PackedModel) -> None:
@@ -296,7 +296,7 @@ def reshard(packed: PackedModel) -> None:
 def _hand_out(packed: PackedModel, source: dict[str, Tensor] | None) -> None:
     """Broadcast ``source`` from rank 0 into the shards, some rows at a time. It is None on other ranks."""
     for name, parameter in packed.named_parameters():
-        shard, (rows, *others) = local(parameter), _place_here(parameter)
+        shard, (rows, *others) = local_shard(parameter), _place_here(parameter)
         step = max(1, _PIECE_BYTES // max(math.prod(parameter.shape[1:]) * parameter.element_size(), 1))
         for at in range(0, parameter.shape[0], step):
             end = min(at + step, parameter.shape[0])

@@ -34,9 +34,9 @@ from rltrain.models.forward import PolicyModel
 from rltrain.models.optim import moments_dtype
 from rltrain.models.weights.lora import ranks_of
 from rltrain.models.weights.names import ADAPTER, Part, gathered_weights
-from rltrain.models.weights.shard import empty_packed
+from rltrain.models.weights.shard import empty_packed, local_shard
 from rltrain.models.weights.spec import ModelSpec, actor_spec, judge_spec, specs_of
-from rltrain.run.preflight.meta_run import Owners, Work, fake_model, forward_only, local, peak_of, update
+from rltrain.run.preflight.meta_run import Owners, Work, fake_model, forward_only, peak_of, update
 from rltrain.trainer.plan import Plan
 from rltrain.workers.rollout.embedded.engine import bytes_per_token
 from rltrain.workers.rollout.embedded.kv import ROOM
@@ -119,7 +119,7 @@ class _Role:
         if self.spec.tensor_size > 1:
             # Computed from a split model, because some weights are split in two dimensions and others not at all.
             with fake_model(self.kind, self.spec, DEVICES["cpu"], self.ranks) as (split, _, _):
-                own = [(local(each).nbytes, each.requires_grad) for each in split.parameters()]
+                own = [(local_shard(each).nbytes, each.requires_grad) for each in split.parameters()]
             return sum(size for size, _ in own), sum(size for size, learns in own if learns), elements
         weights = learning = 0
         for each in packed.parameters():

@@ -42,7 +42,7 @@ from rltrain.models.attention.ulysses import share_of_row
 from rltrain.models.forward import PackedModel, PolicyModel
 from rltrain.models.optim import clip_gradients, make_optimizer
 from rltrain.models.weights import lora
-from rltrain.models.weights.shard import empty_packed, join_sequences, local, make_mesh, reshard, spread
+from rltrain.models.weights.shard import empty_packed, join_sequences, local_shard, make_mesh, reshard, spread
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.models.weights.state import moments
 
@@ -79,7 +79,7 @@ class Ledger(TorchDispatchMode):
     def claim(self, owner: str, tensors: Iterable[Tensor], but: str = "") -> None:
         """Assign the storages of ``tensors`` to ``owner``, except those owned by ``but``."""
         for tensor in tensors:
-            storage = local(tensor).untyped_storage()
+            storage = local_shard(tensor).untyped_storage()
             if id(storage) in self._held and self._held[id(storage)][1] != but:
                 self._forget(id(storage))
                 self._hold(storage, owner)

@@ -23,6 +23,7 @@ from rltrain.config.engine_rules import position_problems
 from rltrain.config.passes import ROLES, Role
 from rltrain.config.schema import Config
 from rltrain.config.schema.engines import ENGINES, engines_with
+from rltrain.config.schema.families import family
 from rltrain.config.step_passes import make_step_passes
 from rltrain.data.chat import ChatEncoder, chat_encoder
 from rltrain.data.turns.detect import format_of
@@ -136,7 +137,10 @@ def _image_problems(cfg: Config, sizes: ImageSizes | None) -> Iterator[str]:
         )
     elif sizes and sizes.videos and not ENGINES[engine].videos:
         yield f"{_R}name={engine}: prompts have videos, which this engine does not take. Use {engines_with('videos')}."
-    elif sizes and sizes.videos and engine == "vllm" and sizes.most_tokens > rollout.max_num_batched_tokens:
+    elif (
+        sizes and sizes.videos and engine == "vllm" and not family(kind).video_times
+        and sizes.most_tokens > rollout.max_num_batched_tokens
+    ):  # fmt: skip
         yield (
             f"{_R}max_num_batched_tokens={rollout.max_num_batched_tokens}: vLLM encodes a video at once, and a prompt "
             f"has {sizes.most_tokens} tokens of images and videos. Set it to {sizes.most_tokens} or more."

@@ -194,9 +194,9 @@ def _half(rope: dict[str, Any], fields: dict[str, Any]) -> int:
 
 
 def _sections(rope: dict[str, Any], fields: dict[str, Any]) -> list[int]:
-    """Return the frequencies of time, height and width, in the family's order: those of height and width are equal.
+    """Return the number of frequencies for time, height and width, in the family's order.
 
-    Model code has defaults only for the usual head sizes.
+    Height and width get equally many. Model code has defaults only for the usual head sizes.
     """
     half, given = _half(rope, fields), rope.get("mrope_section") or ()
     sections = [half // 3] * 3

@@ -103,7 +103,7 @@ class Supervisor:
             self._file.write_text("", encoding="utf-8")
         started, clock = time.strftime("%Y-%m-%d %H:%M:%S"), self._clock.monotonic()
         environment = os.environ | {ATTEMPT: str(self._file)}
-        # In a session of its own, it gets Ctrl-C from `_forward_signal` alone.
+        # The command has a separate session, so it gets Ctrl-C only from `_forward_signal`.
         process = start(self._command, environment)
         self._child = process.pid
         if self._stop_signal:  # a signal arrived during the start

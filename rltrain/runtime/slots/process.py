@@ -1,5 +1,5 @@
-"""The way in which rltrain starts other processes than Ray's: in a session of their own, so that no terminal's signal
-reaches them and `kill_tree` ends them with all their descendants.
+"""Start of child processes, except Ray's. Each gets a separate session, so that signals of the terminal do not reach it
+and `kill_tree` kills it with all its descendants.
 
 `ChildProcess` is a separate interpreter for code that may run forever; it ends with this process.
 """

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from rltrain.common.device import Device, host_memory
 from rltrain.config.passes import UPDATES, Role
 from rltrain.models.optim import moments_bytes
-from rltrain.models.weights.shard import like, local, reshard
+from rltrain.models.weights.shard import like, local_shard, reshard
 
 # Phases that write to trained weights: optimizer steps, and loading a checkpoint.
 _WRITTEN_IN = {*UPDATES}
@@ -56,7 +56,9 @@ class OffloadManager:
         """Register a sharded model that ``phases`` need; with ``offload`` it is on the host in all other phases."""
         known = {id(weight) for other in self.models.values() for weight in other.parameters()}
         # Bytes are measured now, because a forward pass may replace shards by full weights.
-        self._weight_bytes[role] = sum(local(weight).nbytes for weight in model.parameters() if id(weight) not in known)
+        self._weight_bytes[role] = sum(
+            local_shard(weight).nbytes for weight in model.parameters() if id(weight) not in known
+        )
         self.models[role] = model
         if offload and self._queue is not None:
             self._offloadables.append((frozenset(phases), _Offloadable(model, self.device, self._queue)))
@@ -121,10 +123,10 @@ class OffloadManager:
         here = [role for role, model in self.models.items() if self.is_here(model)]
         grads = [weight.grad for role in here for weight in self.models[role].parameters() if weight.grad is not None]
         states = [value for optim in self.optimizers for state in optim.state.values() for value in state.values()]
-        own = [local(state) for state in states if isinstance(state, Tensor)]
+        own = [local_shard(state) for state in states if isinstance(state, Tensor)]
         return Counter(
             weights=sum(self._weight_bytes[role] for role in here),
-            gradients=sum(local(grad).nbytes for grad in grads),
+            gradients=sum(local_shard(grad).nbytes for grad in grads),
             optimizer=sum(state.nbytes for state in own if state.device.type == self.device.kind),
         )
 
@@ -174,13 +176,13 @@ class _Offloadable:
         self._queue.wait_stream(self._device.current_stream())
         tensors = dict(self.owner.named_parameters())
         missing = [tensor for name, tensor in tensors.items() if name not in self._host_copies]
-        hosts = iter(host_memory([local(tensor) for tensor in missing]))
+        hosts = iter(host_memory([local_shard(tensor) for tensor in missing]))
         with self._device.on_stream(self._queue):
             for name, tensor in tensors.items():
                 if is_new := name not in self._host_copies:
                     self._host_copies[name] = next(hosts)
                 if is_new or self._may_have_changed(tensor):
-                    self._host_copies[name].copy_(local(tensor), non_blocking=True)
+                    self._host_copies[name].copy_(local_shard(tensor), non_blocking=True)
 
     def finish_offload(self) -> None:
         """Switch to the copies on the host, which frees device memory."""
@@ -227,4 +229,4 @@ def _is_uneven(tensor: Tensor) -> bool:
         return False
     placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     shards = prod(size for size, placement in placed if placement.is_shard())
-    return local(tensor).numel() * shards != tensor.numel()
+    return local_shard(tensor).numel() * shards != tensor.numel()

@@ -35,7 +35,7 @@ from rltrain.common.errors import write_error
 from rltrain.models.files.hashed import Digests, HashingWriter, Planner
 from rltrain.models.forward import PackedModel
 from rltrain.models.optim import LossScale, moments_bytes
-from rltrain.models.weights.shard import like, local, reshard
+from rltrain.models.weights.shard import like, local_shard, reshard
 from rltrain.models.weights.state import saved_weights, training_state
 from rltrain.runtime.exchange import gather_json
 from rltrain.workers.interface.tasks import SaveTask, Written
@@ -71,7 +71,7 @@ class StateWriter:
         if not copies:
             return False
         # The memory of earlier copies is reused.
-        weights = sum(local(weight).nbytes for weight in saved_weights(self._packed).values())
+        weights = sum(local_shard(weight).nbytes for weight in saved_weights(self._packed).values())
         moments = moments_bytes(self._optimizer) if self._optimizer else 0
         num_bytes = more_bytes + (0 if self._hosts else weights + moments)
         free = min(DEVICES["cpu"].free_memory_bytes(), memory_left())
@@ -117,10 +117,10 @@ class StateWriter:
         if not self._hosts:
             # Host memory is kept for later saves, so that its pages are already mapped: allocating new pages takes
             # longer than the copy.
-            tensors = [local(value) for value in state.values()]
+            tensors = [local_shard(value) for value in state.values()]
             self._hosts = dict(zip(state, host_memory(tensors, not self._device.is_cpu), strict=True))
         for name, tensor in state.items():
-            self._hosts[name].copy_(local(tensor), non_blocking=True)
+            self._hosts[name].copy_(local_shard(tensor), non_blocking=True)
         self._device.synchronize()
         return {name: like(tensor, self._hosts[name]) for name, tensor in state.items()}
 

@@ -8,6 +8,7 @@ import pytest
 from rltrain.common.chips import find_chip
 from rltrain.common.errors import ConfigError
 from rltrain.config.load import load_config
+from rltrain.models.vision import image_cost
 from rltrain.run.estimate import plan_of
 from rltrain.run.seconds.assumptions import Assumptions
 from rltrain.run.seconds.lengths import read_lengths
@@ -100,6 +101,15 @@ def test_phases_add_up_to_the_step(settings):
     assert found.seconds["gen"] == pytest.approx(found.seconds["generate_sequences"] + found.seconds["reshard"])
     assert found.seconds["reward"] == pytest.approx(32 * 0.002)
     assert found.throughput == pytest.approx(found.tokens / found.step_s / 2)
+
+
+def test_the_cost_of_images_is_their_flops_in_tokens():
+    sizes = {"row_flops": 10.0, "pair_flops": 2.0, "matmul_parameters": 5.0, "backward_share": 0.5}
+    rows, images = np.array([4, 0]), np.array([2, 0])
+    # 4 rows, and 2 images of 2 x 2 pairs; a token takes 2 x 5 FLOPs.
+    assert image_cost(sizes, rows, images, updates=False).tolist() == [(4 * 10 + 2 * 4 * 2) / 10, 0]
+    # Half of the tower is frozen, so an update takes half as much in relation to its tokens.
+    assert image_cost(sizes, rows, images, updates=True).tolist() == [(4 * 10 + 2 * 4 * 2) / 20, 0]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])

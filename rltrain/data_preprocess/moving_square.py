@@ -11,21 +11,24 @@ from rltrain.data_preprocess.rectangles import SQUARE, png
 
 DATA_SOURCE = "rltrain/moving_square"
 QUESTION = "<video>way=?"
-# Frames, and squares along an edge of the paper: the square crosses it in single steps.
 NUM_FRAMES = 4
+# Squares along an edge of the paper.
+NUM_SQUARES = 2
 FRAMES_PER_SECOND = 2.0
 DIRECTIONS = ("up", "right", "down", "left")  # the answers are 1 to 4
 
 
 def draw(rng: random.Random, direction: int) -> list[np.ndarray]:
-    """Draw the frames [112, 112, 3] (uint8) of a square of any colour that crosses the paper. direction: from 0."""
-    lane, ink = rng.randrange(NUM_FRAMES), [rng.randint(0, 160) for _ in range(3)]
+    """Draw the frames [56, 56, 3] (uint8) of a square of any colour that crosses the paper. direction: from 0."""
+    lane, ink = SQUARE * rng.randrange(NUM_SQUARES), [rng.randint(0, 160) for _ in range(3)]
     frames = []
     for step in range(NUM_FRAMES):
-        along = step if DIRECTIONS[direction] in ("right", "down") else NUM_FRAMES - 1 - step
+        along = SQUARE * (NUM_SQUARES - 1) * step // (NUM_FRAMES - 1)
+        if DIRECTIONS[direction] in ("up", "left"):
+            along = SQUARE * (NUM_SQUARES - 1) - along
         top, left = (lane, along) if DIRECTIONS[direction] in ("right", "left") else (along, lane)
-        frame = np.full((NUM_FRAMES * SQUARE, NUM_FRAMES * SQUARE, 3), 255, dtype=np.uint8)
-        frame[SQUARE * top : SQUARE * (top + 1), SQUARE * left : SQUARE * (left + 1)] = ink
+        frame = np.full((NUM_SQUARES * SQUARE, NUM_SQUARES * SQUARE, 3), 255, dtype=np.uint8)
+        frame[top : top + SQUARE, left : left + SQUARE] = ink
         frames.append(frame)
     return frames
 

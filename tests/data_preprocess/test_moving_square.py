@@ -14,17 +14,20 @@ STEPS = {"1": (-1, 0), "2": (0, 1), "3": (1, 0), "4": (0, -1)}  # of rows and co
 
 
 def places(row) -> list[tuple[int, int]]:
-    """Return row and column of the square in each frame."""
+    """Return the first row and column of pixels of the square in each frame."""
     (video,) = row["videos"]
-    frames = [np.asarray(open_image(frame))[14::28, 14::28] for frame in video["video"]]
-    return [tuple(int(place[0]) for place in np.nonzero((frame != 255).any(-1))) for frame in frames]
+    found = [np.nonzero((np.asarray(open_image(frame)) != 255).any(-1)) for frame in video["video"]]
+    assert {len(np.unique(each)) for place in found for each in place} == {28}
+    return [tuple(int(each.min()) for each in place) for place in found]
 
 
 def test_frames_move_in_the_direction_of_the_answer():
     rows = [row for split in moving_square.generate(60, 12, seed=1).values() for row in split]
     answers = [row["reward_model"]["ground_truth"] for row in rows]
     for row, answer in zip(rows, answers, strict=True):
-        assert {tuple(step) for step in np.diff(places(row), axis=0)} == {STEPS[answer]}
+        steps = np.diff(places(row), axis=0)
+        assert {tuple(step) for step in np.sign(steps)} == {STEPS[answer]}
+        assert abs(steps).sum() == 28, "it crosses the paper"
         assert find_scorer(row["data_source"])(answer, answer, row["extra_info"]) == 1.0
     assert Counter(answers) == dict.fromkeys("1234", 18)
 

@@ -63,7 +63,7 @@ LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "lora": "lora, hf 1
 
 def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
     """Return, for three policy versions and every rank: ids and responses of its samples, gap of engine and trainer,
-    gap of the canary.
+    gap of the canary, received weights in GiB.
     """
     files = (folder / "train.parquet", folder / "train.parquet")
     cfg = load_config(small_run(folder / "model", files, folder, **changes)).config
@@ -78,9 +78,10 @@ def run(folder: Path, changes: dict, bucket_bytes: int) -> list[list[tuple]]:
         compared = worker.actor.log_probs(payload, [len(payload)])[1]
         gap = compared.moments["gap"].mean if len(payload) else 0.0
         rows = [row.tolist() for row in rows_of(payload)] if len(payload) else []
-        found = [None] * dist.get_world_size()
+        found, sync = [None] * dist.get_world_size(), numbers.sync
         dist.all_gather_object(
-            found, (numbers.per_sample.get("slot", np.zeros(0)).tolist(), rows, gap, numbers.sync.canary_gap)
+            found,
+            (numbers.per_sample.get("slot", np.zeros(0)).tolist(), rows, gap, sync.canary_gap, sync.gigabytes),
         )
         versions.append(found)
         move(worker.actor, step)
@@ -143,7 +144,12 @@ def test_every_replica_answers_alike_with_the_weights_of_each_policy_version(fou
     assert answers == [by_sample(version) for version in found[LIKE.get(cut.split()[0], cut)]]
     for version in found[cut]:
         assert sorted(sample for ids, *_ in version for sample in ids) == list(range(48))
-        assert max(max(gap, canary) for _, _, gap, canary in version) < 1e-5
+        assert max(max(gap, canary) for _, _, gap, canary, _ in version) < 1e-5
     world, changes, *_ = CUTS[cut]
     size = changes.get(R + "tensor_model_parallel_size", 1)
+    if cut == "vllm 2 as one replica":
+        first, *later = [[gigabytes for *_, gigabytes in version] for version in found[cut]]
+        assert all(0 < now < 0.6 * before for version in later for now, before in zip(version, first, strict=True)), (
+            "each rank receives its half of the weights after the first sync"
+        )
     assert [bool(ids) for ids, *_ in found[cut][0]] == [rank % size == 0 for rank in range(world)], "leaders answer"

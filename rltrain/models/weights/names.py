@@ -9,8 +9,7 @@ For some families, transformers' names and layouts in memory differ from its che
 layer are one weight. Engines and folders need the names of checkpoints. `CheckpointNames` restores them one weight at a
 time, with the conversion of save_pretrained, which adds a copy of the largest weight if its layout differs.
 
-Weights are not split. This would save memory for a large embedding, but engines load whole weights and would have to
-reassemble the parts.
+An engine with tensor-parallel ranks gets complete weights only once; see `models.weights.partial`.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from rltrain.models.tensor_layers import local
 from rltrain.models.weights.lora import adapted_weights, lora_layers, merged, times_scale
+from rltrain.models.weights.partial import Parts
 
 # For a model with adapters: all weights with merged adapters, the weights without adapters, or adapters only.
 Part = Literal["merged", "base", "adapters"]
@@ -50,7 +50,7 @@ class Weight(NamedTuple):
 
     name: str
     values: Tensor
-    """Read-only, because it may be the training weight itself."""
+    """Read-only, because it may be the training weight itself. A `PartialWeight` if this rank needs only a part."""
     in_checkpoint: bool = True
     """False for a buffer that is computed from the configuration, such as rotary frequencies."""
 
@@ -89,6 +89,11 @@ class CheckpointNames:
         """Return a key for grouping: weights in memory with the same key form one weight in a checkpoint."""
         return rename_source_key(name, self._renamings, self._converters, **self._order)[0]
 
+    def renamed(self, name: str) -> str | None:
+        """Return the checkpoint's name of a weight with the same layout in memory, or None if its layout differs."""
+        name, converter = rename_source_key(name, self._renamings, self._converters, **self._order)
+        return None if converter else name
+
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert complete units from names in memory to the weights of a checkpoint."""
         return revert_weight_conversion(self._model, dict(weights))
@@ -116,18 +121,22 @@ def gathered_weights(
     bucket_bytes: int = _BUCKET_BYTES,
     names: CheckpointNames | None = None,
     part: Part = "merged",
+    parts: Parts | None = None,
 ) -> Iterator[Weight]:
     """Yield every parameter in ``dtype``, then every buffer unchanged. A collective: every rank must exhaust it.
 
     The order is the same on all ranks. Tied weights appear once, under their first name. A complete weight in ``dtype``
     is not copied, unless its layout changes. names: names of a checkpoint, in which adapters are called
     LAYER.lora_A.weight and LAYER.lora_B.weight (the latter multiplied by their scale). None: names in memory. part:
-    "adapters" has no buffers.
+    "adapters" has no buffers. parts: the parts of the weights that each rank needs, by names of a checkpoint.
     """
     # state_dict makes FSDP2 free gathered weights, so the parameters are shards from here on.
     in_checkpoint = packed.state_dict().keys()
     # Half of a bucket holds the received weights, the other half this rank's share, which is sent.
-    for bucket, units in _buckets(packed, dtype, bucket_bytes // 2, names, part):
+    for bucket, units, partial in _buckets(packed, dtype, bucket_bytes, names, part, parts):
+        if parts and partial:
+            yield from _exchanged(bucket, dtype, parts)
+            continue
         weights = _gathered(bucket, dtype)
         yield from _renamed(weights, units, names) if names and part != "adapters" else weights
     if part == "adapters":
@@ -151,10 +160,15 @@ Bucket = list[tuple[str, Tensor]]
 
 
 def _buckets(
-    packed: nn.Module, dtype: torch.dtype, most_bytes: int, names: CheckpointNames | None, part: Part
-) -> Iterator[tuple[Bucket, list[int]]]:
-    """Yield buckets of at most ``most_bytes`` (more only for a single larger unit), and the number of weights in each
-    unit."""
+    packed: nn.Module,
+    dtype: torch.dtype,
+    most_bytes: int,
+    names: CheckpointNames | None,
+    part: Part,
+    parts: Parts | None,
+) -> Iterator[tuple[Bucket, list[int], bool]]:
+    """Yield buckets of at most ``most_bytes`` (more only for a single larger unit), the number of weights in each unit,
+    and whether they are exchanged in parts, under their names in a checkpoint."""
     layers = dict(lora_layers(packed)) if part == "adapters" else adapted_weights(packed)
     units: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in packed.named_parameters():
@@ -165,18 +179,46 @@ def _buckets(
     bucket: Bucket = []
     sizes: list[int] = []
     filled = 0
+    layout: tuple[bool, int, bool] | None = None
     for unit in units.values():
-        size = sum(max(_num_shards(weight) * _shard_size(weight), weight.numel()) for _, weight in unit)
+        known = _name_in_parts(unit, names, parts)
+        if parts and known:
+            weight = unit[0][1]
+            assert isinstance(weight, DTensor)
+            size = parts.numel(known, weight.shape, weight.device_mesh.get_group(_shard_dim(weight)))
+        else:
+            # The received weights, and as much for this rank's share, which is sent.
+            size = 2 * sum(max(_num_shards(weight) * _shard_size(weight), weight.numel()) for _, weight in unit)
         size *= dtype.itemsize
-        if bucket and (filled + size > most_bytes or _layout(unit[0][1]) != _layout(bucket[0][1])):
-            yield bucket, sizes
+        found = (*_layout(unit[0][1]), bool(known))
+        if bucket and (filled + size > most_bytes or found != layout):
+            yield bucket, sizes, bool(layout and layout[-1])
             bucket, sizes, filled = [], [], 0
+        layout = found
         # Adapters are merged while the bucket is filled, so that merged copies never exceed a bucket.
-        bucket += [_handed_over(name, weight, layers, names, part) for name, weight in unit]
+        handed = [_handed_over(name, weight, layers, names, part) for name, weight in unit]
+        bucket += [(known, weight) for _, weight in handed] if known else handed
         sizes.append(len(unit))
         filled += size
     if bucket:
-        yield bucket, sizes
+        yield bucket, sizes, bool(layout and layout[-1])
+
+
+def _name_in_parts(unit: list[tuple[str, Tensor]], names: CheckpointNames | None, parts: Parts | None) -> str | None:
+    """Return the checkpoint's name of a weight that can be exchanged in parts, or None."""
+    (name, weight), *others = unit
+    if not parts or not names or others or _is_of_rank(weight) or _tensor_dim(weight) is not None:
+        return None
+    renamed = names.renamed(huggingface_name(name))
+    return renamed if renamed and renamed in parts and weight.dim() and _num_shards(weight) > 1 else None
+
+
+def _exchanged(bucket: Bucket, dtype: torch.dtype, parts: Parts) -> Iterator[Weight]:
+    weights = [(name, local(weight), weight.shape) for name, weight in bucket]
+    first = bucket[0][1]
+    assert isinstance(first, DTensor)
+    for name, values in parts.exchange(weights, dtype, first.device_mesh.get_group(_shard_dim(first))):
+        yield Weight(name, values)
 
 
 def _handed_over(

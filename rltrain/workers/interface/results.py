@@ -61,7 +61,7 @@ class SyncReport:
 
     seconds: float
     gigabytes: float
-    """Weights loaded by this rank's engine."""
+    """GiB of weights that this rank received for its engine."""
     canary_gap: float
     """Mean |log pi_engine - log pi_trainer| over the tokens of a fixed text, both at temperature 1."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rltrain.data.images import EncodedPrompt, PromptImages
 from rltrain.models.weights.names import Weight
+from rltrain.models.weights.partial import Record
 
 # Identifies a response: prompt index in the task, and sample number.
 Key = tuple[int, int]
@@ -145,17 +146,19 @@ class RolloutEngine(Protocol):
     """Rollout engine. Call order: wake_weights, load_weights, wake_cache, then generate and log_probs; then sleep.
 
     names_in_memory: weights have the names of the trainer's model, not of its checkpoint. holds_base: the engine
-    applies adapters itself (`EngineSettings.adapted`) and still has the base weights.
+    applies adapters itself (`EngineSettings.adapted`) and still has the base weights. record: what a tensor-parallel
+    engine copies of each weight on this rank, after the first load; None: it needs complete weights.
     """
 
     names_in_memory: bool
     holds_base: bool
+    record: Record | None
 
     def wake_weights(self) -> None:
         """Allocate the device memory of the weights."""
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
-        """Load new full tensors on every rank: all weights, or the adapters only if the engine `holds_base`.
+        """Load new weights on every rank: all weights, or the adapters only if the engine `holds_base`.
 
         The caller does not change these tensors later, so an engine may keep them without a copy.
         """

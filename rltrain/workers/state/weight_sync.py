@@ -25,6 +25,7 @@ from rltrain.common.errors import NonFiniteError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.names import CheckpointNames, Part, Weight, gathered_weights
+from rltrain.models.weights.partial import PartialWeight, Parts
 from rltrain.workers.interface.results import SyncReport
 from rltrain.workers.rollout.contract import RolloutEngine
 
@@ -65,6 +66,7 @@ class WeightSync:
         self._policy = policy
         self.engine = engine
         self._names = None if engine.names_in_memory else CheckpointNames(policy.model)
+        self._parts: Parts | None = None
         self._device = device
         self._dtype = dtype
         self.bucket_bytes = bucket_bytes
@@ -95,11 +97,15 @@ class WeightSync:
         def counted() -> Iterator[Weight]:
             nonlocal num_bytes
             for part in parts:
-                for weight in gathered_weights(self._policy, self._dtype, self.bucket_bytes, self._names, part):
-                    num_bytes += weight.values.nbytes
+                found = gathered_weights(self._policy, self._dtype, self.bucket_bytes, self._names, part, self._parts)
+                for weight in found:
+                    values = weight.values
+                    num_bytes += (values.held.values if isinstance(values, PartialWeight) else values).nbytes
                     yield weight
 
         self.engine.load_weights(counted())
+        if self.engine.record and not self._parts:
+            self._parts = Parts(self.engine.record.boxes)
         free_training_copy()
         dist.barrier()
         self.engine.wake_cache()

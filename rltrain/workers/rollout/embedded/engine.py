@@ -48,6 +48,7 @@ class HFRollout:
     """Engine with continuous batching over the model's modules, and one prefill per prompt."""
 
     names_in_memory = True
+    record = None
 
     def __init__(self, settings: EngineSettings) -> None:
         _register()

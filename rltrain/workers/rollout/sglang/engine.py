@@ -56,6 +56,7 @@ class SGLangRollout:
     """
 
     names_in_memory = False
+    record = None
     holds_base = False
 
     def __init__(self, settings: EngineSettings, clock: Clock = SYSTEM) -> None:

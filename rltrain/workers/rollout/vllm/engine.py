@@ -32,6 +32,7 @@ from rltrain.models.head import has_fp32_head
 from rltrain.models.load import split_by_owner
 from rltrain.models.vision import placeholder_ids, takes_images
 from rltrain.models.weights.names import Weight
+from rltrain.models.weights.partial import Record
 from rltrain.workers.rollout.contract import Job, Sampling, Source, Turn, turns_of
 from rltrain.workers.rollout.queue import Replica
 from rltrain.workers.rollout.settings import EngineSettings
@@ -123,16 +124,21 @@ class VLLMRollout:
         never = torch.tensor(placeholder_ids(config), dtype=torch.long, device=device.torch_device)
         self._experts = ExpertNotes(self.worker.model_runner, config) if settings.with_experts else None
         self._sampler = CountedSampler.put_into(self.worker.model_runner, never, self._experts)
-        self.loader = WeightLoader(self.worker, config, on_cpu=device.is_cpu)
+        self.loader = WeightLoader(self.worker, config, replica.size, on_cpu=device.is_cpu)
         self._slot = AdapterSlot(self.worker.model_runner) if settings.adapted else None
-        self.holds_base = False
+        self.holds_base = self._asleep = False
         self._num_requests = self._num_calls = 0
         device.grow_segments()
         self.sleep()
 
+    @property
+    def record(self) -> Record | None:
+        return self.loader.record
+
     def wake_weights(self) -> None:
         if self._sleeps:
             self.llm.wake_up(tags=["weights"])
+            self._asleep = False
 
     def load_weights(self, weights: Iterator[Weight]) -> None:
         if not self._slot:
@@ -158,10 +164,11 @@ class VLLMRollout:
                 getattr(self.llm.llm_engine, name)()
 
     def sleep(self) -> bool:
-        if self._sleeps:
+        if self._sleeps and not self._asleep:  # vLLM warns of every second sleep
             # Level 2 drops the weights, which every sync sends again. Level 1 copies them to the host, from which
             # weights under adapters are restored.
             self.llm.sleep(level=1 if self._slot else 2)
+            self._asleep = True
         return self._sleeps
 
     def log_probs(self, text: EncodedPrompt) -> Tensor:

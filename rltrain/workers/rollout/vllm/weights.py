@@ -22,6 +22,7 @@ from torch import Tensor
 from rltrain.common.errors import ConfigError, SyncError
 from rltrain.models.routing import num_experts
 from rltrain.models.weights.names import Weight
+from rltrain.models.weights.partial import PartialWeight, Record
 
 # First releases of vllm-ascend that reload experts, and that do so after vLLM's sleep mode. Known from their code.
 _RELOADS, _RELOADS_AFTER_SLEEP = (0, 24), (0, 26)
@@ -60,9 +61,13 @@ def refuse_on_npu(config: Any, sleeps: bool, release: str | None) -> None:
 
 
 class WeightLoader:
-    """Loader of weights with checkpoint names into the model of a vLLM worker."""
+    """Loader of weights with checkpoint names into the model of a vLLM worker.
 
-    def __init__(self, worker: Any, config: Any, *, on_cpu: bool) -> None:
+    num_ranks: tensor-parallel ranks of vLLM. record: what they copy of each weight that comes complete.
+    """
+
+    def __init__(self, worker: Any, config: Any, num_ranks: int = 1, *, on_cpu: bool) -> None:
+        self.record = Record() if num_ranks > 1 else None
         self.reload = on_cpu or bool(derived_weights(config))
         self._worker = worker
         self._on_cpu = on_cpu
@@ -105,6 +110,8 @@ class WeightLoader:
 
     def _named(self, weights: Iterator[Weight]) -> Iterator[tuple[str, Tensor]]:
         for name, values, in_checkpoint in weights:
+            if self.record and in_checkpoint and not isinstance(values, PartialWeight):
+                values = self.record.observed(name, values)
             if in_checkpoint:
                 yield name, values
             if self.reload and self._tied and name.endswith("embed_tokens.weight"):

@@ -1,0 +1,237 @@
+"""Weight sync to tensor-parallel engines: each rank receives only the part of each weight that its engine copies.
+
+An engine with T tensor-parallel ranks copies 1/T of most weights on each rank. No table says which part: vLLM's loaders
+decide it, per family. So the first load observes them. It gets complete weights as `PartialWeight`, which records what
+is copied. Later loads get a `PartialWeight` of the complete shape again, with values in that part only, and the loaders
+run as before: a rank receives 1/T of the bytes, and a bucket holds T times as many weights.
+
+Complete on every rank as before: weights whose layout differs in the checkpoint (fused experts), those of distributed
+experts or of a tensor-parallel trainer, adapters and buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rltrain.common.errors import SyncError
+
+Box = tuple[tuple[int, int], ...]
+"""Part of a weight: first index and end in each dimension."""
+
+
+class Record:
+    """Parts of weights that an engine has copied, by name; empty parts of weights that it has not."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[str, Box] = {}
+
+    def observed(self, name: str, values: Tensor) -> PartialWeight:
+        """Return the complete weight in the form that records what is copied."""
+        self.boxes.setdefault(name, ((0, 0),) * values.dim())
+        return PartialWeight.make(name, values, _all_of(values.shape), values.shape, self)
+
+    def add(self, name: str, box: Box) -> None:
+        """Enlarge the part of a weight by ``box``."""
+        known = self.boxes[name]
+        if _size(known) and known != box:
+            box = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(known, box, strict=True))
+        self.boxes[name] = box
+
+
+class _Held(NamedTuple):
+    name: str
+    values: Tensor
+    box: Box
+    """What ``values`` is of the weight."""
+    shape: torch.Size
+    record: Record | None
+
+
+class PartialWeight(Tensor):
+    """A view of a weight of which this rank holds only a part.
+
+    It has the shape of the complete view. Views of it need no values; any other operation reads those of the view that
+    it gets, and raises SyncError if this rank does not hold them.
+    """
+
+    # The default would turn results of operations, such as the parameters written by `copy_`, into this class.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _on_meta: Tensor
+    """The same view of a contiguous weight without memory."""
+    held: _Held
+
+    @classmethod
+    def make(
+        cls, name: str, values: Tensor, box: Box, shape: torch.Size, record: Record | None = None
+    ) -> PartialWeight:
+        """Return the weight of ``shape`` with the ``values`` of ``box``."""
+        layout = torch.empty(shape, dtype=values.dtype, device="meta")
+        return cls._view(_Held(name, values, box, shape, record), layout)
+
+    @classmethod
+    def _view(cls, held: _Held, layout: Tensor) -> PartialWeight:
+        made: PartialWeight = Tensor._make_wrapper_subclass(
+            cls,
+            layout.shape,
+            strides=layout.stride(),
+            storage_offset=layout.storage_offset(),
+            dtype=held.values.dtype,
+            device=held.values.device,
+        )
+        made.held, made._on_meta = held, layout
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.is_view:
+            held = next(each for each in tree_leaves(args) if isinstance(each, cls)).held
+            views = func(*tree_map_only(cls, lambda weight: weight._on_meta, args), **(kwargs or {}))
+            return tree_map_only(Tensor, lambda layout: cls._view(held, layout), views)
+        return func(*tree_map_only(cls, cls._read, args), **(kwargs or {}))
+
+    def _read(self) -> Tensor:
+        """Return the values of this view."""
+        name, values, box, shape, record = self.held
+        if not self._on_meta.numel():
+            return values.new_empty(self._on_meta.shape)
+        part = _box_of(self._on_meta, shape)
+        if record:
+            record.add(name, part.box if part else _all_of(shape))
+        if not part and box == _all_of(shape):
+            return values.contiguous().as_strided(
+                self._on_meta.shape, self._on_meta.stride(), self._on_meta.storage_offset()
+            )
+        if not part or any(first < a or end > b for (first, end), (a, b) in zip(part.box, box, strict=True)):
+            raise SyncError(
+                f"the rollout engine copies another part of {name} than at its first load, so this rank does not have "
+                "its values. This is a bug of the weight sync; actor_rollout_ref.rollout.tensor_model_parallel_size=1 "
+                "does not use parts."
+            )
+        offset = sum(
+            (first - start) * stride
+            for (first, _), (start, _), stride in zip(part.box, box, values.stride(), strict=True)
+        )
+        strides = [0 if dim is None else values.stride(dim) for dim in part.dims]
+        return values.as_strided(self._on_meta.shape, strides, values.storage_offset() + offset)
+
+
+class _Part(NamedTuple):
+    box: Box
+    dims: list[int | None]
+    """For each dimension of the view, the dimension of the weight; None if its size is 1."""
+
+
+def _box_of(view: Tensor, shape: torch.Size) -> _Part | None:
+    """Return the part of a contiguous weight of ``shape`` that ``view`` shows, or None if it is not one box whose
+    dimensions are dimensions of the weight."""
+    starts, offset = [], view.storage_offset()
+    weight_strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for stride in weight_strides:
+        starts.append(offset // stride if stride else 0)
+        offset -= starts[-1] * stride
+    dims: list[int | None] = []
+    sizes = [1] * len(shape)
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        fits = (dim for dim, other in enumerate(weight_strides) if other == stride and starts[dim] + size <= shape[dim])
+        dim = next((dim for dim in fits if dim not in dims), None) if size > 1 else None
+        if dim is None and size > 1:
+            return None
+        dims.append(dim)
+        if dim is not None:
+            sizes[dim] = size
+    if any(start + size > most for start, size, most in zip(starts, sizes, shape, strict=True)):
+        return None
+    return _Part(tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)), dims)
+
+
+class Parts:
+    """Parts of the weights on all ranks of the default group. A collective.
+
+    boxes: of this rank, with the same names on every rank.
+    """
+
+    def __init__(self, boxes: Mapping[str, Box]) -> None:
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, dict(boxes))
+        self._boxes: list[Mapping[str, Box]] = by_rank
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._boxes[0]
+
+    def numel(self, name: str, shape: Sequence[int], group: Any) -> int:
+        """Return the most elements of a weight that a rank of ``group``, which shards its rows, sends and receives."""
+        boxes = [self._boxes[rank][name] for rank in dist.get_process_group_ranks(group)]
+        sent = [sum(_size(_rows_in(box, shape[0], len(boxes), rank)) for box in boxes) for rank in range(len(boxes))]
+        return max(sent) + max(map(_size, boxes))
+
+    def exchange(
+        self, weights: Sequence[tuple[str, Tensor, torch.Size]], dtype: torch.dtype, group: Any
+    ) -> Iterator[tuple[str, PartialWeight]]:
+        """Yield weights with this rank's part in ``dtype``. A collective of ``group``, over which rows are sharded.
+
+        weights: (name, this rank's rows, shape of the weight).
+        """
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+        num = len(ranks)
+
+        def boxes(source: int, to: int) -> list[Box]:
+            """Return what a rank sends to another one of each weight."""
+            needed = self._boxes[ranks[to]]
+            return [_rows_in(needed[name], shape[0], num, source) for name, _, shape in weights]
+
+        to_each = [boxes(me, to) for to in range(num)]
+        from_each = [[_size(box) for box in boxes(source, me)] for source in range(num)]
+        sizes = [[_size(box) for box in of_rank] for of_rank in to_each]
+        sent, received = [[sum(of_rank) for of_rank in by_rank] for by_rank in (sizes, from_each)]
+        send = torch.empty(sum(sent), dtype=dtype, device=weights[0][1].device)
+        for place, of_rank, split in zip(send.split(sent), to_each, sizes, strict=True):
+            for piece, box, (_, rows, shape) in zip(place.split(split), of_rank, weights, strict=True):
+                _copy(piece, rows, box, _shard(shape[0], num, me)[0])
+        receive = send.new_empty(sum(received))
+        dist.all_to_all_single(receive, send, received, sent, group=group)
+        del send
+        by_rank = [each.split(split) for each, split in zip(receive.split(received), from_each, strict=True)]
+        for number, (name, _, shape) in enumerate(weights):
+            # The rows of rank 0 come first, and each rank sent complete rows of the part.
+            found = [each[number] for each in by_rank if each[number].numel()]
+            values = found[0] if len(found) == 1 else torch.cat(found) if found else receive[:0]
+            box = self._boxes[ranks[me]][name]
+            yield name, PartialWeight.make(name, values.view([end - first for first, end in box]), box, shape)
+
+
+def _copy(piece: Tensor, rows: Tensor, box: Box, start: int) -> None:
+    """Copy ``box`` of a weight into the flat ``piece``. rows: the rows of the weight from ``start``."""
+    (first, end), *others = box
+    within = [slice(first - start, end - start)] + [slice(*other) for other in others]
+    part = rows[tuple(within)]
+    piece.view(part.shape).copy_(part)
+
+
+def _shard(rows: int, num: int, rank: int) -> tuple[int, int]:
+    """Return first row and end of a rank's shard. FSDP2 shards like torch.chunk."""
+    most = -(-rows // num)
+    return min(rows, rank * most), min(rows, (rank + 1) * most)
+
+
+def _rows_in(box: Box, rows: int, num: int, rank: int) -> Box:
+    """Return what a rank's shard of the rows has of ``box``."""
+    (first, end), *others = box
+    start, stop = _shard(rows, num, rank)
+    first = min(max(first, start), stop)
+    return ((first, max(first, min(end, stop))), *others)
+
+
+def _all_of(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _size(box: Box) -> int:
+    return math.prod(end - first for first, end in box)

@@ -22,10 +22,9 @@ def draw(rng: random.Random, direction: int) -> list[np.ndarray]:
     """Draw the frames [56, 56, 3] (uint8) of a square of any colour that crosses the paper. direction: from 0."""
     lane, ink = SQUARE * rng.randrange(NUM_SQUARES), [rng.randint(0, 160) for _ in range(3)]
     frames = []
-    for step in range(NUM_FRAMES):
-        along = SQUARE * (NUM_SQUARES - 1) * step // (NUM_FRAMES - 1)
-        if DIRECTIONS[direction] in ("up", "left"):
-            along = SQUARE * (NUM_SQUARES - 1) - along
+    # The same places in both directions: otherwise shuffled frames would show the direction.
+    places = [SQUARE * (NUM_SQUARES - 1) * step // (NUM_FRAMES - 1) for step in range(NUM_FRAMES)]
+    for along in places[::-1] if DIRECTIONS[direction] in ("up", "left") else places:
         top, left = (lane, along) if DIRECTIONS[direction] in ("right", "left") else (along, lane)
         frame = np.full((NUM_SQUARES * SQUARE, NUM_SQUARES * SQUARE, 3), 255, dtype=np.uint8)
         frame[top : top + SQUARE, left : left + SQUARE] = ink

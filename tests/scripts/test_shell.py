@@ -35,13 +35,14 @@ def test_the_script_parses_and_stops_on_the_first_error(script):
 
 
 def test_ray_start_needs_no_active_environment_and_says_what_it_lacks(tmp_path):
-    done = run("bash", "scripts/ray_start.sh", "haed", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = run("bash", "scripts/ray_start.sh", "haed", **path)
     assert done.returncode == 2
     assert "error: 'haed' is not head, worker or stop" in done.stderr
     help_text = run("bash", "scripts/ray_start.sh", "--help").stdout
     assert "RANK=r NNODES=4 ray_start.sh -- python" in help_text
     assert help_text.rstrip().endswith("Keep the cluster in a private network all the same.")
-    supervised = run("bash", "scripts/ray_start.sh", "haed", RESTARTS="3")
+    supervised = run("bash", "scripts/ray_start.sh", "haed", RESTARTS="3", **path)
     assert supervised.returncode == 2
     assert "supervise: attempt 1 ended with exit code 2" in supervised.stderr
     assert "'haed' is not head, worker or stop" in supervised.stderr

@@ -44,9 +44,9 @@ class StepPasses:
     old_log_probs: OldLogProbs
     """Samples that the old_log_prob pass covers.
 
-    Unless they are needed earlier, it skips the first mini-batch: no optimizer step precedes it, so the update's
-    forward provides its log-probs. There is no pass with ``bypass``, where the engine's log-probs are the old ones, or
-    if old log-probs are not used; then the update's forward computes the pass's metrics.
+    "none": with ``bypass`` the engine's log-probs are the old ones, or nothing reads old log-probs. "all": they are
+    needed before the update. Otherwise the pass skips the first mini-batch: no optimizer step precedes it, so the
+    update's forward provides its log-probs.
     """
     bypass: bool
     reference: bool

@@ -45,13 +45,13 @@ class PolicyLossConfig:
     clip_cov_lb: float = 1.0
     """clip_cov: smallest covariance of such a token."""
     clip_cov_ub: float = 5.0
-    """clip_cov: smallest covariance of a token without a gradient."""
+    """clip_cov: largest covariance of such a token."""
     kl_cov_ratio: float = key(0.0002, least=0, most=1)
-    """clip_cov: largest covariance of a token without a gradient."""
+    """kl_cov: share of tokens with a KL penalty."""
     ppo_kl_coef: float = key(0.1, least=0)
-    """kl_cov: weight of that KL."""
+    """kl_cov: weight of that penalty."""
     dro_beta: float = key(0.1, over=0)
-    """kl_cov: weight of the KL penalty."""
+    """dro: weight of the pull towards the old policy."""
     real_tau: float = key(0.5, over=0)
     """real: temperature of the classification."""
     m2_threshold: float = key(0.04, over=0)

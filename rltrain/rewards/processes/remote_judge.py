@@ -58,7 +58,7 @@ class RemoteJudge:
     ) -> list[Score]:
         """Score responses. ``questions`` are created only for responses that the judge scores.
 
-        within_s: deadline per response; None: until `cancel` is called with the batch.
+        within_s: deadline per response, outside of a step; None: until `cancel` is called with the batch.
         """
         rules = self._judging.rules(calls)
         places = [place for place, rule in enumerate(rules) if self._judging.needs_judge(rule)]

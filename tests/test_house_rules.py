@@ -195,7 +195,7 @@ def test_the_library_only_shrinks():
 
 # The same of tests/: lines of code, rounded up to the next hundred; and lines that replace parts of the library or
 # reach into them.
-TESTS_CEILINGS = {"lines": 37_600, "monkeypatch.setattr": 80, "private attributes": 74}
+TESTS_CEILINGS = {"lines": 37_700, "monkeypatch.setattr": 80, "private attributes": 74}
 # Reads of the clock and sleeps for a fixed time in tests: how many, and why nothing else does.
 CLOCK = {
     "tests/clock.py": (1, "it does both for all other tests"),

@@ -27,7 +27,7 @@ from rltrain.common.device import get_device
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.names import CheckpointNames, Weight, gathered_weights, huggingface_name
-from rltrain.models.weights.partial import PartialWeight, Parts, Record
+from rltrain.models.weights.partial import PartialWeight, Parts, Record, parts_of
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.embedded.engine import HFRollout
@@ -88,7 +88,7 @@ class CutEngine:
     """One rank of a tensor-parallel engine: holds rows or columns of the matrices, and vectors completely."""
 
     def __init__(self, policy: PolicyModel, dtype: torch.dtype, size: int, member: int) -> None:
-        self._size, self._member, self.record = size, member, Record()
+        self._size, self._member, self.record = size, member, Record(size)
         whole = {huggingface_name(name): each for name, each in policy.named_parameters()}
         self._weights = {
             name: torch.zeros_like(self._part(name, torch.empty(each.shape, device="meta")), dtype=dtype, device="cpu")
@@ -100,10 +100,11 @@ class CutEngine:
         received = 0
         for name, values, in_checkpoint in weights:
             received += (values.held.values if isinstance(values, PartialWeight) else values).nbytes
-            if not isinstance(values, PartialWeight):
+            if not self.record.complete:
                 values = self.record.observed(name, values)
             if in_checkpoint:
                 self._weights[name].copy_(self._part(name, values))
+        self.record.complete = True
         return received
 
     def _part(self, name: str, weight: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def sync_parts(folder: Path, policy: PolicyModel, size: int, bucket: int, syncs:
         peak = peak_mib(action)
         measured.append((time.perf_counter() - started, peak, received[-1] / MIB))
         if size > 1 and not parts:
-            parts = Parts(engine.record.boxes)
+            parts = parts_of(engine.record.boxes, size)
     if dist.get_rank() == 0:
         torch.save(measured, folder / f"{size} ranks.pt")
 

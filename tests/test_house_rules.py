@@ -182,7 +182,7 @@ def lines_of_code(text: str) -> int:
 
 # Lines of code of the library without converters, rounded up to the next ten. A ratchet: it falls with the library
 # and rises only by a number that was granted before the work.
-LIBRARY_CEILING = 42_280
+LIBRARY_CEILING = 42_320
 
 
 def test_the_library_only_shrinks():

@@ -28,7 +28,7 @@ def test_frames_move_in_the_direction_of_the_answer():
         steps = np.diff(places(row), axis=0)
         assert {tuple(step) for step in np.sign(steps)} == {STEPS[answer]}
         axis = int(steps.any(0)[1])
-        assert sorted(place[axis] for place in places(row)) == [0, 9, 18, 28], "no place tells the direction"
+        assert sorted(place[axis] for place in places(row)) == [0, 9, 18, 28], "both directions use the same positions"
         assert find_scorer(row["data_source"])(answer, answer, row["extra_info"]) == 1.0
     assert Counter(answers) == dict.fromkeys("1234", 18)
 

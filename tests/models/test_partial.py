@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rltrain.common.errors import SyncError
 from rltrain.models.weights.names import gathered_weights
-from rltrain.models.weights.partial import PartialWeight, Parts, Record
+from rltrain.models.weights.partial import PartialWeight, Record, parts_of
 from tests.ranks import run_on_ranks
 
 # What loaders do with a weight of shape (6, 4, 2) before they copy it, and the part of it that they copy.
@@ -26,6 +26,7 @@ READ = {
     "flattened": (lambda w: w.view(-1)[3:20], ((0, 6), (0, 4), (0, 2))),
     "every second row": (lambda w: w[::2], ((0, 6), (0, 4), (0, 2))),
     "diagonal": (lambda w: w.diagonal(0, 0, 1), ((0, 6), (0, 4), (0, 2))),
+    "bits": (lambda w: w[2:4].view(torch.int32).view(torch.float32), ((2, 4), (0, 4), (0, 2))),
     "nothing": (lambda w: w.narrow(0, 6, 0), ((0, 0), (0, 0), (0, 0))),
 }
 
@@ -38,16 +39,18 @@ def weight():
 @pytest.mark.parametrize("read", READ)
 def test_a_read_is_recorded_and_its_part_is_enough_for_it(weight, read):
     action, box = READ[read]
-    record, expected = Record(), action(weight)
-    for values in (weight, weight.transpose(0, 2).contiguous().transpose(0, 2)):
+    record, expected = Record(2), action(weight)
+    of_a_larger_one = torch.cat([torch.zeros(8, 4, 2), weight])[8:]
+    for values in (weight, weight.transpose(0, 2).contiguous().transpose(0, 2), of_a_larger_one):
         copy = torch.empty_like(expected, memory_format=torch.contiguous_format)
         assert type(copy.copy_(action(record.observed("w", values)))) is torch.Tensor
         assert torch.equal(copy, expected)
     assert record.boxes == {"w": box}
     held = weight[tuple(slice(*each) for each in box)].clone()
-    part = action(PartialWeight.make("w", held, box, weight.shape))
-    assert part.shape == expected.shape
-    assert torch.equal(copy.zero_().copy_(part), expected)
+    for values in (held, torch.cat([torch.zeros(3, *held.shape[1:]), held])[3:]):
+        part = action(PartialWeight.make("w", values, box, weight.shape))
+        assert part.shape == expected.shape
+        assert torch.equal(copy.zero_().copy_(part), expected)
 
 
 @pytest.mark.parametrize("box", [((0, 3), (0, 4), (0, 2)), ((0, 6), (0, 2), (0, 2)), ((0, 0), (0, 0), (0, 0))])
@@ -83,7 +86,7 @@ def rank_main(rank: int, world: int) -> None:
         {name: nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for name, w in weights.items()}
     )
     # Two tensor-parallel ranks per engine. They cut rows, or columns, or nothing.
-    member, record = rank % 2, Record()
+    member = rank % 2
     boxes = {
         "even": ((4 * member, 4 * member + 4), (0, 3)),
         "uneven": ((3 * member, 3 * member + 4), (0, 3)),
@@ -91,8 +94,10 @@ def rank_main(rank: int, world: int) -> None:
         "vector": ((0, 5),),
         "box": ((0, 0), (0, 0), (0, 0)) if member else ((1, 4), (0, 2), (1, 3)),
     }
-    record.boxes = boxes
-    parts = Parts(record.boxes)
+    assert parts_of(boxes, 2, node=f"with two ranks: {rank // 2}")
+    # Engines of two ranks on nodes of more would fetch several copies of the model to each node.
+    assert (parts_of(boxes, 2, node=f"with four ranks: {rank // 4}") is None) == (world > 4)
+    parts = parts_of(boxes, 2)
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in (0, 100, 1 << 20):
             found = {w.name: w.values for w in gathered_weights(model, dtype, bucket_bytes, Names(), parts=parts)}

@@ -1,7 +1,7 @@
 """vLLM's sleep and wake-up around training: rltrain's adapter over a double of vLLM on the stand-in device.
 
 The double's weights and cache lie in the counted memory of the stand-in, are freed by `sleep`, and come back by tag.
-New memory holds NaN, because on hardware it holds anything.
+New memory holds NaN, because on hardware it is uninitialised.
 """
 
 import gc
@@ -32,7 +32,7 @@ NUM_STEPS = 3
 
 
 class Model(torch.nn.Module):
-    """A model of transformers with vLLM's method."""
+    """A transformers model with vLLM's `load_weights`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__()

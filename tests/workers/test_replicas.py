@@ -45,7 +45,17 @@ CUTS = {
     "lora, hf 2, a weight per bucket": (2, LORA, 3000),
     "lora beside, hf 2": (2, BESIDE, 3000),
     "lora beside, vllm 2 as one replica": (2, BESIDE | {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 3000),
-    "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
+    "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 3000),
+    "vllm 4 as two replicas": (4, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
+    "vllm 4 as two replicas, copies of shards": (
+        4,
+        {
+            R + "name": "vllm",
+            R + "tensor_model_parallel_size": 2,
+            "actor_rollout_ref__actor__fsdp_config__fsdp_size": 2,
+        },
+        3000,
+    ),
     "sglang 1": (1, SGLANG, 2**29),
     "sglang 2 as one replica": (2, SGLANG | {R + "tensor_model_parallel_size": 2}, 2**29),
     "sglang 4 as two replicas": (4, SGLANG | {R + "tensor_model_parallel_size": 2, R + "max_num_seqs": 8}, 3000),
@@ -54,6 +64,7 @@ CUTS = {
 # Every run has replicas of one process and of two, vLLM and SGLang over two, and no engine in four processes.
 PARTS = [
     *("vllm 1", "vllm 2", "lora beside, vllm 2 as one replica"),
+    *("vllm 4 as two replicas", "vllm 4 as two replicas, copies of shards"),
     *("sglang 4 as two replicas", "sglang 4 as one replica"),
 ]
 CASES = [pytest.param(cut, marks=pytest.mark.long if cut in PARTS else ()) for cut in CUTS]
@@ -147,7 +158,7 @@ def test_every_replica_answers_alike_with_the_weights_of_each_policy_version(fou
         assert max(max(gap, canary) for _, _, gap, canary, _ in version) < 1e-5
     world, changes, *_ = CUTS[cut]
     size = changes.get(R + "tensor_model_parallel_size", 1)
-    if cut == "vllm 2 as one replica":
+    if cut.startswith("vllm") and "replica" in cut:
         first, *later = [[gigabytes for *_, gigabytes in version] for version in found[cut]]
         assert all(0 < now < 0.6 * before for version in later for now, before in zip(version, first, strict=True)), (
             "each rank receives its half of the weights after the first sync"

@@ -9,7 +9,7 @@ For some families, transformers' names and layouts in memory differ from its che
 layer are one weight. Engines and folders need the names of checkpoints. `CheckpointNames` restores them one weight at a
 time, with the conversion of save_pretrained, which adds a copy of the largest weight if its layout differs.
 
-An engine with tensor-parallel ranks gets complete weights only once; see `models.weights.partial`.
+The ranks of a tensor-parallel vLLM get only parts of most weights after the first sync (`models.weights.partial`).
 """
 
 from __future__ import annotations
@@ -205,12 +205,23 @@ def _buckets(
 
 
 def _name_in_parts(unit: list[tuple[str, Tensor]], names: CheckpointNames | None, parts: Parts | None) -> str | None:
-    """Return the checkpoint's name of a weight that can be exchanged in parts, or None."""
+    """Return the checkpoint's name of a weight that is exchanged in parts, or None."""
     (name, weight), *others = unit
-    if not parts or not names or others or _is_of_rank(weight) or _tensor_dim(weight) is not None:
+    known = None if others or not parts else _exchangeable(name, weight, names)
+    return known if known and parts and known in parts else None
+
+
+def _exchangeable(name: str, weight: Tensor, names: CheckpointNames | None) -> str | None:
+    """Return the checkpoint's name of a weight that can be exchanged in parts, or None."""
+    if not names or _is_of_rank(weight) or _tensor_dim(weight) is not None or not weight.dim():
         return None
-    renamed = names.renamed(huggingface_name(name))
-    return renamed if renamed and renamed in parts and weight.dim() and _num_shards(weight) > 1 else None
+    return names.renamed(huggingface_name(name)) if _num_shards(weight) > 1 else None
+
+
+def exchangeable(packed: nn.Module, names: CheckpointNames | None) -> set[str]:
+    """Return the checkpoint's names of the weights that can be exchanged in parts."""
+    found = (_exchangeable(name, weight, names) for name, weight in packed.named_parameters() if ADAPTER not in name)
+    return set(filter(None, found))
 
 
 def _exchanged(bucket: Bucket, dtype: torch.dtype, parts: Parts) -> Iterator[Weight]:

@@ -5,13 +5,18 @@ decide it, per family. So the first load observes them. It gets complete weights
 is copied. Later loads get a `PartialWeight` of the complete shape again, with values in that part only, and the loaders
 run as before: a rank receives 1/T of the bytes, and a bucket holds T times as many weights.
 
-Complete on every rank as before: weights whose layout differs in the checkpoint (fused experts), those of distributed
-experts or of a tensor-parallel trainer, adapters and buffers.
+Always complete on every rank: weights whose layout in memory differs from the checkpoint's (fused experts), weights of
+distributed experts, weights that are not sharded or that tensor parallelism has cut, adapters and buffers.
+
+A gather in a ring sends each node one copy of the model. Here each rank fetches its part, so a node of D devices
+fetches D / T copies. Therefore parts are used only within one node, or if an engine occupies a node (`parts_of`).
 """
 
 from __future__ import annotations
 
 import math
+import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,13 +32,21 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Record:
-    """Parts of weights that an engine has copied, by name; empty parts of weights that it has not."""
+    """Parts of weights that an engine has copied, by name; empty parts of weights that it has not.
 
-    def __init__(self) -> None:
+    num_ranks: tensor-parallel ranks of the engine.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
         self.boxes: dict[str, Box] = {}
+        self.complete = False
+        """True after the first load."""
 
-    def observed(self, name: str, values: Tensor) -> PartialWeight:
+    def observed(self, name: str, values: Tensor) -> Tensor:
         """Return the complete weight in the form that records what is copied."""
+        if torch.is_inference_mode_enabled():  # tensors of this class cannot be sliced in it
+            return values
         self.boxes.setdefault(name, ((0, 0),) * values.dim())
         return PartialWeight.make(name, values, _all_of(values.shape), values.shape, self)
 
@@ -49,7 +62,7 @@ class _Held(NamedTuple):
     name: str
     values: Tensor
     box: Box
-    """What ``values`` is of the weight."""
+    """Part of the weight that ``values`` holds."""
     shape: torch.Size
     record: Record | None
 
@@ -94,8 +107,12 @@ class PartialWeight(Tensor):
         if func.is_view:
             held = next(each for each in tree_leaves(args) if isinstance(each, cls)).held
             views = func(*tree_map_only(cls, lambda weight: weight._on_meta, args), **(kwargs or {}))
-            return tree_map_only(Tensor, lambda layout: cls._view(held, layout), views)
+            if all(view.dtype == held.values.dtype for view in tree_leaves(views)):
+                return tree_map_only(Tensor, lambda layout: cls._view(held, layout), views)
         return func(*tree_map_only(cls, cls._read, args), **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PartialWeight({self.held.name}, box={self.held.box}, shape={tuple(self.held.shape)})"
 
     def _read(self) -> Tensor:
         """Return the values of this view."""
@@ -106,9 +123,8 @@ class PartialWeight(Tensor):
         if record:
             record.add(name, part.box if part else _all_of(shape))
         if not part and box == _all_of(shape):
-            return values.contiguous().as_strided(
-                self._on_meta.shape, self._on_meta.stride(), self._on_meta.storage_offset()
-            )
+            values, view = values.contiguous(), self._on_meta
+            return values.as_strided(view.shape, view.stride(), values.storage_offset() + view.storage_offset())
         if not part or any(first < a or end > b for (first, end), (a, b) in zip(part.box, box, strict=True)):
             raise SyncError(
                 f"the rollout engine copies another part of {name} than at its first load, so this rank does not have "
@@ -152,25 +168,47 @@ def _box_of(view: Tensor, shape: torch.Size) -> _Part | None:
     return _Part(tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)), dims)
 
 
-class Parts:
-    """Parts of the weights on all ranks of the default group. A collective.
+class _Plan(NamedTuple):
+    """Exchange of one weight."""
 
-    boxes: of this rank, with the same names on every rank.
+    sent: list[Box]
+    """Part of this rank's rows for each distinct set of boxes."""
+    received: list[int]
+    """Number of elements from each rank of the group."""
+    most: int
+    """Maximum number of elements that a rank sends plus receives."""
+
+
+class Parts:
+    """Parts of the weights that the ranks of the default group need.
+
+    by_rank: the boxes of each rank, with the same names. Equal sets of boxes, of different engines, are stored once.
     """
 
-    def __init__(self, boxes: Mapping[str, Box]) -> None:
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, dict(boxes))
-        self._boxes: list[Mapping[str, Box]] = by_rank
+    def __init__(self, by_rank: Sequence[Mapping[str, Box]]) -> None:
+        keys = [tuple(boxes.items()) for boxes in by_rank]
+        distinct = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        self._member = [distinct[key] for key in keys]
+        self._boxes = [dict(key) for key in distinct]
+        self._plans: dict[str, _Plan] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._boxes[0]
 
     def numel(self, name: str, shape: Sequence[int], group: Any) -> int:
-        """Return the most elements of a weight that a rank of ``group``, which shards its rows, sends and receives."""
-        boxes = [self._boxes[rank][name] for rank in dist.get_process_group_ranks(group)]
-        sent = [sum(_size(_rows_in(box, shape[0], len(boxes), rank)) for box in boxes) for rank in range(len(boxes))]
-        return max(sent) + max(map(_size, boxes))
+        """Return the maximum number of elements that a rank of ``group`` sends plus receives for a weight."""
+        return self._plan(name, shape, group).most
+
+    def _plan(self, name: str, shape: Sequence[int], group: Any) -> _Plan:
+        if name not in self._plans:
+            me = dist.get_rank(group)
+            members = [self._member[rank] for rank in dist.get_process_group_ranks(group)]
+            num, boxes, times = len(members), [each[name] for each in self._boxes], Counter(members)
+            cuts = [[_rows_in(box, shape[0], num, rank) for box in boxes] for rank in range(num)]
+            sent = [sum(times[member] * _size(cut) for member, cut in enumerate(of_rank)) for of_rank in cuts]
+            received = [_size(of_rank[members[me]]) for of_rank in cuts]
+            self._plans[name] = _Plan(cuts[me], received, max(sent) + max(map(_size, boxes)))
+        return self._plans[name]
 
     def exchange(
         self, weights: Sequence[tuple[str, Tensor, torch.Size]], dtype: torch.dtype, group: Any
@@ -179,32 +217,43 @@ class Parts:
 
         weights: (name, this rank's rows, shape of the weight).
         """
-        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
-        num = len(ranks)
-
-        def boxes(source: int, to: int) -> list[Box]:
-            """Return what a rank sends to another one of each weight."""
-            needed = self._boxes[ranks[to]]
-            return [_rows_in(needed[name], shape[0], num, source) for name, _, shape in weights]
-
-        to_each = [boxes(me, to) for to in range(num)]
-        from_each = [[_size(box) for box in boxes(source, me)] for source in range(num)]
-        sizes = [[_size(box) for box in of_rank] for of_rank in to_each]
-        sent, received = [[sum(of_rank) for of_rank in by_rank] for by_rank in (sizes, from_each)]
-        send = torch.empty(sum(sent), dtype=dtype, device=weights[0][1].device)
-        for place, of_rank, split in zip(send.split(sent), to_each, sizes, strict=True):
-            for piece, box, (_, rows, shape) in zip(place.split(split), of_rank, weights, strict=True):
-                _copy(piece, rows, box, _shard(shape[0], num, me)[0])
+        me, members = dist.get_rank(group), [self._member[rank] for rank in dist.get_process_group_ranks(group)]
+        plans = [self._plan(name, shape, group) for name, _, shape in weights]
+        # Engines have equal parts, so each distinct part is cut once.
+        blocks = {}
+        for member in dict.fromkeys(members):
+            sizes = [_size(plan.sent[member]) for plan in plans]
+            blocks[member] = torch.empty(sum(sizes), dtype=dtype, device=weights[0][1].device)
+            for piece, plan, (_, rows, shape) in zip(blocks[member].split(sizes), plans, weights, strict=True):
+                _copy(piece, rows, plan.sent[member], _shard(shape[0], len(members), me)[0])
+        send = torch.cat([blocks[member] for member in members])
+        sent = [len(blocks[member]) for member in members]
+        received = [sum(plan.received[source] for plan in plans) for source in range(len(members))]
         receive = send.new_empty(sum(received))
         dist.all_to_all_single(receive, send, received, sent, group=group)
-        del send
-        by_rank = [each.split(split) for each, split in zip(receive.split(received), from_each, strict=True)]
+        del send, blocks
+        splits = [[plan.received[source] for plan in plans] for source in range(len(members))]
+        by_rank = [each.split(split) for each, split in zip(receive.split(received), splits, strict=True)]
         for number, (name, _, shape) in enumerate(weights):
             # The rows of rank 0 come first, and each rank sent complete rows of the part.
             found = [each[number] for each in by_rank if each[number].numel()]
             values = found[0] if len(found) == 1 else torch.cat(found) if found else receive[:0]
-            box = self._boxes[ranks[me]][name]
+            box = self._boxes[members[me]][name]
             yield name, PartialWeight.make(name, values.view([end - first for first, end in box]), box, shape)
+
+
+def parts_of(boxes: Mapping[str, Box], num_ranks: int, node: str | None = None) -> Parts | None:
+    """Return the parts of all ranks, or None if they would increase the traffic between nodes. A collective.
+
+    boxes: of this rank, with the same names on every rank. num_ranks: tensor-parallel ranks of an engine. node:
+    name of this rank's node (None: its host name).
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (node or socket.gethostname(), dict(boxes)))
+    nodes = Counter(node for node, _ in found)
+    if len(nodes) > 1 and num_ranks < max(nodes.values()):
+        return None
+    return Parts([each for _, each in found])
 
 
 def _copy(piece: Tensor, rows: Tensor, box: Box, start: int) -> None:
@@ -222,7 +271,7 @@ def _shard(rows: int, num: int, rank: int) -> tuple[int, int]:
 
 
 def _rows_in(box: Box, rows: int, num: int, rank: int) -> Box:
-    """Return what a rank's shard of the rows has of ``box``."""
+    """Return the intersection of ``box`` with a rank's shard."""
     (first, end), *others = box
     start, stop = _shard(rows, num, rank)
     first = min(max(first, start), stop)

@@ -27,9 +27,7 @@ class Assumptions:
     all_reduce_us: float = key(10.0, least=0)
     """Time of one all-reduce of a decode step if an engine spans devices (two per layer). Assumed."""
     sync_gb_per_s: float = key(3.6, over=0)
-    """Rate at which an engine's device receives weights. It receives all weights, however many devices share the
-    engine. Fitted.
-    """
+    """Rate at which an engine's device receives weights. Every sync counts as one of all weights. Fitted."""
     node_gb_per_s: float = key(150.0, over=0)
     """Rate between the devices of a node, one way, per device. Assumed."""
     network_gb_per_s: float = key(20.0, over=0)

@@ -31,8 +31,8 @@ def generation_metrics(results: Sequence[GenerationNumbers]) -> Metrics:
         metrics["perf/image_gb"] = sum(result.image_bytes for result in results) / 2**30
     syncs = [result.sync for result in results if result.sync]
     if syncs:
-        # All engines load the same weights, and the sync lasts as long as its slowest rank.
-        gigabytes = syncs[0].gigabytes
+        # The sync lasts as long as its slowest rank.
+        gigabytes = max(sync.gigabytes for sync in syncs)
         speed = gigabytes / max(*(sync.seconds for sync in syncs), 1e-9)
         metrics |= zip(OF_SYNC, (gigabytes, speed, max(sync.canary_gap for sync in syncs)), strict=True)
     return metrics

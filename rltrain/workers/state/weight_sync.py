@@ -24,8 +24,8 @@ from rltrain.common.device import Device
 from rltrain.common.errors import NonFiniteError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PackedModel
-from rltrain.models.weights.names import CheckpointNames, Part, Weight, gathered_weights
-from rltrain.models.weights.partial import PartialWeight, Parts
+from rltrain.models.weights.names import CheckpointNames, Part, Weight, exchangeable, gathered_weights
+from rltrain.models.weights.partial import PartialWeight, Parts, parts_of
 from rltrain.workers.interface.results import SyncReport
 from rltrain.workers.rollout.contract import RolloutEngine
 
@@ -67,6 +67,7 @@ class WeightSync:
         self.engine = engine
         self._names = None if engine.names_in_memory else CheckpointNames(policy.model)
         self._parts: Parts | None = None
+        self._observed = False
         self._device = device
         self._dtype = dtype
         self.bucket_bytes = bucket_bytes
@@ -104,8 +105,10 @@ class WeightSync:
                     yield weight
 
         self.engine.load_weights(counted())
-        if self.engine.record and not self._parts:
-            self._parts = Parts(self.engine.record.boxes)
+        if (record := self.engine.record) and not self._observed:
+            self._observed, sent = True, exchangeable(self._policy, self._names)
+            boxes = {name: box for name, box in record.boxes.items() if name in sent}
+            self._parts = parts_of(boxes, record.num_ranks) if boxes else None
         free_training_copy()
         dist.barrier()
         self.engine.wake_cache()

@@ -164,7 +164,7 @@ class VLLMRollout:
                 getattr(self.llm.llm_engine, name)()
 
     def sleep(self) -> bool:
-        if self._sleeps and not self._asleep:  # vLLM warns of every second sleep
+        if self._sleeps and not self._asleep:  # vLLM warns if it already sleeps
             # Level 2 drops the weights, which every sync sends again. Level 1 copies them to the host, from which
             # weights under adapters are restored.
             self.llm.sleep(level=1 if self._slot else 2)

@@ -22,7 +22,7 @@ from torch import Tensor
 from rltrain.common.errors import ConfigError, SyncError
 from rltrain.models.routing import num_experts
 from rltrain.models.weights.names import Weight
-from rltrain.models.weights.partial import PartialWeight, Record
+from rltrain.models.weights.partial import Record
 
 # First releases of vllm-ascend that reload experts, and that do so after vLLM's sleep mode. Known from their code.
 _RELOADS, _RELOADS_AFTER_SLEEP = (0, 24), (0, 26)
@@ -63,11 +63,11 @@ def refuse_on_npu(config: Any, sleeps: bool, release: str | None) -> None:
 class WeightLoader:
     """Loader of weights with checkpoint names into the model of a vLLM worker.
 
-    num_ranks: tensor-parallel ranks of vLLM. record: what they copy of each weight that comes complete.
+    num_ranks: tensor-parallel ranks of vLLM. record: the parts of the weights that this rank copies.
     """
 
     def __init__(self, worker: Any, config: Any, num_ranks: int = 1, *, on_cpu: bool) -> None:
-        self.record = Record() if num_ranks > 1 else None
+        self.record = Record(num_ranks) if num_ranks > 1 else None
         self.reload = on_cpu or bool(derived_weights(config))
         self._worker = worker
         self._on_cpu = on_cpu
@@ -101,6 +101,8 @@ class WeightLoader:
                 model.load_weights(self._named(weights))
         finally:
             del model.load_weights  # restores the method of the class
+        if self.record:
+            self.record.complete = True
         if missing:
             raise SyncError(
                 f"vLLM's {type(model).__name__} did not get {len(missing)} of its weights from the trainer: "
@@ -110,7 +112,7 @@ class WeightLoader:
 
     def _named(self, weights: Iterator[Weight]) -> Iterator[tuple[str, Tensor]]:
         for name, values, in_checkpoint in weights:
-            if self.record and in_checkpoint and not isinstance(values, PartialWeight):
+            if self.record and in_checkpoint and not self.record.complete:
                 values = self.record.observed(name, values)
             if in_checkpoint:
                 yield name, values

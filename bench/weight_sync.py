@@ -4,7 +4,7 @@
 
 Every way runs in fresh processes on the same shards and fills the same engine. Peak: resident memory minus the memory
 before the sync, beyond the engine's weights. The second table has engines of 1, 2 and 4 tensor-parallel ranks, with
-loaders that copy rows or columns as vLLM's do. Writes bench/results/weight_sync_cpu.md.
+loaders that copy rows or columns, as vLLM's do. Writes bench/results/weight_sync_cpu.md.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rltrain.common.device import get_device
 from rltrain.config.schema.rollout import RolloutConfig
 from rltrain.models.forward import PolicyModel
 from rltrain.models.weights.names import CheckpointNames, Weight, gathered_weights, huggingface_name
-from rltrain.models.weights.partial import PartialWeight, Parts, Record, parts_of
+from rltrain.models.weights.partial import Parts, Record, parts_of
 from rltrain.models.weights.shard import sharded_model
 from rltrain.models.weights.spec import ModelSpec
 from rltrain.workers.rollout.embedded.engine import HFRollout
@@ -99,7 +99,7 @@ class CutEngine:
         """Copy the parts of this rank. Returns the received bytes."""
         received = 0
         for name, values, in_checkpoint in weights:
-            received += (values.held.values if isinstance(values, PartialWeight) else values).nbytes
+            received += values.nbytes
             if not self.record.complete:
                 values = self.record.observed(name, values)
             if in_checkpoint:
@@ -224,7 +224,7 @@ def main() -> None:
         options,
         f"{options.ranks} ranks over gloo, fp32 shards to bf16 engine weights ({size:.0f} MiB), {options.syncs} syncs.",
         table(["way", "seconds (median)", "GB/s", "against weight by weight", peak], rows)
-        + f"\n\nEngines of 1, 2 and 4 tensor-parallel ranks, {options.tensor_ranks} training ranks, buckets of "
+        + f"\n\nEngines by their tensor-parallel ranks; {options.tensor_ranks} training ranks, buckets of "
         f"{PARTS_BUCKET_MIB} MiB. The first sync sends complete weights and observes which part each rank copies.\n\n"
         + table(
             ["tensor-parallel ranks", "received by a rank, MiB: first, later", "seconds: first, later (median)",

@@ -313,8 +313,8 @@ def test_a_driver_killed_between_turns_is_resumed_as_if_nothing_had_been(start, 
     assert {
         name for name, *_ in differ if name.partition("/")[0] not in ("rollout", "rollout_corr", "training")
     } == set()
-    # A perplexity of 55 in float32 is exact to 4e-6.
-    assert all(math.isclose(number, again, rel_tol=1e-5, abs_tol=1e-5) for _, number, again in differ), differ
+    # A perplexity of 55 moves by its share of the rounding of the log-probs.
+    assert all(math.isclose(number, again, rel_tol=3e-6, abs_tol=1e-5) for _, number, again in differ), differ
     one, other = (kept(folder) for folder in folders)
     assert one.keys() == other.keys()
     assert [name for name, each in one.items() if each != other[name]] == []

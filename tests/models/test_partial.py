@@ -26,7 +26,7 @@ READ = {
     "flattened": (lambda w: w.view(-1)[3:20], ((0, 6), (0, 4), (0, 2))),
     "every second row": (lambda w: w[::2], ((0, 6), (0, 4), (0, 2))),
     "diagonal": (lambda w: w.diagonal(0, 0, 1), ((0, 6), (0, 4), (0, 2))),
-    "bits": (lambda w: w[2:4].view(torch.int32).view(torch.float32), ((2, 4), (0, 4), (0, 2))),
+    "bits": (lambda w: w[2:4].view(torch.int32), ((2, 4), (0, 4), (0, 2))),
     "nothing": (lambda w: w.narrow(0, 6, 0), ((0, 0), (0, 0), (0, 0))),
 }
 

@@ -81,7 +81,7 @@ class Double:
 
 
 class Sleeper(VLLMRollout):
-    """rltrain's adapter with the double. Responses are those of transformers with the double's weights."""
+    """rltrain's adapter with the double, which generates with the embedded engine from the double's weights."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.llm, self._sleeps, self._slot = Double(settings), True, None
@@ -137,7 +137,7 @@ def _worker(make: Any, kind: type[Sleeper]) -> Any:
 
 
 def _peak_of_sync(worker: Any) -> int:
-    """Return the most bytes on the device while the weights are synced."""
+    """Return the maximum of the bytes on the device during a weight sync."""
     torch_npu.npu.reset_peak_memory_stats()
     worker.offloader.enter_phase("sync", whole=True)
     worker.rollout.weight_sync.run(worker.num_updates, lambda: worker.offloader.enter_phase("gen"))

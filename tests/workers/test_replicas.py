@@ -47,27 +47,20 @@ CUTS = {
     "lora beside, vllm 2 as one replica": (2, BESIDE | {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 3000),
     "vllm 2 as one replica": (2, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 3000),
     "vllm 4 as two replicas": (4, {R + "name": "vllm", R + "tensor_model_parallel_size": 2}, 2**29),
-    "vllm 4 as two replicas, copies of shards": (
-        4,
-        {
-            R + "name": "vllm",
-            R + "tensor_model_parallel_size": 2,
-            "actor_rollout_ref__actor__fsdp_config__fsdp_size": 2,
-        },
-        3000,
-    ),
+    "vllm 4 as two replicas, copies of shards": (4, {
+        R + "name": "vllm", R + "tensor_model_parallel_size": 2, "actor_rollout_ref__actor__fsdp_config__fsdp_size": 2,
+    }, 3000),
     "sglang 1": (1, SGLANG, 2**29),
     "sglang 2 as one replica": (2, SGLANG | {R + "tensor_model_parallel_size": 2}, 2**29),
     "sglang 4 as two replicas": (4, SGLANG | {R + "tensor_model_parallel_size": 2, R + "max_num_seqs": 8}, 3000),
     "sglang 4 as one replica": (4, SGLANG | {R + "tensor_model_parallel_size": 4}, 3000),
-}
-# Every run has replicas of one process and of two, vLLM and SGLang over two, and no engine in four processes.
-PARTS = [
-    *("vllm 1", "vllm 2", "lora beside, vllm 2 as one replica"),
-    *("vllm 4 as two replicas", "vllm 4 as two replicas, copies of shards"),
-    *("sglang 4 as two replicas", "sglang 4 as one replica"),
+}  # fmt: skip
+# The cases of every run; the others are long.
+OFTEN = [
+    *("hf 1", "hf 4, replicas of shards", "lora, hf 2, a weight per bucket", "lora beside, hf 2"),
+    *("vllm 2 as one replica", "sglang 2 as one replica"),
 ]
-CASES = [pytest.param(cut, marks=pytest.mark.long if cut in PARTS else ()) for cut in CUTS]
+CASES = [pytest.param(cut, marks=() if cut in OFTEN else pytest.mark.long) for cut in CUTS]
 # Engines that draw alike: every cut answers as this one.
 LIKE = {"hf": "hf 1", "vllm": "hf 1", "lora,": "lora, hf 1", "lora": "lora, hf 1", "sglang": "sglang 1"}
 
@@ -147,7 +140,6 @@ def by_sample(version: list[tuple]) -> dict[int, list[int]]:
     return {sample: row for ids, rows, *_ in version for sample, row in zip(ids, rows, strict=True)}
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("cut", CASES)
 def test_every_replica_answers_alike_with_the_weights_of_each_policy_version(found, cut):
     answers = [by_sample(version) for version in found[cut]]

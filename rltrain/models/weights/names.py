@@ -132,10 +132,11 @@ def gathered_weights(
     """
     # state_dict makes FSDP2 free gathered weights, so the parameters are shards from here on.
     in_checkpoint = packed.state_dict().keys()
-    # Half of a bucket holds the received weights, the other half this rank's share, which is sent.
     for bucket, units, partial in _buckets(packed, dtype, bucket_bytes, names, part, parts):
         if parts and partial:
-            yield from _exchanged(bucket, dtype, parts)
+            rows = [(name, local(weight), weight.shape) for name, weight in bucket]
+            for name, values in parts.exchange(rows, dtype, _shard_group(bucket[0][1])):
+                yield Weight(name, values)
             continue
         weights = _gathered(bucket, dtype)
         yield from _renamed(weights, units, names) if names and part != "adapters" else weights
@@ -180,17 +181,18 @@ def _buckets(
     sizes: list[int] = []
     filled = 0
     layout: tuple[bool, int, bool] | None = None
+    candidates = exchangeable(packed, names) if parts and names else {}
     for unit in units.values():
-        known = _name_in_parts(unit, names, parts)
-        if parts and known:
-            weight = unit[0][1]
-            assert isinstance(weight, DTensor)
-            size = parts.numel(known, weight.shape, weight.device_mesh.get_group(_shard_dim(weight)))
+        name, weight = unit[0]
+        known = candidates.get(name)
+        if parts and known and known in parts:
+            size = parts.numel(known, weight.shape, _shard_group(weight))
         else:
-            # The received weights, and as much for this rank's share, which is sent.
+            known = None
+            # Half of a bucket holds the received weights, the other half this rank's share, which is sent.
             size = 2 * sum(max(_num_shards(weight) * _shard_size(weight), weight.numel()) for _, weight in unit)
         size *= dtype.itemsize
-        found = (*_layout(unit[0][1]), bool(known))
+        found = (*_layout(weight), bool(known))
         if bucket and (filled + size > most_bytes or found != layout):
             yield bucket, sizes, bool(layout and layout[-1])
             bucket, sizes, filled = [], [], 0
@@ -204,32 +206,15 @@ def _buckets(
         yield bucket, sizes, bool(layout and layout[-1])
 
 
-def _name_in_parts(unit: list[tuple[str, Tensor]], names: CheckpointNames | None, parts: Parts | None) -> str | None:
-    """Return the checkpoint's name of a weight that is exchanged in parts, or None."""
-    (name, weight), *others = unit
-    known = None if others or not parts else _exchangeable(name, weight, names)
-    return known if known and parts and known in parts else None
-
-
-def _exchangeable(name: str, weight: Tensor, names: CheckpointNames | None) -> str | None:
-    """Return the checkpoint's name of a weight that can be exchanged in parts, or None."""
-    if not names or _is_of_rank(weight) or _tensor_dim(weight) is not None or not weight.dim():
-        return None
-    return names.renamed(huggingface_name(name)) if _num_shards(weight) > 1 else None
-
-
-def exchangeable(packed: nn.Module, names: CheckpointNames | None) -> set[str]:
-    """Return the checkpoint's names of the weights that can be exchanged in parts."""
-    found = (_exchangeable(name, weight, names) for name, weight in packed.named_parameters() if ADAPTER not in name)
-    return set(filter(None, found))
-
-
-def _exchanged(bucket: Bucket, dtype: torch.dtype, parts: Parts) -> Iterator[Weight]:
-    weights = [(name, local(weight), weight.shape) for name, weight in bucket]
-    first = bucket[0][1]
-    assert isinstance(first, DTensor)
-    for name, values in parts.exchange(weights, dtype, first.device_mesh.get_group(_shard_dim(first))):
-        yield Weight(name, values)
+def exchangeable(packed: nn.Module, names: CheckpointNames) -> dict[str, str]:
+    """Return the weights that can be exchanged in parts: name in ``packed`` -> name in the checkpoint."""
+    return {
+        name: renamed
+        for name, weight in packed.named_parameters()
+        if ADAPTER not in name and weight.dim() and _num_shards(weight) > 1
+        if not _is_of_rank(weight) and _tensor_dim(weight) is None
+        if (renamed := names.renamed(huggingface_name(name)))
+    }
 
 
 def _handed_over(
@@ -257,7 +242,6 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
     if ranks == 1:
         yield from _joined([(name, weight, local(weight).to(dtype)) for name, weight in bucket])
         return
-    assert isinstance(first, DTensor)
     sizes = [_shard_size(weight) for _, weight in bucket]
     send = torch.zeros(sum(sizes), dtype=dtype, device=local(first).device)
     offset = 0
@@ -266,7 +250,7 @@ def _gathered(bucket: Bucket, dtype: torch.dtype) -> Iterator[Weight]:
         send[offset : offset + len(shard)].copy_(shard)
         offset += size
     received = send.new_empty(ranks, len(send))
-    all_gather(received.view(-1), send, group=first.device_mesh.get_group(_shard_dim(first)))
+    all_gather(received.view(-1), send, group=_shard_group(first))
     del send
     parts = []
     for (name, weight), shards in zip(bucket, received.split(sizes, 1), strict=True):
@@ -325,6 +309,11 @@ def _shard_dim(weight: DTensor) -> int:
     """Return the mesh dimension over which rows are sharded: the last one, not counting the dimension of tensor
     parallelism. With HSDP, the first dimension has the replicas."""
     return weight.device_mesh.ndim - (1 if _tensor_dim(weight) is None else 2)
+
+
+def _shard_group(weight: Any) -> Any:
+    """Return the process group over which the rows of a DTensor are sharded."""
+    return weight.device_mesh.get_group(_shard_dim(weight))
 
 
 def _num_shards(weight: Tensor) -> int:

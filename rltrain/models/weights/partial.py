@@ -1,9 +1,9 @@
 """Weight sync to tensor-parallel engines: each rank receives only the part of each weight that its engine copies.
 
-An engine with T tensor-parallel ranks copies 1/T of most weights on each rank. No table says which part: vLLM's loaders
-decide it, per family. So the first load observes them. It gets complete weights as `PartialWeight`, which records what
-is copied. Later loads get a `PartialWeight` of the complete shape again, with values in that part only, and the loaders
-run as before: a rank receives 1/T of the bytes, and a bucket holds T times as many weights.
+Each rank of an engine with T tensor-parallel ranks copies 1/T of most weights. vLLM's loaders decide which part, per
+family, so the first load observes them: it gets complete weights as `PartialWeight`, which records the parts that are
+read. Later loads get a `PartialWeight` again, with the complete shape but only the values of that part. A rank then
+receives about 1/T of the bytes, and a bucket holds T times as many weights.
 
 Always complete on every rank: weights whose layout in memory differs from the checkpoint's (fused experts), weights of
 distributed experts, weights that are not sharded or that tensor parallelism has cut, adapters and buffers.
@@ -29,6 +29,8 @@ from rltrain.common.errors import SyncError
 
 Box = tuple[tuple[int, int], ...]
 """Part of a weight: first index and end in each dimension."""
+Shards = Sequence[tuple[str, Tensor, torch.Size]]
+"""(name, this rank's rows, shape of the weight)"""
 
 
 class Record:
@@ -44,7 +46,7 @@ class Record:
         """True after the first load."""
 
     def observed(self, name: str, values: Tensor) -> Tensor:
-        """Return the complete weight in the form that records what is copied."""
+        """Return a complete weight that records which parts of it are read."""
         if torch.is_inference_mode_enabled():  # tensors of this class cannot be sliced in it
             return values
         self.boxes.setdefault(name, ((0, 0),) * values.dim())
@@ -68,17 +70,18 @@ class _Held(NamedTuple):
 
 
 class PartialWeight(Tensor):
-    """A view of a weight of which this rank holds only a part.
+    """A weight, or a view of it, of which this rank holds only a part.
 
-    It has the shape of the complete view. Views of it need no values; any other operation reads those of the view that
-    it gets, and raises SyncError if this rank does not hold them.
+    Shape and strides are those of the complete weight, so loaders handle it like any tensor. Slicing and reshaping
+    return a `PartialWeight`. Every other operation reads the values of the view, and raises SyncError if this rank does
+    not hold them.
     """
 
     # The default would turn results of operations, such as the parameters written by `copy_`, into this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _on_meta: Tensor
-    """The same view of a contiguous weight without memory."""
+    """Shape, strides and offset of the view, as a view of a contiguous weight on the meta device."""
     held: _Held
 
     @classmethod
@@ -110,6 +113,11 @@ class PartialWeight(Tensor):
             if all(view.dtype == held.values.dtype for view in tree_leaves(views)):
                 return tree_map_only(Tensor, lambda layout: cls._view(held, layout), views)
         return func(*tree_map_only(cls, cls._read, args), **(kwargs or {}))
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that this rank holds of the weight."""
+        return self.held.values.nbytes
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartialWeight({self.held.name}, box={self.held.box}, shape={tuple(self.held.shape)})"
@@ -146,13 +154,13 @@ class _Part(NamedTuple):
 
 
 def _box_of(view: Tensor, shape: torch.Size) -> _Part | None:
-    """Return the part of a contiguous weight of ``shape`` that ``view`` shows, or None if it is not one box whose
-    dimensions are dimensions of the weight."""
-    starts, offset = [], view.storage_offset()
+    """Return the part of a contiguous weight of ``shape`` that ``view`` (not empty) shows, or None if it is not one box
+    whose dimensions are dimensions of the weight."""
+    starts, offset = [], int(view.storage_offset())
     weight_strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for stride in weight_strides:
-        starts.append(offset // stride if stride else 0)
-        offset -= starts[-1] * stride
+        start, offset = divmod(offset, stride)
+        starts.append(start)
     dims: list[int | None] = []
     sizes = [1] * len(shape)
     for size, stride in zip(view.shape, view.stride(), strict=True):
@@ -163,8 +171,6 @@ def _box_of(view: Tensor, shape: torch.Size) -> _Part | None:
         dims.append(dim)
         if dim is not None:
             sizes[dim] = size
-    if any(start + size > most for start, size, most in zip(starts, sizes, shape, strict=True)):
-        return None
     return _Part(tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)), dims)
 
 
@@ -188,6 +194,7 @@ class Parts:
     def __init__(self, by_rank: Sequence[Mapping[str, Box]]) -> None:
         keys = [tuple(boxes.items()) for boxes in by_rank]
         distinct = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        # For each rank, the index of its set in `_boxes`: the rank's place in its engine.
         self._member = [distinct[key] for key in keys]
         self._boxes = [dict(key) for key in distinct]
         self._plans: dict[str, _Plan] = {}
@@ -210,29 +217,16 @@ class Parts:
             self._plans[name] = _Plan(cuts[me], received, max(sent) + max(map(_size, boxes)))
         return self._plans[name]
 
-    def exchange(
-        self, weights: Sequence[tuple[str, Tensor, torch.Size]], dtype: torch.dtype, group: Any
-    ) -> Iterator[tuple[str, PartialWeight]]:
-        """Yield weights with this rank's part in ``dtype``. A collective of ``group``, over which rows are sharded.
-
-        weights: (name, this rank's rows, shape of the weight).
-        """
+    def exchange(self, weights: Shards, dtype: torch.dtype, group: Any) -> Iterator[tuple[str, PartialWeight]]:
+        """Yield weights with this rank's part in ``dtype``. A collective of ``group``, over which rows are sharded."""
         me, members = dist.get_rank(group), [self._member[rank] for rank in dist.get_process_group_ranks(group)]
         plans = [self._plan(name, shape, group) for name, _, shape in weights]
-        # Engines have equal parts, so each distinct part is cut once.
-        blocks = {}
-        for member in dict.fromkeys(members):
-            sizes = [_size(plan.sent[member]) for plan in plans]
-            blocks[member] = torch.empty(sum(sizes), dtype=dtype, device=weights[0][1].device)
-            for piece, plan, (_, rows, shape) in zip(blocks[member].split(sizes), plans, weights, strict=True):
-                _copy(piece, rows, plan.sent[member], _shard(shape[0], len(members), me)[0])
-        send = torch.cat([blocks[member] for member in members])
-        sent = [len(blocks[member]) for member in members]
-        received = [sum(plan.received[source] for plan in plans) for source in range(len(members))]
+        splits = [[plan.received[source] for plan in plans] for source in range(len(members))]
+        received = [sum(split) for split in splits]
+        send, sent = _shares(weights, plans, members, me, dtype)
         receive = send.new_empty(sum(received))
         dist.all_to_all_single(receive, send, received, sent, group=group)
-        del send, blocks
-        splits = [[plan.received[source] for plan in plans] for source in range(len(members))]
+        del send
         by_rank = [each.split(split) for each, split in zip(receive.split(received), splits, strict=True)]
         for number, (name, _, shape) in enumerate(weights):
             # The rows of rank 0 come first, and each rank sent complete rows of the part.
@@ -254,6 +248,24 @@ def parts_of(boxes: Mapping[str, Box], num_ranks: int, node: str | None = None) 
     if len(nodes) > 1 and num_ranks < max(nodes.values()):
         return None
     return Parts([each for _, each in found])
+
+
+def _shares(
+    weights: Shards, plans: Sequence[_Plan], members: Sequence[int], me: int, dtype: torch.dtype
+) -> tuple[Tensor, list[int]]:
+    """Return what this rank sends to the ranks of its group, and the number of elements for each of them."""
+    sizes = {member: [_size(plan.sent[member]) for plan in plans] for member in members}
+    sent = [sum(sizes[member]) for member in members]
+    send = torch.empty(sum(sent), dtype=dtype, device=weights[0][1].device)
+    done: dict[int, Tensor] = {}
+    for member, share in zip(members, send.split(sent), strict=True):
+        if member in done:  # the same place in another engine
+            share.copy_(done[member])
+            continue
+        done[member] = share
+        for piece, plan, (_, rows, shape) in zip(share.split(sizes[member]), plans, weights, strict=True):
+            _copy(piece, rows, plan.sent[member], _shard(shape[0], len(members), me)[0])
+    return send, sent
 
 
 def _copy(piece: Tensor, rows: Tensor, box: Box, start: int) -> None:

@@ -146,9 +146,8 @@ class RolloutEngine(Protocol):
     """Rollout engine. Call order: wake_weights, load_weights, wake_cache, then generate and log_probs; then sleep.
 
     names_in_memory: weights have the names of the trainer's model, not of its checkpoint. holds_base: the engine
-    applies adapters itself (`EngineSettings.adapted`) and still has the base weights. record: after
-    the first load, the parts of the weights that this rank of a tensor-parallel engine copies; None: it needs complete
-    weights.
+    applies adapters itself (`EngineSettings.adapted`) and still has the base weights. record: after the first load, the
+    parts of the weights that this rank of a tensor-parallel engine copies; None: it always needs complete weights.
     """
 
     names_in_memory: bool

@@ -25,7 +25,7 @@ from rltrain.common.errors import NonFiniteError, SyncError
 from rltrain.data.images import EncodedPrompt
 from rltrain.models.forward import PackedModel
 from rltrain.models.weights.names import CheckpointNames, Part, Weight, exchangeable, gathered_weights
-from rltrain.models.weights.partial import PartialWeight, Parts, parts_of
+from rltrain.models.weights.partial import Parts, parts_of
 from rltrain.workers.interface.results import SyncReport
 from rltrain.workers.rollout.contract import RolloutEngine
 
@@ -100,14 +100,14 @@ class WeightSync:
             for part in parts:
                 found = gathered_weights(self._policy, self._dtype, self.bucket_bytes, self._names, part, self._parts)
                 for weight in found:
-                    values = weight.values
-                    num_bytes += (values.held.values if isinstance(values, PartialWeight) else values).nbytes
+                    num_bytes += weight.values.nbytes
                     yield weight
 
         self.engine.load_weights(counted())
-        if (record := self.engine.record) and not self._observed:
-            self._observed, sent = True, exchangeable(self._policy, self._names)
-            boxes = {name: box for name, box in record.boxes.items() if name in sent}
+        if (record := self.engine.record) and self._names and not self._observed:
+            self._observed = True
+            in_parts = {*exchangeable(self._policy, self._names).values()} & record.boxes.keys()
+            boxes = {name: record.boxes[name] for name in sorted(in_parts)}
             self._parts = parts_of(boxes, record.num_ranks) if boxes else None
         free_training_copy()
         dist.barrier()
